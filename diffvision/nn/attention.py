@@ -1,0 +1,173 @@
+"""What every attention layer shares, and the standard one: the baseline that each comparison needs.
+
+Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P maps a head, D size of a map's head,
+V size of a value head.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from diffvision import ops
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm whose weight follows the input's dtype: under autocast a float32 weight would refuse the fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class AttentionLayer(nn.Module):
+    """Self-attention with its projections; a subclass says how many maps a head has and what it does with them.
+
+    Args:
+        dim: width of the tokens, in and out.
+        num_heads: heads of the output; differential heads in differential layers.
+        num_kv_heads: key/value heads, a divisor of num_heads; as many as num_heads if None.
+        head_dim: D of one map's head; by default the output heads together are as wide as `dim`.
+        head_norm: RMSNorm of each head's output, its weight shared by the heads (eps 1e-5).
+        qkv_bias, proj_bias: biases of the input and output projections.
+        qk_norm: RMSNorm (eps 1e-6) of each query and key head before rotary embedding.
+        attn_drop: dropout of the attention maps, drawn for each map by itself.
+        proj_drop: dropout of the output.
+        rotary: base theta of an interleaved rotary embedding on each map's D, or None for no rotary embedding.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+
+    variant: ClassVar[str]
+    query_maps: ClassVar[int]  # queries a head
+    key_maps: ClassVar[int]  # keys a key/value head
+    value_maps: ClassVar[int]  # V / D
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        head_norm: bool = False,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        rotary: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})")
+        if head_dim is None:
+            if dim % (num_heads * self.value_maps):
+                raise ValueError(
+                    f"dim ({dim}) must be a multiple of {num_heads * self.value_maps} ({self.value_maps} map(s) for each "
+                    f"of {num_heads} heads of variant {self.variant!r}); change num_heads or give head_dim"
+                )
+            head_dim = dim // (num_heads * self.value_maps)
+        if rotary is not None and head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.value_dim = self.value_maps * head_dim
+        self.attn_drop, self.rotary = attn_drop, rotary
+        made = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(dim, num_heads * self.query_maps * head_dim, bias=qkv_bias, **made)
+        self.k_proj = nn.Linear(dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **made)
+        self.v_proj = nn.Linear(dim, num_kv_heads * self.value_dim, bias=qkv_bias, **made)
+        self.q_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
+        self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **made) if head_norm else nn.Identity()
+        self.proj = nn.Linear(num_heads * self.value_dim, dim, bias=proj_bias, **made)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "B N dim"]:
+        """Attends within each sequence.
+
+        Args:
+            x: tokens [B, N, dim].
+            attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N].
+            is_causal: each token attends to itself and those before it; combined with attn_mask by AND.
+
+        Raises:
+            ValueError: a float mask with other values than 0 and -inf.
+        """
+        q, k = self._queries_and_keys(x)
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
+        heads = self._attend(x, q, k, v, _boolean(attn_mask), is_causal)
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+    def attention_maps(
+        self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "B H P N N"]:
+        """The softmax maps of each head [B, H, P, N, N] (P = 2 in differential layers), for figures and analysis."""
+        q, k = self._queries_and_keys(x)
+        return ops.attention_maps(q, k, causal=is_causal, mask=_boolean(attn_mask))
+
+    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, P, N, D] and [B, Hk, Pk, N, D], normalised and turned."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.query_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            cos, sin = ops.rotary_tables(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rotary)
+            q, k = ops.apply_rotary(q, cos, sin), ops.apply_rotary(k, cos, sin)
+        return q, k
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """[B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, N, D] and v [B, Hk, N, V]."""
+        raise NotImplementedError
+
+    def _dropout(self) -> float:
+        return self.attn_drop if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        return f"variant={self.variant}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
+
+
+class Attention(AttentionLayer):
+    """Standard softmax attention in the clothes of the differential layers; arguments as `AttentionLayer`.
+
+    `head_norm=True` is the paper's ablation of a Transformer with head norm (arXiv 2410.05258, table 6).
+    """
+
+    variant, query_maps, key_maps, value_maps = "standard", 1, 1, 1
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        if mask is not None and is_causal:
+            length = x.shape[1]
+            mask = mask & torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        grouped = self.num_heads != self.num_kv_heads
+        out = F.scaled_dot_product_attention(
+            q.squeeze(2),
+            k.squeeze(2),
+            v,
+            attn_mask=mask,
+            dropout_p=self._dropout(),
+            is_causal=is_causal and mask is None,
+            enable_gqa=grouped,
+        )
+        return self.head_norm(out)
+
+
+def _boolean(mask: Tensor | None) -> Tensor | None:
+    """A mask as the operation takes it; hosts also hand float masks of 0 and -inf."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    attends = mask == 0
+    if not torch.compiler.is_compiling() and not (attends | mask.isneginf()).all():
+        raise ValueError(
+            "a float attn_mask may hold 0 and -inf only (no bias is added to differential maps); pass a boolean"
+        )
+    return attends

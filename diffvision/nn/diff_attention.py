@@ -1,0 +1,109 @@
+"""Differential attention layers: the paper's (V1) and its successor (V2)."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from diffvision import ops
+from diffvision.nn.attention import AttentionLayer
+
+
+def depth_lambda_init(depth: int) -> float:
+    """0.8 - 0.6 exp(-0.3 depth), depth counted from 0 (arXiv 2410.05258 section 2.1, which counts layers from 1)."""
+    return 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+class DiffAttention(AttentionLayer):
+    """The DIFF Transformer's attention (V1): paired queries and keys, values twice as wide, a norm on each head.
+
+        lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init      one number a layer
+        head = RMSNorm((softmax(q1 k1') - lambda softmax(q2 k2')) v) * (1 - lambda_init)
+
+    A head's two queries are adjacent in `q_proj`'s rows ([H, 2, D]), likewise its keys; its value is 2D wide.
+
+    Args:
+        depth: index of the layer from 0, for `lambda_init="depth"`.
+        lambda_init: a float (DiffCLIP: 0.8 in every layer), or "depth" for `depth_lambda_init(depth)`.
+        head_norm: False leaves the norm out, and keeps the factor (the paper's ablation "w/o GroupNorm").
+        Others as `AttentionLayer`; `num_heads` is half of the matched standard layer's.
+
+    Source: arXiv 2410.05258; microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py (whose grouped heads are the
+    right ones: the plain module there pairs keys of different heads).
+    """
+
+    variant, query_maps, key_maps, value_maps = "v1", 2, 2, 2
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        depth: int = 0,
+        lambda_init: float | Literal["depth"] = "depth",
+        head_norm: bool = True,
+        **shared: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **shared)
+        if isinstance(lambda_init, str) and lambda_init != "depth":
+            raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
+        self.lambda_init = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
+        # In the layer's own dtype, so that FSDP2 finds one dtype; the arithmetic is in float32 all the same.
+        made = {"device": shared.get("device"), "dtype": shared.get("dtype")}
+        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim, **made))
+        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim, **made))
+        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim, **made))
+        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim, **made))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The lambda vectors: N(0, 0.1) (zeros would have no gradient); the other modules reset their own."""
+        for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
+            nn.init.normal_(vector, mean=0.0, std=0.1)
+
+    def compute_lambda(self, x: Tensor | None = None) -> Float[Tensor, "1"]:
+        """The layer's lambda, [1], in float32 whatever the parameters' dtype; one for all tokens, so x is not read."""
+        first = (self.lambda_q1.float() * self.lambda_k1.float()).sum(0, keepdim=True).exp()
+        second = (self.lambda_q2.float() * self.lambda_k2.float()).sum(0, keepdim=True).exp()
+        return first - second + self.lambda_init
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        lam = self.compute_lambda()
+        out = ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+        return self.head_norm(out) * (1 - self.lambda_init)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, lambda_init={self.lambda_init:.4g}"
+
+
+class DiffAttentionV2(AttentionLayer):
+    """DIFF V2: two queries a head over one key and value of its group, lambda from the token, no head norm.
+
+        lambda = sigmoid(lambda_proj(x))                                           one number a token and head
+        head = (softmax(q1 k') - lambda softmax(q2 k')) v
+
+    The two queries of a head are adjacent in `q_proj`'s rows and so lie in one key/value group, as they must.
+    Arguments as `AttentionLayer`; `num_heads` is that of the standard layer, with twice its query projection.
+
+    Source: microsoft/unilm Diff-Transformer/Diff-Transformer-V2/multihead_flashdiffv2.py.
+    """
+
+    variant, query_maps, key_maps, value_maps = "v2", 2, 1, 1
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int | None = None, **shared: Any) -> None:
+        super().__init__(dim, num_heads, num_kv_heads, **shared)
+        made = {"device": shared.get("device"), "dtype": shared.get("dtype")}
+        self.lambda_proj = nn.Linear(dim, num_heads, bias=False, **made)
+
+    def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:
+        """lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""
+        logits = self.lambda_proj(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.sigmoid().transpose(1, 2).unsqueeze(-1)
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        lam = self.compute_lambda(x)
+        return self.head_norm(ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout()))

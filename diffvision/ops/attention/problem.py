@@ -1,0 +1,46 @@
+"""What a backend may ask about a call before it takes it: sizes, dtype and device, never values."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Problem(NamedTuple):
+    """One call of `diff_attention`, described by everything but its values.
+
+    Make one by hand to ask what would be chosen for a shape without allocating it (`supported_backends`).
+    """
+
+    batch: int
+    heads: int  # differential heads
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int  # D, one map's head
+    value_dim: int  # V
+    shared_keys: bool = False  # both maps read one key (V2)
+    causal: bool = False
+    masked: bool = False
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, dropout: float) -> Problem:
+    """The `Problem` that these tensors pose (shapes as in `diff_attention`)."""
+    return Problem(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        queries=q.shape[3],
+        keys=k.shape[3],
+        head_dim=q.shape[4],
+        value_dim=v.shape[3],
+        shared_keys=k.shape[2] == 1,
+        causal=causal,
+        masked=mask is not None,
+        dropout=dropout,
+        dtype=q.dtype,
+        device=q.device.type,
+    )

@@ -1,0 +1,76 @@
+"""Two calls of torch's scaled_dot_product_attention and a subtraction.
+
+torch's flash kernels want one size for queries, keys and values, and V1's values are twice as wide as its keys. Given
+unequal sizes, SDPA falls without a word to the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the
+sizes equal: split the value head into halves (four calls, every map computed twice) or widen queries and keys with zeros
+(two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials and was
+the faster wherever it was measured (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
+kernels take unequal sizes as they are, if they are aligned.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffvision.ops.attention.problem import Problem
+
+
+def limit(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem; torch's attention takes every one."""
+    return None
+
+
+def diff_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
+    head_dim, value_dim = q.shape[4], v.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    q, k, v = _equal_sizes(q, k, v)
+    mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
+
+    # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
+    def attend(m: int) -> Tensor:
+        key = k[:, :, m if k.shape[2] == 2 else 0]
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    out = attend(0) - lam * attend(1)  # a float32 lam lifts half precision to float32 for the subtraction
+    return out[..., :value_dim].to(q.dtype)
+
+
+def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero columns that give queries, keys and values one size, unless the device's kernels need none."""
+    head_dim, value_dim = q.shape[4], v.shape[3]
+    if head_dim == value_dim or (q.is_cuda and _aligned(head_dim, q.dtype) and _aligned(value_dim, q.dtype)):
+        return q, k, v
+    if head_dim < value_dim:
+        widen = (0, value_dim - head_dim)
+        return F.pad(q, widen), F.pad(k, widen), v
+    return q, k, F.pad(v, (0, head_dim - value_dim))
+
+
+def _aligned(size: int, dtype: torch.dtype) -> bool:
+    return size * dtype.itemsize % 16 == 0
+
+
+def _torch_mask(
+    mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """Our mask in torch's terms: torch's `is_causal` starts at the first key, ours ends at the last."""
+    if not causal or (queries == 1 and mask is None):
+        return mask, False
+    if queries == keys and mask is None:
+        return None, True
+    lower = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return (lower if mask is None else mask & lower), False
