@@ -1,0 +1,1 @@
+"""Training with Lightning: modules, optimizer, callbacks and the `fit` command."""

@@ -1,0 +1,164 @@
+"""AdamW, its parameter groups, the learning-rate schedule and the guard before each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up and a cosine decay, both stepwise.
+
+    Attributes:
+        lr: the highest learning rate, reached at the end of the warm-up.
+        weight_decay: for matrices only: see `param_groups`.
+        betas: AdamW's.
+        eps: AdamW's.
+        warmup_epochs: length of the warm-up; fractions are allowed.
+        warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
+        start_lr: where the warm-up starts from.
+        end_lr: where the cosine ends.
+        clip_norm: the gradient's norm is clipped to this; None leaves it.
+    """
+
+    lr: float = 5e-4
+    weight_decay: float = 0.2
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    warmup_epochs: float = 1.0
+    warmup_steps: int | None = None
+    start_lr: float = 0.0
+    end_lr: float = 0.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
+
+
+def without_decay(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is kept from weight decay: anything 1-D or scalar (norms, biases, logit scale, V1's lambda
+    vectors) and V2's lambda projection. Embeddings decay, as in OpenCLIP and SLIP."""
+    return parameter.ndim < 2 or "lambda" in name or name.endswith("bias")
+
+
+def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups, with and without decay; `undecayed` names further ones without."""
+    decayed, rest = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (rest if name in undecayed or without_decay(name, parameter) else decayed).append(parameter)
+    if not decayed and not rest:
+        raise ValueError("no parameter is trainable: every tower is locked")
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+    return [group for group in groups if group["params"]]
+
+
+class WarmupCosine(torch.optim.lr_scheduler.LRScheduler):
+    """Linear warm-up to each group's rate, then a cosine to `end_lr`: a pure function of the step.
+
+    Its state is the step alone. Loading a checkpoint puts back the rates, decay, betas and eps of the configuration,
+    which the optimizer's own state would silently replace by those of the earlier run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings, warmup: int, total: int) -> None:
+        if not 0 <= warmup < total:
+            raise ValueError(
+                f"the warm-up takes {warmup} of {total} steps; it must be shorter than the run: "
+                "lower optimizer.warmup_epochs or optimizer.warmup_steps, or train longer"
+            )
+        self.settings, self.warmup, self.total = settings, warmup, total
+        self.configured = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def factor(self, step: int) -> float:
+        """The learning rate of a step (from 0) over the highest one."""
+        start, end = self.settings.start_lr / self.settings.lr, self.settings.end_lr / self.settings.lr
+        if step < self.warmup:
+            return start + (1 - start) * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / (self.total - self.warmup))
+        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def get_lr(self) -> list[float]:
+        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        for group, configured, lr in zip(self.optimizer.param_groups, self.configured, self.get_lr(), strict=True):
+            group.update(configured, lr=lr)
+        self._last_lr = self.get_lr()
+
+
+def steps_per_epoch(trainer: pl.Trainer) -> int | None:
+    """Optimizer steps in an epoch, from the data module's loader; None without a data module.
+
+    `trainer.estimated_stepping_batches` would do, but reading it makes Lightning drop the loader's state on resume.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is None:
+        return None
+    batches = len(datamodule.train_dataloader())
+    limit = trainer.limit_train_batches
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    return math.ceil(batches / trainer.accumulate_grad_batches)
+
+
+def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupCosine:
+    """The schedule of a run, its length read from the trainer's max_steps or max_epochs and the data's length."""
+    epoch = steps_per_epoch(trainer)
+    lengths = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and epoch is not None:
+        lengths.append(trainer.max_epochs * epoch)
+    if not lengths:
+        raise ValueError(
+            f"the cosine needs the run's length: max_steps is {trainer.max_steps}, max_epochs {trainer.max_epochs} and "
+            f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs with a data module"
+        )
+    warmup = settings.warmup_steps
+    if warmup is None:
+        if epoch is None and settings.warmup_epochs:
+            raise ValueError("warmup_epochs needs a data module to know an epoch's steps; set optimizer.warmup_steps")
+        warmup = round(settings.warmup_epochs * (epoch or 0))
+    return WarmupCosine(optimizer, settings, warmup, min(lengths))
+
+
+def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate."""
+    for group in groups:
+        group["lr"] = settings.lr * group.get("lr_scale", 1.0)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def guard(optimizer: torch.optim.Optimizer, clip_norm: float | None, *, scaled: bool, step: int) -> Tensor:
+    """Clip the gradient and return its norm before clipping; stop the run before a NaN reaches the weights.
+
+    The gradients are those after DDP's reduction, so every rank sees the same norm and all stop together.
+
+    Args:
+        scaled: a gradient scaler is at work: it skips steps that overflow by itself, so they are no error.
+        step: the optimizer step, for the message.
+    Raises:
+        FloatingPointError: the norm is not finite.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if clip_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    if not scaled and not torch.isfinite(norm):
+        raise FloatingPointError(
+            f"the gradient's norm is {norm.item()} at step {step}; the weights are as they were before that step. "
+            "Lower optimizer.lr, set optimizer.clip_norm, or look for damaged data"
+        )
+    return norm

@@ -1,0 +1,136 @@
+"""Groups, schedule and guard against hand-computed values."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from diffvision import nn as layers
+from diffvision.training.optim import (
+    OptimizerSettings,
+    WarmupCosine,
+    adamw,
+    guard,
+    param_groups,
+    schedule,
+)
+
+
+def trainer(batches: int | None = 10, **settings) -> SimpleNamespace:
+    data = None if batches is None else SimpleNamespace(train_dataloader=lambda: range(batches))
+    defaults = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
+    return SimpleNamespace(**defaults | settings, datamodule=data)
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2"])
+def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
+    model = nn.ModuleDict(
+        {"attn": layers.build_attention(variant, 16, 2, qk_norm=True), "ln": nn.LayerNorm(16), "fc": nn.Linear(16, 4)}
+    )
+    model.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.0)))
+    model.register_parameter("positional_embedding", nn.Parameter(torch.zeros(5, 16)))
+    model.register_parameter("frozen", nn.Parameter(torch.zeros(5, 16), requires_grad=False))
+    rest, decayed = param_groups(model, 0.5)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == {
+        *(f"attn.{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "proj")),
+        "fc.weight",
+        "positional_embedding",
+    }
+    assert len(rest["params"]) + len(decayed["params"]) == len(names) - 1
+    assert (rest["weight_decay"], decayed["weight_decay"]) == (0.0, 0.5)
+
+
+def test_undecayed_names_and_a_locked_model():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False))
+    (group,) = param_groups(model, 0.5, undecayed={"0.weight"})
+    assert group["weight_decay"] == 0.0
+    with pytest.raises(ValueError, match="locked"):
+        param_groups(model.requires_grad_(False), 0.5)
+
+
+def test_schedule_is_linear_then_cosine_between_the_given_rates():
+    settings = OptimizerSettings(lr=1.0, start_lr=0.2, end_lr=0.1, warmup_steps=4)
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    scheduler = schedule(optimizer, settings, trainer(max_steps=12))
+    rates = []
+    for _ in range(14):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+    assert rates[4] == pytest.approx(1.0)
+    assert rates[8] == pytest.approx(0.55)  # half of the cosine
+    assert rates[12:] == pytest.approx([0.1, 0.1])  # and it stays at the end
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warmup", "total"),
+    [
+        ({"max_epochs": 4}, 10, 40),
+        ({"max_epochs": 4, "limit_train_batches": 3}, 3, 12),
+        ({"max_epochs": 4, "limit_train_batches": 0.5}, 5, 20),
+        ({"max_epochs": 4, "accumulate_grad_batches": 4}, 3, 12),
+        ({"max_epochs": 4, "max_steps": 25}, 10, 25),
+        ({"max_epochs": -1, "max_steps": 25}, 10, 25),
+    ],
+)
+def test_lengths_come_from_the_configuration(settings, warmup, total):
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    scheduler = schedule(optimizer, OptimizerSettings(), trainer(**settings))
+    assert (scheduler.warmup, scheduler.total) == (warmup, total)
+
+
+def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    with pytest.raises(ValueError, match="max_steps"):
+        schedule(optimizer, OptimizerSettings(), trainer(batches=None))
+    with pytest.raises(ValueError, match="warmup_steps"):
+        schedule(optimizer, OptimizerSettings(), trainer(batches=None, max_steps=5))
+    with pytest.raises(ValueError, match="shorter than the run"):
+        schedule(optimizer, OptimizerSettings(warmup_epochs=4), trainer())
+    with pytest.raises(ValueError, match="clip_norm is -1"):
+        OptimizerSettings(clip_norm=-1.0)
+
+
+def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
+    def make(**settings) -> tuple[torch.optim.Optimizer, WarmupCosine]:
+        chosen = OptimizerSettings(warmup_steps=2, **settings)
+        optimizer = adamw(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
+        return optimizer, schedule(optimizer, chosen, trainer())
+
+    old, old_schedule = make(lr=1.0, weight_decay=0.1)
+    for _ in range(5):
+        old.step()
+        old_schedule.step()
+    new, new_schedule = make(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
+    new.load_state_dict(old.state_dict())
+    new_schedule.load_state_dict(old_schedule.state_dict())
+    assert new.param_groups[1]["lr"] == pytest.approx(old.param_groups[1]["lr"] / 2)
+    assert new.param_groups[1]["weight_decay"] == 0.3
+    assert new.param_groups[0]["weight_decay"] == 0.0
+    assert new.param_groups[1]["betas"] == (0.8, 0.9)
+
+
+def test_layer_scale_multiplies_the_rate():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = adamw([{"params": [parameter], "lr_scale": 0.25}], OptimizerSettings(lr=2.0))
+    schedule(optimizer, OptimizerSettings(lr=2.0, warmup_steps=4), trainer())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 0.25 / 4)
+
+
+def test_guard_returns_the_norm_clips_and_stops_at_nan():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert guard(optimizer, None, scaled=False, step=0) == 5.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([3.0, 4.0]))
+    assert guard(optimizer, 1.0, scaled=False, step=0) == 5.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    parameter.grad = torch.tensor([math.nan, 0.0])
+    with pytest.raises(FloatingPointError, match="at step 7"):
+        guard(optimizer, 1.0, scaled=False, step=7)
+    guard(optimizer, 1.0, scaled=True, step=7)  # a gradient scaler skips such a step by itself
