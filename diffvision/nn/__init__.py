@@ -11,13 +11,16 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
 }
 
 
-def build_attention(variant: str, dim: int, num_heads: int, **settings: Any) -> AttentionLayer:
+def build_attention(
+    variant: str, dim: int, num_heads: int, num_kv_heads: int | None = None, **settings: Any
+) -> AttentionLayer:
     """Makes the attention of a variant, so that a block or a configuration can be shared by variants.
 
     Args:
         variant: key of `ATTENTION`.
         dim: width of the tokens.
         num_heads: differential heads (V1: half of the matched standard layer's).
+        num_kv_heads: key/value heads, as many as num_heads if None.
         **settings: of any variant; each class is handed those it takes (`lambda_init` means nothing to "standard").
 
     Raises:
@@ -26,9 +29,10 @@ def build_attention(variant: str, dim: int, num_heads: int, **settings: Any) -> 
     if variant not in ATTENTION:
         raise ValueError(f"unknown attention variant {variant!r}: choose one of {', '.join(ATTENTION)}")
     takes = {name: _settings(layer) for name, layer in ATTENTION.items()}
-    if unknown := set(settings) - set.union(*takes.values()):
+    if unknown := set(settings).difference(*takes.values()):
         raise TypeError(f"no attention variant takes {', '.join(sorted(unknown))}")
-    return ATTENTION[variant](dim, num_heads, **{k: v for k, v in settings.items() if k in takes[variant]})
+    own = {name: value for name, value in settings.items() if name in takes[variant]}
+    return ATTENTION[variant](dim, num_heads, num_kv_heads, **own)
 
 
 def _settings(layer: type[AttentionLayer]) -> set[str]:

@@ -4,7 +4,7 @@ Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P ma
 V size of a value head.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +70,8 @@ class AttentionLayer(nn.Module):
         if head_dim is None:
             if dim % (num_heads * self.value_maps):
                 raise ValueError(
-                    f"dim ({dim}) must be a multiple of {num_heads * self.value_maps} ({self.value_maps} map(s) for each "
-                    f"of {num_heads} heads of variant {self.variant!r}); change num_heads or give head_dim"
+                    f"dim ({dim}) must be a multiple of {num_heads * self.value_maps} ({self.value_maps} map(s) "
+                    f"for each of {num_heads} heads of variant {self.variant!r}); change num_heads or give head_dim"
                 )
             head_dim = dim // (num_heads * self.value_maps)
         if rotary is not None and head_dim % 2:
@@ -79,7 +79,7 @@ class AttentionLayer(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.value_dim = self.value_maps * head_dim
         self.attn_drop, self.rotary = attn_drop, rotary
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * self.query_maps * head_dim, bias=qkv_bias, **made)
         self.k_proj = nn.Linear(dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **made)
         self.v_proj = nn.Linear(dim, num_kv_heads * self.value_dim, bias=qkv_bias, **made)

@@ -52,7 +52,7 @@ class DiffAttention(AttentionLayer):
             raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
         self.lambda_init = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
         # In the layer's own dtype, so that FSDP2 finds one dtype; the arithmetic is in float32 all the same.
-        made = {"device": shared.get("device"), "dtype": shared.get("dtype")}
+        made: dict[str, Any] = {"device": shared.get("device"), "dtype": shared.get("dtype")}
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim, **made))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim, **made))
         self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim, **made))
@@ -95,7 +95,7 @@ class DiffAttentionV2(AttentionLayer):
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int | None = None, **shared: Any) -> None:
         super().__init__(dim, num_heads, num_kv_heads, **shared)
-        made = {"device": shared.get("device"), "dtype": shared.get("dtype")}
+        made: dict[str, Any] = {"device": shared.get("device"), "dtype": shared.get("dtype")}
         self.lambda_proj = nn.Linear(dim, num_heads, bias=False, **made)
 
     def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:

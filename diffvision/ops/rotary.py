@@ -34,7 +34,7 @@ def rotary_tables(
 def apply_rotary(
     x: Float[Tensor, "... N D"], cos: Float[Tensor, "... N half"], sin: Float[Tensor, "... N half"]
 ) -> Float[Tensor, "... N D"]:
-    """Turns each pair (2i, 2i + 1) of x by its position's angle i; computed in float32 or better, returned in x's dtype."""
+    """Turns each pair (2i, 2i + 1) of x by its position's angle i, in float32 or better; returns x's dtype."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)

@@ -9,7 +9,8 @@ from torch import Tensor
 from diffvision.ops.attention import eager, sdpa
 from diffvision.ops.attention.problem import Problem, describe
 
-# name -> module with `limit(problem) -> reason or None` and `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout)`
+# name -> module that has `limit(problem) -> reason or None` and
+# `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
 BACKENDS: dict[str, ModuleType] = {"eager": eager, "sdpa": sdpa}
 
 # On a CPU the plain formula wins while a head's two maps stay in cache: it computes each map once and multiplies by V
@@ -45,7 +46,8 @@ def diff_attention(
             device (see `supported_backends`).
 
     Returns:
-        [B, H, M, V] in q's dtype. Map rows sum to 1 - lam and may be negative; a row that may attend to nothing is zeros.
+        [B, H, M, V] in q's dtype. The difference's rows sum to 1 - lam and may be negative; a row that may attend to
+        nothing is zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, an unknown backend, or a limit of the one asked for.

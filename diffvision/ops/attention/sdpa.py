@@ -2,9 +2,9 @@
 
 torch's flash kernels want one size for queries, keys and values, and V1's values are twice as wide as its keys. Given
 unequal sizes, SDPA falls without a word to the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the
-sizes equal: split the value head into halves (four calls, every map computed twice) or widen queries and keys with zeros
-(two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials and was
-the faster wherever it was measured (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
+sizes equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
+zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
+and was the faster wherever it was measured (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
 kernels take unequal sizes as they are, if they are aligned.
 """
 

@@ -1,0 +1,23 @@
+"""Settings of every test: one thread a worker (two workers share two cores) and a fixed seed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def assets() -> Path:
+    return ASSETS

@@ -1,0 +1,269 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from timm.layers import DiffAttention as TimmDiffAttention
+from torch.autograd import gradcheck
+
+from diffvision.nn import ATTENTION, Attention, DiffAttention, DiffAttentionV2, build_attention, depth_lambda_init
+from diffvision.ops.attention import api
+
+VARIANTS = list(ATTENTION)
+
+
+@pytest.fixture(params=["eager", "sdpa"])
+def backend(request, monkeypatch):
+    """Each backend in the place of "auto"."""
+    monkeypatch.setattr(api, "_choose", lambda problem: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["unilm_v1_mha", "unilm_v1_gqa", "unilm_v2_gqa"])
+def test_equals_the_authors_code(name, backend, assets):
+    """Outputs and all gradients of microsoft/unilm's modules, in float64, rotary embedding and causal mask included."""
+    with safe_open(assets / f"{name}.safetensors", "pt") as file:
+        settings = file.metadata()
+        golden = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    heads, kv_heads = int(settings["num_heads"]), int(settings["num_kv_heads"])
+    shared = {"rotary": float(settings["rope_theta"]), "proj_bias": False, "dtype": torch.float64}
+    if "v1" in name:
+        layer = DiffAttention(int(settings["embed_dim"]), heads, kv_heads, depth=int(settings["depth"]), **shared)
+        theirs = {"proj.weight": "out_proj.weight", "head_norm.weight": "subln.weight"}
+    else:
+        layer = DiffAttentionV2(int(settings["d_model"]), heads, kv_heads, **shared)
+        theirs = {"proj.weight": "o_proj.weight"}
+    names = {own: theirs.get(own, own) for own in layer.state_dict()}
+    layer.load_state_dict({own: golden[f"param.{other}"] for own, other in names.items()})
+
+    x = golden["input"].requires_grad_()
+    out = layer(x, is_causal=True)
+    out.backward(golden["grad_output"])
+    close = {"rtol": 0, "atol": 1e-6}
+    torch.testing.assert_close(out, golden["output"], **close)
+    torch.testing.assert_close(x.grad, golden["grad_input"], **close)
+    for own, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, golden[f"grad.{names[own]}"], **close)
+
+
+@pytest.mark.parametrize("depth", [0, 7])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_equals_timm_on_copied_weights(qk_norm, causal, depth, backend):
+    theirs = TimmDiffAttention(48, 3, qkv_bias=True, qk_norm=qk_norm, depth=depth)
+    ours = DiffAttention(48, 3, qkv_bias=True, qk_norm=qk_norm, depth=depth)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    weights = theirs.state_dict()
+    qkv = {f"{n}_proj.{p}": weights[f"qkv.{p}"].chunk(3)[i] for i, n in enumerate("qkv") for p in ("weight", "bias")}
+    rest = {k.replace("sub_norm", "head_norm"): v for k, v in weights.items() if not k.startswith("qkv")}
+    ours.load_state_dict(qkv | rest)
+    x = torch.randn(2, 19, 48, requires_grad=True)
+    own, other = ours(x, is_causal=causal), theirs(x, is_causal=causal)
+    torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
+    grads = [torch.autograd.grad(out.square().mean(), x)[0] for out in (own, other)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_standard_equals_torch_s_multihead_attention(grouped):
+    layer = Attention(32, 4, 2 if grouped else None, qkv_bias=True)
+    x = torch.randn(2, 9, 32)
+    k = (
+        layer.k_proj.weight.unflatten(0, (layer.num_kv_heads, 8))
+        .repeat_interleave(4 // layer.num_kv_heads, 0)
+        .flatten(0, 1)
+    )
+    v = (
+        layer.v_proj.weight.unflatten(0, (layer.num_kv_heads, 8))
+        .repeat_interleave(4 // layer.num_kv_heads, 0)
+        .flatten(0, 1)
+    )
+    biases = [
+        p.bias.unflatten(0, (-1, 8)).repeat_interleave(32 // p.bias.shape[0], 0).flatten()
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    ]
+    expected, _ = F.multi_head_attention_forward(
+        *(x.transpose(0, 1),) * 3,
+        32,
+        4,
+        torch.cat([layer.q_proj.weight, k, v]),
+        torch.cat(biases),
+        None,
+        None,
+        False,
+        0.0,
+        layer.proj.weight,
+        layer.proj.bias,
+        need_weights=False,
+    )
+    torch.testing.assert_close(layer(x), expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_of_the_input(variant):
+    layer = build_attention(variant, 8, 2, qk_norm=True, rotary=100.0, dtype=torch.float64)
+    x = torch.randn(1, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: layer(x, is_causal=True), x)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trains_and_every_parameter_has_a_gradient(variant, autocast):
+    layer = build_attention(variant, 32, 4, 2, qk_norm=True, qkv_bias=True, attn_drop=0.1, proj_drop=0.1, rotary=1e4)
+    target = torch.randn(4, 10, 32)
+    x = torch.randn(4, 10, 32)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            loss = F.mse_loss(layer(x).float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.abs().sum() > 0 or name == "k_proj.bias", name  # a key bias cancels in the softmax
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_suit_fsdp2(variant, dtype):
+    """fully_shard takes neither scalars nor mixed dtypes."""
+    layer = build_attention(variant, 32, 4, qk_norm=True, head_norm=True, dtype=dtype)
+    assert all(p.dim() >= 1 for p in layer.parameters())
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert layer(torch.randn(1, 3, 32, dtype=dtype)).dtype == dtype
+
+
+def test_lambda():
+    layer = DiffAttention(32, 2, lambda_init=0.8)
+    assert abs(layer.compute_lambda().item() - 0.8) < 0.5
+    for vector in (layer.lambda_q1, layer.lambda_k1, layer.lambda_q2, layer.lambda_k2):
+        assert vector.shape == (8,)
+        assert 0.01 < vector.std() < 0.3
+    with torch.no_grad():
+        layer.lambda_q1.fill_(1.0)
+        layer.lambda_k1.fill_(0.05)
+        layer.lambda_q2.fill_(0.5)
+        layer.lambda_k2.fill_(-0.1)
+    expected = torch.tensor([0.05 * 8]).exp() - torch.tensor([-0.05 * 8]).exp() + 0.8
+    torch.testing.assert_close(layer.compute_lambda(), expected)
+    assert layer.half().compute_lambda().dtype == torch.float32
+
+
+def test_lambda_init_by_depth():
+    assert depth_lambda_init(0) == pytest.approx(0.2)
+    assert DiffAttention(32, 2, depth=5).lambda_init == pytest.approx(0.6661219039109422)
+    assert DiffAttention(32, 2, depth=5, lambda_init=0.8).lambda_init == 0.8
+    with pytest.raises(ValueError, match="'deep'"):
+        DiffAttention(32, 2, lambda_init="deep")
+
+
+def test_v2_lambda_is_the_token_s_own():
+    layer = DiffAttentionV2(32, 4)
+    x = torch.randn(2, 5, 32)
+    lam = layer.compute_lambda(x)
+    assert lam.shape == (2, 4, 5, 1)
+    torch.testing.assert_close(lam[..., 0], layer.lambda_proj(x).sigmoid().transpose(1, 2))
+    torch.nn.init.zeros_(layer.lambda_proj.weight)
+    assert (layer.compute_lambda(x) == 0.5).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_maps_explain_the_output(variant):
+    layer = build_attention(variant, 32, 2, head_norm=False, rotary=1e4)
+    x = torch.randn(2, 6, 32)
+    maps = layer.attention_maps(x, is_causal=True)
+    assert maps.shape == (2, 2, 1 if variant == "standard" else 2, 6, 6)
+    difference = maps[:, :, 0]
+    if variant != "standard":
+        difference = difference - layer.compute_lambda(x) * maps[:, :, 1]
+    v = layer.v_proj(x).unflatten(-1, (2, layer.value_dim)).transpose(1, 2)
+    factor = 1 - layer.lambda_init if variant == "v1" else 1.0
+    out = layer.proj((factor * difference @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, is_causal=True), out, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masks_of_hosts(variant):
+    """Boolean and 0/-inf masks mean the same, and padding changes no other token."""
+    layer = build_attention(variant, 32, 2)
+    x = torch.randn(2, 6, 32)
+    keep = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    keep[1, ..., 4:] = False
+    as_float = torch.zeros(keep.shape).masked_fill(~keep, float("-inf"))
+    out = layer(x, attn_mask=keep, is_causal=True)
+    torch.testing.assert_close(layer(x, attn_mask=as_float, is_causal=True), out)
+    torch.testing.assert_close(layer(x[1:, :4], is_causal=True), out[1:, :4])
+    with pytest.raises(ValueError, match="0 and -inf only"):
+        layer(x, attn_mask=torch.randn(6, 6))
+
+
+def test_head_norm_is_optional_and_ablates():
+    x = torch.randn(2, 6, 32)
+    normed, bare = DiffAttention(32, 2, lambda_init=0.5), DiffAttention(32, 2, lambda_init=0.5, head_norm=False)
+    bare.load_state_dict(normed.state_dict(), strict=False)
+    assert "head_norm.weight" not in bare.state_dict()
+    assert not torch.allclose(normed(x), bare(x))
+    assert Attention(32, 2, head_norm=True).head_norm.weight.shape == (16,)
+    normed.head_norm.weight.data.zero_()
+    torch.testing.assert_close(normed(x), normed.proj.bias.expand(2, 6, 32))
+
+
+def test_matched_layers_match():
+    """V1 with half the heads costs 4 vectors of D and one of 2D more (384 at D = 64); V2 twice the queries."""
+    count = {v: sum(p.numel() for p in build_attention(v, 768, h).parameters()) for v, h in
+             {"standard": 12, "v1": 6, "v2": 12}.items()}  # fmt: skip
+    assert count["v1"] - count["standard"] == 4 * 64 + 128
+    assert count["v2"] - count["standard"] == 768 * 768 + 768 * 12
+
+
+def test_the_table_hands_each_class_what_it_takes():
+    for variant, layer in ATTENTION.items():
+        made = build_attention(variant, 64, 4, 2, head_dim=8, depth=3, lambda_init=0.7, qk_norm=True)
+        assert type(made) is layer
+        assert made.variant == variant
+        assert made.head_dim == 8
+    with pytest.raises(TypeError, match="lambda_int"):
+        build_attention("standard", 64, 4, lambda_int=0.7)
+    with pytest.raises(ValueError, match="unknown attention variant 'v9'"):
+        build_attention("v9", 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 30, "num_heads": 4}, r"dim \(30\) must be a multiple of 8"),
+        ({"dim": 32, "num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\).*num_kv_heads \(3\)"),
+        ({"dim": 24, "num_heads": 4, "rotary": 1e4}, "even head_dim, got 3"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DiffAttention(**settings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_meta_device_then_reset(variant):
+    with torch.device("meta"):
+        layer = build_attention(variant, 32, 4)
+    layer.to_empty(device="cpu")
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert layer(torch.randn(1, 3, 32)).isfinite().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_whole_and_exports(variant):
+    layer = build_attention(variant, 32, 2, rotary=1e4, qk_norm=True).eval()
+    x = torch.randn(2, 6, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True))
+    shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}}
+    exported = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
+    x = torch.randn(5, 300, 32)
+    torch.testing.assert_close(exported(x), layer(x))

@@ -1,0 +1,246 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+from diffvision.ops import attention_maps, diff_attention, supported_backends
+from diffvision.ops.attention import BACKENDS, Problem
+
+NAMES = list(BACKENDS)
+
+
+def tensors(b=2, h=4, hk=None, m=7, n=7, d=8, v=16, keys=2, dtype=torch.float64, lam=(1,)):
+    hk = h if hk is None else hk
+    made = [torch.randn(b, h, 2, m, d), torch.randn(b, hk, keys, n, d), torch.randn(b, hk, n, v), torch.rand(lam) + 0.2]
+    return [t.to(dtype).requires_grad_() for t in made]
+
+
+def by_the_formula(q, k, v, lam, causal=False, mask=None, scale=None):
+    """Loops over everything, in float64: shares no line with the package."""
+    out = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=torch.float64)
+    lam = lam.double().expand(*q.shape[:2], q.shape[3], 1)
+    mask = None if mask is None else mask.expand(*q.shape[:2], q.shape[3], k.shape[3])
+    for b, h, i in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[3])):
+        kv = h // (q.shape[1] // k.shape[1])
+        allowed = [
+            j
+            for j in range(k.shape[3])
+            if (not causal or j <= i + k.shape[3] - q.shape[3]) and (mask is None or mask[b, h, i, j])
+        ]
+        if not allowed:
+            continue
+        maps = []
+        for p in range(2):
+            keys = k[b, kv, p if k.shape[2] == 2 else 0, allowed].double()
+            maps.append((keys @ q[b, h, p, i].double() * (scale or q.shape[4] ** -0.5)).softmax(0))
+        out[b, h, i] = (maps[0] - lam[b, h, i] * maps[1]) @ v[b, kv, allowed].double()
+    return out
+
+
+SHAPES = {
+    "v1": {},
+    "v1 grouped": {"h": 4, "hk": 2},
+    "v2 grouped": {"h": 4, "hk": 2, "keys": 1, "v": 8},
+    "v2": {"keys": 1, "v": 8},
+    "odd value size": {"v": 5},
+    "value wider and odd": {"v": 19, "d": 6},
+    "lam per head": {"lam": (4, 1, 1)},
+    "lam per token": {"lam": (2, 4, 7, 1)},
+    "one token": {"m": 1, "n": 1},
+    "a cache of keys": {"m": 3, "n": 9},
+    "one query, many keys": {"m": 1, "n": 9},
+    "more queries than keys": {"m": 9, "n": 4},
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", NAMES)
+def test_equals_the_formula(backend, shape, causal, masked):
+    q, k, v, lam = tensors(**SHAPES[shape])
+    mask = torch.rand(q.shape[0], 1, q.shape[3], k.shape[3]) > 0.4 if masked else None
+    out = diff_attention(q, k, v, lam, causal=causal, mask=mask, backend=backend)
+    torch.testing.assert_close(out, by_the_formula(q, k, v, lam, causal, mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["v1 grouped", "v2 grouped", "lam per token", "a cache of keys"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", NAMES)
+def test_gradcheck(backend, shape, causal):
+    inputs = tensors(**{"b": 1, "d": 3, "v": 4, **SHAPES[shape], "lam": (1, 4, 1, 1)})
+    mask = torch.ones(inputs[0].shape[3], inputs[1].shape[3], dtype=torch.bool)
+    mask[0] = False  # a row without any key
+    assert gradcheck(lambda *t: diff_attention(*t, causal=causal, mask=mask, backend=backend), inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backends_agree_on_every_gradient(shape):
+    inputs = tensors(**SHAPES[shape])
+    grads = {}
+    for name in NAMES:
+        out = diff_attention(*inputs, causal=True, backend=name)
+        grads[name] = torch.autograd.grad(out.square().sum(), inputs)
+    for name in NAMES:
+        for own, oracle in zip(grads[name], grads["eager"], strict=True):
+            torch.testing.assert_close(own, oracle, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_lambda_zero_is_plain_attention(backend):
+    q, k, v, _ = tensors()
+    plain = F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v)
+    torch.testing.assert_close(diff_attention(q, k, v, 0.0, backend=backend), plain)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_equal_maps_leave_one_minus_lambda(backend):
+    q, k, v, _ = tensors()
+    q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)
+    plain = F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v)
+    torch.testing.assert_close(diff_attention(q, k, v, 0.7, backend=backend), 0.3 * plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_fully_masked_row_is_zeros_forward_and_backward(backend, dtype):
+    inputs = tensors(dtype=dtype)
+    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+    mask[0, :, 3] = False
+    out = diff_attention(*inputs, mask=mask, backend=backend)
+    assert (out[0, :, 3] == 0).all()
+    assert (out[1, :, 3] != 0).any()
+    out.float().square().sum().backward()
+    assert all(t.grad.isfinite().all() for t in inputs)
+    assert (inputs[0].grad[0, :, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_the_future_changes_nothing_before(backend):
+    q, k, v, lam = (t.detach() for t in tensors())
+    before = diff_attention(q, k, v, lam, causal=True, backend=backend)
+    k[..., 5:, :], v[..., 5:, :] = 99.0, -99.0
+    after = diff_attention(q, k, v, lam, causal=True, backend=backend)
+    assert torch.equal(before[:, :, :5], after[:, :, :5])
+    assert not torch.equal(before[:, :, 5:], after[:, :, 5:])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 63, 65, 197, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", NAMES)
+def test_rounding_error_stays_near_plain_attention_s(backend, dtype, n):
+    """At most 2.5 times the error of SDPA at the same dtype, against float64 on the same rounded inputs."""
+    q, k, v, lam = (t.detach() for t in tensors(b=1, h=2, m=n, n=n, d=32, v=64, dtype=dtype))
+    lam = lam.float()
+    exact = diff_attention(q.double(), k.double(), v.double(), lam.double(), backend="eager")
+    error = (diff_attention(q, k, v, lam, backend=backend).double() - exact).abs().max()
+    q1, k1 = q[:, :, 0], k[:, :, 0]
+    plain = F.scaled_dot_product_attention(q1, k1, v).double()
+    plain_error = (plain - F.scaled_dot_product_attention(q1.double(), k1.double(), v.double())).abs().max()
+    assert error <= 2.5 * plain_error + (2e-6 if dtype == torch.float32 else 2.5 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("logit", [1e2, 1e3, 1e4, 6e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", NAMES)
+def test_extreme_logits_stay_finite(backend, dtype, logit):
+    q, k, v, lam = tensors(dtype=dtype)
+    q = q.detach().sign() * logit**0.5
+    k = k.detach().sign() * logit**0.5
+    out = diff_attention(q, k, v, lam, backend=backend)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_views_give_the_same_as_copies(backend):
+    q, k, v, lam = (t.detach() for t in tensors())
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)]
+    torch.testing.assert_close(diff_attention(*strided, lam, backend=backend), diff_attention(q, k, v, lam))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_dropout_keeps_the_expectation_and_draws_each_map(backend):
+    q, k, v, lam = (t.detach().float() for t in tensors(b=1, h=1, m=4, n=4))
+    same = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)
+    difference = diff_attention(*same, v, 1.0, dropout=0.5, backend=backend)
+    assert difference.abs().max() > 0.1, "one draw for both maps would cancel"
+    # A batch of 20,000 copies gives as many draws.
+    many = [t.expand(20_000, *t.shape[1:]) for t in (q, k, v)]
+    mean = diff_attention(*many, lam, dropout=0.3, backend=backend).mean(0, keepdim=True)
+    torch.testing.assert_close(mean, diff_attention(q, k, v, lam), rtol=0, atol=0.06)
+
+
+def test_maps_are_softmaxes():
+    q, k, v, lam = tensors(h=4, hk=2)
+    maps = attention_maps(q, k, causal=True)
+    assert maps.shape == (2, 4, 2, 7, 7)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 2, 7, dtype=torch.float64))
+    assert (maps.triu(1) == 0).all()
+    out = (maps[:, :, 0] - lam * maps[:, :, 1]) @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(out, diff_attention(q, k, v, lam, causal=True))
+
+
+@pytest.mark.parametrize("backend", [*NAMES, "auto"])
+def test_compiles_whole_and_exports(backend):
+    q, k, v, lam = (t.detach().float() for t in tensors())
+    mask = torch.ones(7, 7, dtype=torch.bool)
+    expected = diff_attention(q, k, v, lam, causal=True, mask=mask, backend=backend)
+
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, lam, mask):
+            return diff_attention(q, k, v, lam, causal=True, mask=mask, backend=backend)
+
+    compiled = torch.compile(Call(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, lam, mask), expected)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(
+        Call(), (q, k, v, lam, mask), dynamic_shapes=({0: batch}, {0: batch}, {0: batch}, None, None)
+    )
+    twice = [torch.cat([t, t]) for t in (q, k, v)]
+    torch.testing.assert_close(exported.module()(*twice, lam, mask), torch.cat([expected, expected]))
+
+
+def test_sdpa_never_takes_the_math_path_on_a_cpu_without_dropout():
+    """Unequal sizes would: the profile names the kernel that ran."""
+    q, k, v, lam = (t.detach().float() for t in tensors(m=33, n=33))
+    with torch.profiler.profile() as profile:
+        diff_attention(q, k, v, lam, causal=True, backend="sdpa")
+    names = {event.name for event in profile.events()}
+    assert any("flash_attention_for_cpu" in name for name in names)
+    assert not any("attention_math" in name for name in names)
+
+
+def test_auto_is_what_supported_backends_says():
+    short = Problem(2, 4, 4, 65, 65, 16, 32)
+    long = short._replace(queries=4096, keys=4096)
+    gpu = short._replace(device="cuda", dtype=torch.bfloat16)
+    assert next(iter(supported_backends(short))) == "eager"
+    for problem in (long, gpu):
+        report = supported_backends(problem)
+        assert next(iter(report)) == "sdpa"
+        assert set(report) == set(NAMES)
+        assert report["sdpa"].startswith("chosen")
+        assert report["eager"].startswith("passed over")
+
+
+BAD = {
+    "one map": (lambda q, k, v, lam: (q[:, :, :1], k, v, lam), {}, r"q \[B, H, 2, M, D\]"),
+    "heads": (lambda q, k, v, lam: (q, k[:, :3], v[:, :3], lam), {}, "4 query heads cannot share 3"),
+    "head size": (lambda q, k, v, lam: (q[..., :4], k, v, lam), {}, "one head size"),
+    "length": (lambda q, k, v, lam: (q, k[..., :5, :], v, lam), {}, "same heads and length"),
+    "dtype": (lambda q, k, v, lam: (q.float(), k, v, lam), {}, "one dtype"),
+    "lam": (lambda q, k, v, lam: (q, k, v, torch.ones(3)), {}, r"lam of shape \(3,\)"),
+    "mask dtype": (lambda *t: t, {"mask": torch.zeros(7, 7)}, "mask must be boolean"),
+    "mask shape": (lambda *t: t, {"mask": torch.ones(6, 7, dtype=torch.bool)}, "mask of shape"),
+    "dropout": (lambda *t: t, {"dropout": 1.0}, "dropout must be in"),
+    "backend": (lambda *t: t, {"backend": "flashy"}, "unknown backend 'flashy'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case):
+    change, settings, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        diff_attention(*change(*tensors()), **settings)

@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from diffvision.ops import apply_rotary, rotary_tables
+
+
+def test_turns_interleaved_pairs_as_complex_numbers():
+    x = torch.randn(2, 3, 11, 8, dtype=torch.float64)
+    cos, sin = rotary_tables(torch.arange(11), 8, theta=10_000.0)
+    frequencies = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)], dtype=torch.float64)
+    angles = torch.arange(11, dtype=torch.float64)[:, None] * frequencies
+    turned = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(apply_rotary(x, cos, sin), torch.view_as_real(turned).flatten(-2), rtol=0, atol=1e-6)
+
+
+def test_scores_depend_on_the_distance_only():
+    q, k = torch.randn(2, 1, 16)
+    scores = []
+    for shift in (0, 5, 1000):
+        cos, sin = rotary_tables(torch.tensor([3, 7]) + shift, 16)
+        scores.append(apply_rotary(q, cos[:1], sin[:1]) @ apply_rotary(k, cos[1:], sin[1:]).T)
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-3)
+
+
+def test_keeps_the_dtype_and_refuses_odd_heads():
+    x = torch.randn(5, 6, dtype=torch.bfloat16)
+    assert apply_rotary(x, *rotary_tables(torch.arange(5), 6)).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="even head_dim, got 5"):
+        rotary_tables(torch.arange(3), 5)
