@@ -1,0 +1,221 @@
+"""OpenCLIP's side: our models by name, and text towers with any attention of `diffvision.nn.ATTENTION`.
+
+OpenCLIP can be handed a timm image tower by name, but has no hook for the text tower: an unknown `block_type` builds
+its default block without a word. So `patch` wraps the one function that builds text towers, and
+`text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) then says
+which attention the blocks get: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
+`text_cfg.heads` is the number of differential heads. Every other tower is built as before.
+
+Without this package the same configuration builds plain blocks, and loading our weights into them fails on their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transformer import ResidualAttentionBlock, TextTransformer
+from torch import Tensor, nn
+
+from diffvision.nn import ATTENTION, AttentionLayer, build_attention
+
+CONFIGS = Path(__file__).parent / "clip_configs"
+
+_PREFIX = "diffvision"
+_BUILDER = "_build_text_tower"
+_BUILDER_ARGUMENTS = ["embed_dim", "text_cfg", "quick_gelu", "cast_dtype"]
+_ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
+# What the tower itself decides, and what its own custom block (which ours replaces) would have read.
+_TOWER_SETTINGS = {"self", "dim", "num_heads", "depth", "device", "dtype", "shared"}
+_CUSTOM_BLOCK_FIELDS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
+
+
+class TextBlock(ResidualAttentionBlock):
+    """OpenCLIP's pre-norm block with its attention exchanged; norms, MLP and layer scales are those of `block`.
+
+    A subclass, since OpenCLIP checkpoints, locks and shards text towers by that class.
+
+    Args:
+        block: the block to take the parts of; its attention is dropped.
+        attn: a class of `diffvision.nn.ATTENTION`.
+        causal: what a call without a mask means: each token attends to itself and those before it, or to all.
+    """
+
+    def __init__(self, block: ResidualAttentionBlock, attn: nn.Module, causal: bool) -> None:
+        nn.Module.__init__(self)  # the parent's constructor would build all the parts once more
+        self.ln_1, self.attn, self.ls_1 = block.ln_1, attn, block.ls_1
+        self.ln_2, self.mlp, self.ls_2 = block.ln_2, block.mlp, block.ls_2
+        self.causal = causal
+
+    def attention(
+        self, q_x: Tensor, k_x: Tensor | None = None, v_x: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """Self-attention over q_x [B, L, width]. `attn_mask` is additive, [L, L] or [B * heads, L, L], and replaces
+        the block's own causality; ValueError on a boolean mask and on cross-attention (k_x or v_x given)."""
+        if k_x is not None or v_x is not None:
+            raise ValueError("a diffvision text block is self-attention: it takes no k_x or v_x")
+        if attn_mask is None:
+            return self.attn(q_x, is_causal=self.causal)
+        if attn_mask.dtype == torch.bool:
+            raise ValueError(
+                "attn_mask is boolean, which torch's modules and functions read in opposite ways: "
+                "give OpenCLIP's additive mask, 0 where a token may attend and -inf where not"
+            )
+        if attn_mask.ndim == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.attn.num_heads))
+        return self.attn(q_x, attn_mask=attn_mask.to(q_x.dtype))
+
+
+def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
+    """`"diffvision:v1:lambda_init=0.8"` -> `("v1", {"lambda_init": 0.8})`.
+
+    Values are read as JSON (`0.8`, `true`, `null`), anything else as a string (`depth`). ValueError on an unknown
+    variant and on a setting that the variant does not take or that the tower decides.
+    """
+    _, _, rest = block_type.partition(":")
+    variant, _, listing = rest.partition(":")
+    if variant not in ATTENTION:
+        raise ValueError(f"block_type {block_type!r}: unknown variant {variant!r}; choose one of {sorted(ATTENTION)}")
+    known = _settings_of(ATTENTION[variant])
+    settings = {}
+    for item in listing.split(",") if listing else []:
+        key, equals, value = item.partition("=")
+        if not equals or key not in known:
+            raise ValueError(f"block_type {block_type!r}: {item!r} is no setting of {variant!r}; it takes {known}")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return variant, settings
+
+
+def _settings_of(layer: type[AttentionLayer]) -> list[str]:
+    """What a block type may set; a subclass's constructor hands on the arguments of its parent's."""
+    constructors = [cls.__init__ for cls in layer.__mro__ if issubclass(cls, AttentionLayer)]
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    return sorted(names - _TOWER_SETTINGS)
+
+
+def _use_attention(tower: TextTransformer, variant: str, settings: dict[str, Any]) -> None:
+    """Exchange the attention of every block of `tower`, initialised by OpenCLIP's own rule for text towers."""
+    transformer = tower.transformer
+    causal = _has_causal_mask(tower)
+    if causal:
+        # The blocks know it from here on, so that a kernel's causal path serves instead of a mask of floats.
+        # None is a value that OpenCLIP gives this buffer itself (no_causal_mask).
+        tower.attn_mask = None
+    in_std = transformer.width**-0.5
+    out_std = in_std * (2 * transformer.layers) ** -0.5
+    for depth, block in enumerate(transformer.resblocks):
+        attn = build_attention(
+            variant, transformer.width, tower.heads, **{"depth": depth, "qkv_bias": True, **settings}
+        )
+        for linear in (attn.q_proj, attn.k_proj, attn.v_proj, attn.proj):
+            nn.init.normal_(linear.weight, std=out_std if linear is attn.proj else in_std)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        transformer.resblocks[depth] = TextBlock(block, attn, causal)
+
+
+def _has_causal_mask(tower: TextTransformer) -> bool:
+    """Whether the one mask that the tower's blocks are ever given is the causal one. A class token brings a mask that
+    depends on the batch, so such towers keep theirs."""
+    mask = tower.attn_mask
+    if mask is None or tower.cls_emb is not None:
+        return False
+    if mask.is_meta:  # no values to compare: OpenCLIP builds a causal mask or none
+        return True
+    return torch.equal(mask, torch.full_like(mask, float("-inf")).triu(1))
+
+
+def _wrap(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(build)
+    def build_text_tower(embed_dim, text_cfg, quick_gelu=False, cast_dtype=None):
+        cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
+        block_type = getattr(cfg, "block_type", None) or ""
+        if block_type.partition(":")[0] != _PREFIX:
+            return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
+        variant, settings = parse_block_type(block_type)
+        if cfg.hf_model_name:
+            raise ValueError(f"block_type {block_type!r} is for OpenCLIP's own text tower, not {cfg.hf_model_name!r}")
+        if custom := [name for name in _CUSTOM_BLOCK_FIELDS if getattr(cfg, name)]:
+            raise ValueError(
+                f"text_cfg sets {custom}, which block_type {block_type!r} does not read: put the variant's own "
+                "settings into block_type"
+            )
+        tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
+        try:
+            _use_attention(tower, variant, settings)
+        except TypeError as error:  # a value of the wrong kind, such as head_dim=wide
+            raise ValueError(f"block_type {block_type!r}: {error}") from error
+        return tower
+
+    build_text_tower._replaces = build  # type: ignore[attr-defined]
+    return build_text_tower
+
+
+def _rebind(old: Callable, new: Callable) -> None:
+    """Bind the builder anew wherever OpenCLIP's modules hold it (some import it by name)."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "open_clip" and getattr(module, _BUILDER, None) is old:
+            setattr(module, _BUILDER, new)
+
+
+def _check_host() -> None:
+    """RuntimeError if the installed OpenCLIP lacks one of the three things that the hook rests on."""
+    build = getattr(open_clip.model, _BUILDER, None)
+    missing = []
+    if build is None or list(inspect.signature(build).parameters) != _BUILDER_ARGUMENTS:
+        missing.append(f"open_clip.model.{_BUILDER}({', '.join(_BUILDER_ARGUMENTS)})")
+    if "block_type" not in getattr(open_clip.CLIPTextCfg, "__dataclass_fields__", {}):
+        missing.append("CLIPTextCfg.block_type")
+    if list(inspect.signature(ResidualAttentionBlock.attention).parameters) != _ATTENTION_ARGUMENTS:
+        missing.append(f"ResidualAttentionBlock.attention({', '.join(_ATTENTION_ARGUMENTS)})")
+    if missing:
+        raise RuntimeError(
+            f"open_clip {open_clip.__version__} has no {' and no '.join(missing)}: diffvision's text towers were "
+            "written for open_clip 3.3, so install open_clip_torch 3.3 or a newer diffvision"
+        )
+
+
+def patch() -> None:
+    """Teach OpenCLIP our text blocks and the names of `clip_configs/`; a second call changes nothing.
+
+    RuntimeError, with nothing changed, if the installed OpenCLIP has no such place for a hook.
+    """
+    if not hasattr(getattr(open_clip.model, _BUILDER, None), "_replaces"):
+        _check_host()
+        build = getattr(open_clip.model, _BUILDER)
+        _rebind(build, _wrap(build))
+    if CONFIGS not in open_clip.factory._MODEL_CONFIG_PATHS:
+        open_clip.add_model_config(CONFIGS)
+
+
+def unpatch() -> None:
+    """Undo `patch`: OpenCLIP's own builder again, and our names unknown. Models already built keep working."""
+    wrapper: Any = getattr(open_clip.model, _BUILDER, None)
+    if hasattr(wrapper, "_replaces"):
+        _rebind(wrapper, wrapper._replaces)
+    if CONFIGS in open_clip.factory._MODEL_CONFIG_PATHS:
+        open_clip.factory._MODEL_CONFIG_PATHS.remove(CONFIGS)
+        for name in model_names():
+            open_clip.factory._MODEL_CONFIGS.pop(name, None)
+
+
+def model_names() -> list[str]:
+    """Our models' names in OpenCLIP, sorted."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+try:
+    patch()
+except RuntimeError as error:  # timm's half of the package is of use without OpenCLIP's
+    warnings.warn(f"{error}; none of its models is registered with OpenCLIP", stacklevel=2)

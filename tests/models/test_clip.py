@@ -1,0 +1,555 @@
+"""OpenCLIP: our names, the text hook, and everything that OpenCLIP does with its own models."""
+
+import copy
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import open_clip
+import pytest
+import timm
+import torch
+from open_clip.transformer import ResidualAttentionBlock, TextTransformer
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.models import register_model
+
+from diffvision.models import clip
+from diffvision.nn import ATTENTION
+
+ASSETS = Path(__file__).parents[1] / "assets"
+DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug"]
+FULL = sorted(set(clip.model_names()) - set(DEBUG))
+TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
+
+
+def images_and_text(name: str = "CLIP-debug", batch: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    captions = ["a red seven", "a photo of the number three, written by hand", "two"]
+    return torch.randn(batch, 3, 32, 32, generator=generator), open_clip.get_tokenizer(name)(captions)[:batch]
+
+
+def build(name: str, **settings) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return open_clip.create_model(name, **settings)
+
+
+def build_on_meta(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return open_clip.create_model(name, device="meta")
+
+
+def text_tower(block_type: str | None, **settings) -> TextTransformer:
+    torch.manual_seed(0)
+    return open_clip.model._build_text_tower(16, {**TEXT, "block_type": block_type, **settings})
+
+
+# ------------------------------------------------------------------------------------------------- names and the hook
+
+
+def test_names_are_registered_and_collide_with_nothing():
+    own = {path.stem for path in (Path(open_clip.__file__).parent / "model_configs").glob("*.json")}
+    assert set(clip.model_names()) <= set(open_clip.list_models())
+    assert not own & set(clip.model_names())
+    assert not [name for name in clip.model_names() if "siglip" in name.lower() or "coca" in name.lower()]
+
+
+def test_registering_twice_changes_nothing():
+    builder, names = open_clip.model._build_text_tower, open_clip.list_models()
+    clip.patch()
+    importlib.reload(clip)
+    assert open_clip.model._build_text_tower is builder
+    assert open_clip.list_models() == names
+    assert open_clip.factory._MODEL_CONFIG_PATHS.count(clip.CONFIGS) == 1
+
+
+def test_unpatch_restores_open_clip():
+    clip.unpatch()
+    try:
+        assert open_clip.model._build_text_tower.__module__ == "open_clip.model"
+        assert open_clip.coca_model._build_text_tower is open_clip.model._build_text_tower
+        assert not set(clip.model_names()) & set(open_clip.list_models())
+        clip.unpatch()
+    finally:
+        clip.patch()
+    assert open_clip.coca_model._build_text_tower is open_clip.model._build_text_tower
+    assert set(clip.model_names()) <= set(open_clip.list_models())
+
+
+def test_another_open_clip_is_refused_by_name(monkeypatch):
+    clip.unpatch()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(open_clip.model, "_build_text_tower", lambda embed_dim, cfg: None)
+            with pytest.raises(RuntimeError, match=r"open_clip .* has no open_clip\.model\._build_text_tower"):
+                clip.patch()
+            with pytest.warns(UserWarning, match="none of its models is registered"):
+                importlib.reload(clip)
+            patched.delattr(open_clip.model, "_build_text_tower")
+            with pytest.raises(RuntimeError, match=r"install open_clip_torch 3\.3"):
+                clip.patch()
+            assert not set(clip.model_names()) & set(open_clip.list_models())
+    finally:
+        clip.patch()
+
+
+def test_other_towers_are_built_as_before():
+    blocks = text_tower(None).transformer.resblocks
+    assert {type(block) for block in blocks} == {ResidualAttentionBlock}
+
+
+@pytest.mark.parametrize(
+    ("block_type", "expected"),
+    [
+        ("diffvision:standard", ("standard", {})),
+        ("diffvision:v1:lambda_init=depth", ("v1", {"lambda_init": "depth"})),
+        ("diffvision:v1:lambda_init=0.8,head_norm=false", ("v1", {"lambda_init": 0.8, "head_norm": False})),
+    ],
+)
+def test_block_type_is_parsed(block_type, expected):
+    assert clip.parse_block_type(block_type) == expected
+
+
+@pytest.mark.parametrize(
+    ("block_type", "complaint"),
+    [
+        ("diffvision", "unknown variant ''"),
+        ("diffvision:v9", "unknown variant 'v9'"),
+        ("diffvision:v1:lambda=0.8", "'lambda=0.8' is no setting of 'v1'"),
+        ("diffvision:v1:lambda_init", "'lambda_init' is no setting of 'v1'"),
+        ("diffvision:v1:num_heads=4", "is no setting of 'v1'"),
+        ("diffvision:standard:lambda_init=0.8", "is no setting of 'standard'"),
+        ("diffvision:v1:lambda_init=deep", "lambda_init"),
+        ("diffvision:v1:head_dim=wide", "head_dim"),
+    ],
+)
+def test_bad_block_type_is_refused(block_type, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        text_tower(block_type)
+
+
+def test_settings_that_the_blocks_would_not_read_are_refused():
+    with pytest.raises(ValueError, match="qk_norm"):
+        text_tower("diffvision:v1", qk_norm=True)
+    with pytest.raises(ValueError, match="OpenCLIP's own text tower"):
+        text_tower("diffvision:v1", hf_model_name="roberta-base")
+
+
+def test_blocks_take_the_settings():
+    blocks = text_tower("diffvision:v1:lambda_init=depth,head_norm=false,qk_norm=true").transformer.resblocks
+    assert [type(block.attn) for block in blocks] == [ATTENTION["v1"]] * 2
+    assert blocks[0].attn.lambda_init == pytest.approx(0.2)
+    assert blocks[1].attn.lambda_init == pytest.approx(0.8 - 0.6 * 2.718281828**-0.3)
+    names = {name for name, _ in blocks[0].named_parameters()}
+    assert "attn.q_norm.weight" in names
+    assert "attn.head_norm.weight" not in names
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_initialisation_is_open_clips_own(name):
+    model = build(name)
+    width, layers = 64, 2
+    for block in model.transformer.resblocks:
+        for linear in (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj):
+            assert linear.weight.std().item() == pytest.approx(width**-0.5, rel=0.05)
+            assert not linear.bias.any()
+        assert block.attn.proj.weight.std().item() == pytest.approx(width**-0.5 * (2 * layers) ** -0.5, rel=0.05)
+        assert not block.attn.proj.bias.any()
+    if name == "DiffCLIP-debug":
+        lambdas = [value for key, value in model.transformer.named_parameters() if "lambda_" in key]
+        assert torch.cat(lambdas).std().item() == pytest.approx(0.1, rel=0.25)
+
+
+# ------------------------------------------------------------------------------------------------ masks and causality
+
+
+@pytest.mark.parametrize("settings", [{}, {"no_causal_mask": True}, {"embed_cls": True}])
+def test_standard_variant_is_open_clips_own_block(settings):
+    plain, ours = text_tower(None, **settings).eval(), text_tower("diffvision:standard", **settings).eval()
+    weights = {}
+    for key, value in plain.state_dict().items():
+        if ".attn.in_proj_" in key:
+            for part, chunk in zip("qkv", value.chunk(3), strict=True):
+                weights[key.replace("in_proj_", f"{part}_proj.")] = chunk
+        else:
+            weights[key.replace(".out_proj.", ".proj.")] = value
+    ours.load_state_dict(weights)
+    text = torch.randint(1, 100, (3, 11 if "embed_cls" in settings else 12))
+    text[1, 7:] = 0  # padding, which OpenCLIP masks for the class token
+    if "embed_cls" in settings:
+        ours.attn_mask, plain.attn_mask = ours.attn_mask[:12, :12], plain.attn_mask[:12, :12]
+    torch.testing.assert_close(ours(text), plain(text))
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_text_is_causal_and_takes_the_fast_path(name, monkeypatch):
+    model = build(name).eval()
+    calls = []
+    attn = model.transformer.resblocks[1].attn
+    forward = attn.forward
+    monkeypatch.setattr(attn, "forward", lambda x, **masks: calls.append(masks) or forward(x, **masks))
+    x = torch.randn(2, 32, 64)
+    before = model.transformer(x, attn_mask=model.attn_mask)
+    x[:, 20:] = torch.randn(2, 12, 64)
+    after = model.transformer(x, attn_mask=model.attn_mask)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.isclose(before[:, 20:], after[:, 20:]).all(-1).any()
+    assert calls == [{"is_causal": True}] * 2
+
+
+@pytest.mark.parametrize("variant", sorted(ATTENTION))
+def test_other_masks_are_passed_on(variant):
+    transformer = text_tower(f"diffvision:{variant}").eval().transformer
+    x = torch.randn(3, 12, 32)
+    causal = torch.full((12, 12), float("-inf")).triu(1)
+    torch.testing.assert_close(transformer(x, attn_mask=causal), transformer(x))
+    bidirectional = text_tower(f"diffvision:{variant}", no_causal_mask=True).eval().transformer
+    torch.testing.assert_close(transformer(x, attn_mask=torch.zeros(12, 12)), bidirectional(x))
+    padding = torch.zeros(3, 12, 12)
+    padding[1, :, 8:] = float("-inf")
+    padded = bidirectional(x, attn_mask=padding.repeat_interleave(2, 0))  # OpenCLIP's layout: batch and heads in one
+    torch.testing.assert_close(padded[[0, 2]], bidirectional(x)[[0, 2]])
+    torch.testing.assert_close(padded[1, :8], bidirectional(x[:, :8])[1])
+    with pytest.raises(ValueError, match="boolean"):
+        transformer(x, attn_mask=causal == 0)
+
+
+def test_cross_attention_is_refused():
+    block = text_tower("diffvision:v1").transformer.resblocks[0]
+    x = torch.randn(1, 12, 32)
+    with pytest.raises(ValueError, match="self-attention"):
+        block.attention(x, x, x)
+
+
+def test_a_captioning_model_takes_the_blocks():
+    text = {**TEXT, "embed_cls": True, "output_tokens": True, "block_type": "diffvision:v1"}
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "output_tokens": True}
+    decoder = {"context_length": 11, "vocab_size": 100, "width": 32, "heads": 2, "layers": 1}
+    model = open_clip.CoCa(32, {**decoder}, {**text, "context_length": 11}, {**vision, "attentional_pool": True})
+    tokens = torch.randint(1, 100, (2, 11))
+    before = model.encode_text(tokens)
+    assert before.isfinite().all()
+    assert type(model.text.transformer.resblocks[0].attn) is ATTENTION["v1"]
+
+
+# ---------------------------------------------------------------------------------------------------- what users do
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_create_model_and_transforms(name):
+    model, preprocess_train, preprocess = open_clip.create_model_and_transforms(name)
+    picture = Image.new("RGB", (50, 40), "red")
+    assert preprocess_train(picture).shape == preprocess(picture).shape == (3, 32, 32)
+    assert model.visual.preprocess_cfg["mean"] == open_clip.OPENAI_DATASET_MEAN
+    text = open_clip.get_tokenizer(name)(["a red seven", "two"])
+    assert text.shape == (2, 32)
+    image_features, text_features, scale = model(preprocess(picture)[None], text)
+    assert image_features.shape == (1, 64)
+    assert text_features.shape == (2, 64)
+    assert scale.item() == pytest.approx(1 / 0.07)
+    torch.testing.assert_close(text_features.norm(dim=-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_every_parameter_has_a_gradient_and_checkpointing_changes_none(name):
+    image, text = images_and_text()
+    results = []
+    for checkpointing in (False, True):
+        model = build(name).train()
+        model.set_grad_checkpointing(checkpointing)
+        image_features, text_features, scale = model(image, text)
+        loss = open_clip.ClipLoss()(image_features, text_features, scale)
+        loss.backward()
+        results.append({"loss": loss.detach(), **{key: value.grad for key, value in model.named_parameters()}})
+    assert not [key for key, value in results[0].items() if value is None or not value.any()]
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_locking_towers():
+    model = build("DiffCLIP-debug")
+    model.lock_image_tower()
+    model.lock_text_tower()
+    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert trainable == {"visual.head.proj.weight", "logit_scale"}
+
+    model = build("DiffCLIP-debug")
+    model.lock_image_tower(unlocked_groups=2)
+    model.lock_text_tower(unlocked_layers=2)  # the projection, and the last block with the final norm
+    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert "visual.trunk.norm.weight" in trainable
+    assert "visual.trunk.patch_embed.proj.weight" not in trainable
+    assert "transformer.resblocks.1.attn.lambda_q1" in trainable
+    assert "transformer.resblocks.0.attn.lambda_q1" not in trainable
+
+
+@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "amp_bf16"])
+def test_precisions(name, precision):
+    image, text = images_and_text()
+    exact = build(name).eval()
+    model = build(name, precision=precision)
+    model.load_state_dict(exact.state_dict())
+    dtype = open_clip.get_input_dtype(precision)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
+        image_features, text_features, scale = model(image.to(dtype) if dtype else image, text)
+        loss = open_clip.ClipLoss()(image_features, text_features, scale)
+    loss.backward()
+    assert all(value.grad.isfinite().all() for value in model.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(image_features.float(), exact.encode_image(image, normalize=True), atol=0.03, rtol=0)
+        torch.testing.assert_close(text_features.float(), exact.encode_text(text, normalize=True), atol=0.03, rtol=0)
+
+
+def test_a_native_image_tower_in_low_precision_leaves_our_lambdas_alone():
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
+    model = open_clip.CLIP(16, vision, {**TEXT, "block_type": "diffvision:v1"}, cast_dtype=torch.bfloat16)
+    open_clip.convert_weights_to_lp(model, torch.bfloat16)
+    assert model.transformer.resblocks[0].attn.lambda_q1.dtype == torch.float32
+    assert model.transformer.resblocks[0].attn.q_proj.weight.dtype == torch.bfloat16
+    assert model.encode_text(torch.randint(1, 100, (2, 12))).isfinite().all()
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_custom_text_model_is_the_same_model(name):
+    image, text = images_and_text()
+    model, custom = build(name).eval(), build(name, force_custom_text=True).eval()
+    assert isinstance(custom, open_clip.CustomTextCLIP)
+    custom.load_state_dict(open_clip.model.convert_to_custom_text_state_dict(model.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(custom.encode_text(text), model.encode_text(text))
+        assert torch.equal(custom.encode_image(image), model.encode_image(image))
+    custom.set_grad_checkpointing()
+    custom.lock_text_tower(unlocked_layers=2)
+    custom.train()(image, text)[1].sum().backward()
+    assert custom.text.transformer.resblocks[1].attn.q_proj.weight.grad is not None
+    assert custom.text.transformer.resblocks[0].attn.q_proj.weight.grad is None
+
+
+def test_zero_shot_classifier():
+    model = build("DiffCLIP-debug").eval()
+    weights = open_clip.build_zero_shot_classifier(
+        model, open_clip.get_tokenizer("DiffCLIP-debug"), ["one", "two", "three"], ["a {}.", "the number {}"]
+    )
+    assert weights.shape == (64, 3)
+    torch.testing.assert_close(weights.norm(dim=0), torch.ones(3))
+
+
+def test_intermediate_features():
+    image, text = images_and_text()
+    model = build("DiffCLIP-debug").eval()
+    output = model.forward_intermediates(image, text, text_indices=2)
+    torch.testing.assert_close(output["text_features"], model.encode_text(text, normalize=True))
+    torch.testing.assert_close(output["image_features"], model.encode_image(image, normalize=True))
+    assert [features.shape for features in output["text_intermediates"]] == [(3, 32, 64)] * 2
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_export_with_any_batch_size(name):
+    model = build(name).eval()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        model, images_and_text(), dynamic_shapes={"image": {0: batch}, "text": {0: batch}}
+    ).module()
+    two = images_and_text(batch=2)
+    torch.testing.assert_close(program(*two), model(*two))
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_compile_in_one_graph(name):
+    torch.compiler.reset()
+    model = build(name)
+    image, text = images_and_text()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(image, text), model(image, text))
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("name", DEBUG)
+def test_weights_come_back_bit_for_bit(name, tmp_path):
+    image, text = images_and_text()
+    model = build(name).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.01)  # so that nothing is at its initial value
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    from_file = open_clip.create_model(name, pretrained=str(tmp_path / "weights.pt")).eval()
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    config = {"model_cfg": open_clip.get_model_config(name), "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    from_folder, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    assert from_folder.visual.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
+    assert torch.equal(open_clip.get_tokenizer(f"local-dir:{folder}")(["two"]), open_clip.get_tokenizer(name)(["two"]))
+    for loaded in (from_file, from_folder.eval()):
+        with torch.no_grad():
+            assert all(torch.equal(a, b) for a, b in zip(loaded(image, text), model(image, text), strict=True))
+
+
+def test_a_model_can_be_copied():
+    image, text = images_and_text()
+    model = build("DiffCLIP-debug").eval()
+    torch.testing.assert_close(copy.deepcopy(model)(image, text), model(image, text))
+
+
+WITHOUT_DIFFVISION = """
+import sys, open_clip
+open_clip.add_model_config(sys.argv[1])
+try:
+    open_clip.create_model(sys.argv[2], pretrained=sys.argv[3])
+except RuntimeError as error:
+    print(error)
+assert "diffvision" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("text-only", "Missing key(s) in state_dict"), ("DiffCLIP-debug", "Unknown model")]
+)
+def test_loading_without_diffvision_fails_loudly(name, complaint, tmp_path):
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
+    text_only = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": {**TEXT, "block_type": "diffvision:v1"}}
+    config = text_only if name == "text-only" else open_clip.get_model_config(name)
+    (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    model = open_clip.CLIP(**text_only) if name == "text-only" else build(name)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    command = [sys.executable, "-c", WITHOUT_DIFFVISION, str(tmp_path), name, str(tmp_path / "weights.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert complaint in done.stdout
+
+
+# -------------------------------------------------------------------------------------- sizes, twins, published layout
+
+
+def twin_of(name: str) -> str:
+    size = name.removeprefix("DiffCLIP-").removeprefix("V2-").removesuffix("-dynamic").removesuffix("-vision")
+    return f"CLIP-{size}"
+
+
+def parameters(name: str) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in build_on_meta(name).named_parameters()}
+
+
+def count(shapes: dict[str, torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", [name for name in clip.model_names() if name.startswith("DiffCLIP")])
+def test_twin_differs_in_attention_only(name):
+    ours, plain = parameters(name), parameters(twin_of(name))
+    assert set(plain) <= set(ours)
+    added = set(ours) - set(plain)
+    assert added
+    assert all(".attn.lambda_" in key or ".attn.head_norm." in key for key in added)
+    changed = {key for key in plain if ours[key] != plain[key]}
+    # V2 has twice the queries, and a narrower MLP pays for them.
+    assert all(".attn.q_proj." in key or ".mlp." in key for key in changed)
+    assert bool(changed) == ("V2" in name)
+    for key, value in open_clip.get_model_config(name).items():
+        if key not in ("vision_cfg", "text_cfg"):
+            assert open_clip.get_model_config(twin_of(name))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "open_clips", "image_width", "added"),
+    [
+        # V1 adds to each block four lambda vectors and the head norm: 4 x 64 + 128.
+        ("DiffCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 384),
+        ("DiffCLIP-ViT-B-16", "ViT-B-16", 768, 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
+        ("DiffCLIP-ViT-B-16-dynamic", "ViT-B-16", 768, 24 * 384),
+        ("DiffCLIP-ViT-B-16-vision", "ViT-B-16", 768, 12 * 384),  # the 0.003% that DiffCLIP's paper states
+        ("DiffCLIP-ViT-B-32", "ViT-B-32", 768, 24 * 384),
+        ("DiffCLIP-ViT-L-14", "ViT-L-14", 1024, 36 * 384),
+        # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
+        # more of biases.
+        ("DiffCLIP-V2-ViT-B-16", "ViT-B-16", 768, 12 * (768 * 12 + 384) + 12 * (512 * 8 + 256)),
+    ],
+)
+def test_parameter_counts(name, open_clips, image_width, added):
+    plain = count(parameters(twin_of(name)))
+    # OpenCLIP's own has a norm before the blocks (weight and bias), and no bias in its patch embedding.
+    assert plain == count(parameters(open_clips)) - image_width
+    assert count(parameters(name)) == plain + added
+
+
+def test_published_size():
+    assert count(parameters("CLIP-ViT-B-16")) == 149_619_969
+    assert count(parameters("DiffCLIP-ViT-B-16")) == 149_629_185
+    assert count(parameters("DiffCLIP-ViT-B-16-vision")) / 149_619_969 - 1 == pytest.approx(3.08e-5, rel=0.01)
+
+
+def test_full_sizes_are_differential_where_they_say_so():
+    for name in FULL:
+        model = build_on_meta(name)
+        variant = "v2" if "V2" in name else "v1" if name.startswith("Diff") else "standard"
+        assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}
+        text = [block.attn for block in model.transformer.resblocks]
+        assert {attn.variant for attn in text} == {"standard" if name.endswith("-vision") else variant}
+        assert {attn.head_dim for attn in text} == {64}
+        assert all(block.causal for block in model.transformer.resblocks)
+        assert model.visual.trunk.blocks[0].norm1.eps == 1e-5
+        if variant == "v1" and not name.endswith("-vision"):
+            scheduled = name.endswith("-dynamic")
+            assert len({attn.lambda_init for attn in text}) == (12 if scheduled else 1)
+            assert text[0].lambda_init == pytest.approx(0.2 if scheduled else 0.8)
+
+
+class _Inert:
+    """Stands for whatever else the checkpoint names, so that none of it is looked up or run."""
+
+    def __init__(self, *args):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+class _WeightsOnly(pickle.Unpickler):
+    def find_class(self, module, name):
+        allowed = {("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage"), ("collections", "OrderedDict")}
+        return super().find_class(module, name) if (module, name) in allowed else _Inert
+
+
+def diffclip_weights(path: Path) -> dict[str, torch.Tensor]:
+    reader = types.SimpleNamespace(Unpickler=_WeightsOnly, load=None, __name__="weights_only")
+    weights = {}
+    for key, value in torch.load(path, pickle_module=reader, weights_only=False)["state_dict"].items():
+        key = key.removeprefix("module.").replace("diff_norm", "head_norm").replace("attn.out_proj", "attn.proj")
+        if key == "image_projection":
+            key, value = "visual.head.proj.weight", value.T
+        elif key.startswith("visual."):
+            key = key.replace("visual.", "visual.trunk.")
+        weights[key] = value
+    return weights
+
+
+@register_model
+def golden_tower(pretrained: bool = False, **settings) -> torch.nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
+
+
+def test_diffclips_own_outputs():
+    """Weights and embeddings of the original DiffCLIP (its heads are 4 halves of our 2) in a model of ours."""
+    golden = load_file(ASSETS / "diffclip_io.safetensors")  # in float64, but for lambda
+    text = {"context_length": 12, "vocab_size": 100, "width": 48, "heads": 2, "layers": 2}
+    config = {
+        "embed_dim": 32,
+        "quick_gelu": True,
+        "vision_cfg": {"timm_model_name": "golden_tower", "image_size": 32, "timm_pool": "", "timm_proj": "linear"},
+        "text_cfg": {**text, "block_type": "diffvision:v1:lambda_init=0.8"},
+    }
+    model = open_clip.CLIP(**config).eval()
+    model.load_state_dict(diffclip_weights(ASSETS / "diffclip_checkpoint.pt"))
+    model.double()
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_image(golden["image"]), golden["image_embed"], atol=1e-6, rtol=0)
+        torch.testing.assert_close(model.encode_text(golden["text"]), golden["text_embed"], atol=1e-6, rtol=0)
+        torch.testing.assert_close(model.logit_scale.exp(), golden["logit_scale_exp"][0], atol=1e-6, rtol=0)
