@@ -1,0 +1,200 @@
+"""Contrastive training of any OpenCLIP model: one LightningModule."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import open_clip
+import torch
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch import Tensor, nn
+
+from diffvision.data.batches import ImageTextBatch
+from diffvision.data.folders import EvaluationFolder
+from diffvision.evaluation.suite import evaluate
+from diffvision.training.optim import OptimizerSettings, adamw, guard, param_groups, schedule
+
+FEATURES = ("image_features", "text_features")
+HEADLINES = ("/acc1", "retrieval_recall@1", "composition")  # what of an evaluation is shown on the progress bar
+PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
+
+
+class ContrastiveModule(pl.LightningModule):
+    """An OpenCLIP model with OpenCLIP's loss, over images and captions in pairs.
+
+    A batch of the loader is one optimizer step. The loss is computed in float32 whatever the precision, over the
+    features of all ranks (local loss, gathered with gradient), so DDP's mean of the gradients is the gradient of the
+    global batch.
+
+    Attributes:
+        model: the OpenCLIP model; its keys in a checkpoint's state_dict have the prefix "model.".
+        transform: image -> tensor for training. eval_transform: the same without augmentation.
+        tokenizer: captions -> int64 [B, L].
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        pretrained: str | None = None,
+        preprocess: dict[str, Any] | None = None,
+        augmentation: dict[str, Any] | None = None,
+        lock_image: int | None = None,
+        lock_text: int | None = None,
+        loss: Literal["clip", "siglip"] = "clip",
+        optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008  frozen
+        accum_freq: int = 1,
+        grad_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        """Build the model, its transforms and tokenizer.
+
+        Args:
+            model: name of an OpenCLIP model, ours or OpenCLIP's.
+            pretrained: tag or file of weights to start from.
+            preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
+            augmentation: fields of open_clip's AugmentationCfg (scale, ratio, color_jitter, ...).
+            lock_image: freeze the image tower but for this many of its last groups (0: the whole tower).
+            lock_text: likewise the text tower.
+            loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
+            optimizer: AdamW and its schedule.
+            accum_freq: cut a rank's batch into this many chunks to save memory; the gradients are those of the whole.
+            grad_checkpointing: recompute the blocks' activations in the backward pass.
+            compile: torch.compile the forward pass, in place.
+        """
+        super().__init__()
+        self.automatic_optimization = False  # several backward passes a step; Lightning still scales, syncs and counts
+        if accum_freq < 1:
+            raise ValueError(f"accum_freq is {accum_freq}; it counts the chunks of a batch: 1 or more")
+        unknown = set(preprocess or {}) - set(PREPROCESS)
+        if unknown:
+            raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
+        self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
+        # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
+        start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
+        self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
+            model,
+            pretrained=pretrained,
+            device=torch.get_default_device(),
+            aug_cfg=augmentation,
+            output_dict=True,
+            **{f"image_{key}": value for key, value in (preprocess or {}).items()},
+            **start,
+        )
+        self.tokenizer = open_clip.get_tokenizer(model)
+        if lock_image is not None:
+            self.model.lock_image_tower(unlocked_groups=lock_image)
+        if lock_text is not None:
+            self.model.lock_text_tower(unlocked_layers=lock_text)
+        if grad_checkpointing:
+            self.model.set_grad_checkpointing()
+        if compile:
+            self.model.compile()  # in place: the state_dict's keys stay
+
+    def setup(self, stage: str) -> None:
+        self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
+
+    def training_step(self, batch: ImageTextBatch, batch_idx: int) -> None:
+        optimizer = cast(Any, self.optimizers())
+        optimizer.zero_grad()
+        self.log("train/lr", optimizer.param_groups[0]["lr"], prog_bar=True)
+        loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
+        optimizer.step()
+        cast(Any, self.lr_schedulers()).step()
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(0, math.log(100))
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/logit_scale", self.model.logit_scale.detach().exp().mean(), prog_bar=True)
+
+    def backward_whole(self, batch: ImageTextBatch) -> Tensor:
+        """Gradients of the batch in one pass; returns the loss of this rank, detached."""
+        loss = self.loss_of(self.model(batch["image"], batch["text"]))
+        self.manual_backward(loss)
+        return loss.detach()
+
+    def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
+        """The same gradients with the activations of one chunk at a time in memory.
+
+        1. Every chunk's features, without a graph. 2. The loss of all features together, with all their negatives, and
+        its gradient for each feature and for the scale: once, where OpenCLIP's accum-freq computes it for every chunk.
+        3. Every chunk again, with a graph and the same random numbers (dropout), into which those gradients are fed;
+        DDP reduces at the last one only.
+        """
+        chunks = [*zip(batch["image"].chunk(self.accum_freq), batch["text"].chunk(self.accum_freq), strict=True)]
+        states, outputs = [], []
+        with torch.no_grad():
+            for image, text in chunks:
+                states.append(random_state(self.device))
+                outputs.append(self.model(image, text))
+        whole = {k: torch.cat([out[k] for out in outputs]) if k in FEATURES else v for k, v in outputs[0].items()}
+        whole = {k: at_least_float32(v.detach()).requires_grad_() for k, v in whole.items()}
+        loss = self.loss_of(whole)
+        gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
+        fed = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
+        fed[-1] |= {k: v for k, v in gradients.items() if k not in FEATURES}  # the scale belongs to no chunk: once
+
+        # Only strategies of several processes have gradients to hold back.
+        hold = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # the second pass repeats random numbers, and must not rewind the run's
+            for i, (image, text) in enumerate(chunks):
+                restore_random_state(self.device, states[i])
+                with hold() if i < len(chunks) - 1 else nullcontext():
+                    out = self.model(image, text)
+                    self.manual_backward(sum((at_least_float32(out[k]) * g).sum() for k, g in fed[i].items()))
+        return loss.detach()
+
+    def loss_of(self, out: dict[str, Tensor]) -> Tensor:
+        """The loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.loss(**{k: at_least_float32(v) for k, v in out.items()})
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        norm = guard(optimizer, self.settings.clip_norm, scaled=scaled, step=self.trainer.global_step)
+        self.log("train/grad_norm", norm)
+
+    def validation_step(self, batch: EvaluationFolder, batch_idx: int) -> None:
+        """One evaluation folder: the same functions as `diffvision evaluate`, over all ranks together."""
+        metrics = evaluate(
+            self.model, batch, transform=self.eval_transform, tokenizer=self.tokenizer, device=self.device
+        )
+        for key, value in metrics.items():
+            # Every rank holds the same value already; sync_dist only says so to Lightning.
+            self.log(key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(HEADLINES))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
+        scheduler = schedule(optimizer, self.settings, self.trainer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write down what `evaluate` and `export` need to rebuild the model, as plain Python values."""
+        config = self.model.visual.preprocess_cfg
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+        checkpoint["diffvision"] = {"model": self.name, "preprocess": plain}
+
+
+def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
+    """OpenCLIP's loss by name, for one rank of a world."""
+    if name == "siglip":
+        return SigLipLoss(rank=rank, world_size=world_size)
+    return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The states of the generators that dropout draws from."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

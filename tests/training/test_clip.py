@@ -1,0 +1,187 @@
+"""The contrastive step: its gradients against autograd's over the whole batch, in one process and in two."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.optim import OptimizerSettings
+
+# Lightning's advice on loaders (more workers, no validation) is not for these.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
+
+
+class Pairs(pl.LightningDataModule):
+    """Random images and captions' tokens, the same in every process; a rank takes its slice of each global batch."""
+
+    def __init__(self, batch_size: int = 8, batches: int = 2):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.batch_size = batch_size
+        self.image = torch.randn(batch_size * batches, 3, 32, 32, generator=generator)
+        self.text = torch.randint(1, 98, (batch_size * batches, 32), generator=generator)
+        self.text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
+
+    def train_dataloader(self):
+        world = self.trainer.world_size if self.trainer else 1
+        rank = self.trainer.global_rank if self.trainer else 0
+        local = self.batch_size // world
+        rows = [{"image": i, "text": t} for i, t in zip(self.image, self.text, strict=True)]
+        starts = range(rank * local, len(rows), self.batch_size)
+        return DataLoader([row for s in starts for row in rows[s : s + local]], batch_size=local)
+
+
+class Gradients(pl.Callback):
+    """Keeps a copy of the first step's gradients."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            self.seen = {n: p.grad.clone() for n, p in pl_module.model.named_parameters()}
+
+
+def train(module, *callbacks, data=None, **settings):
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(**defaults | quiet | settings, callbacks=list(callbacks))
+    trainer.fit(module, datamodule=data or Pairs())
+    return trainer
+
+
+def make(name="DiffCLIP-debug", **settings):
+    """The module with a vocabulary of 100 tokens: AdamW on 49,408 unused rows would be most of the time."""
+    torch.manual_seed(0)
+    module = ContrastiveModule(name, **{"optimizer": SETTINGS} | settings)
+    module.model.token_embedding = nn.Embedding(100, 64)
+    return module
+
+
+def gradients(precision="64-true", **settings):
+    kept = Gradients()
+    train(make(**settings), kept, precision=precision)
+    return kept.seen
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunked_gradients_are_those_of_the_whole_batch(loss, chunks):
+    whole = gradients(loss=loss)
+    assert all(g.abs().sum() > 0 for g in whole.values() if g.ndim > 1)
+    same(whole, gradients(loss=loss, accum_freq=chunks))
+
+
+class RandomState(pl.Callback):
+    """Keeps the generator's state before and after the first step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.before = torch.get_rng_state()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.after = torch.get_rng_state()
+
+
+def test_chunks_repeat_their_dropout():
+    """With dropout, the gradients are those of one graph over chunks drawn with the same random numbers."""
+    module = make(accum_freq=2)
+    dropouts = [layer for layer in module.model.visual.modules() if isinstance(layer, nn.Dropout)]
+    assert dropouts
+    for layer in dropouts:
+        layer.p = 0.3
+    twin = copy.deepcopy(module).train().double()
+    kept, random, data = Gradients(), RandomState(), Pairs()
+    train(module, kept, random, data=data, precision="64-true")
+
+    torch.set_rng_state(random.before)
+    image, text = data.image[:8].double(), data.text[:8]
+    outs = [twin.model(i, t) for i, t in zip(image.chunk(2), text.chunk(2), strict=True)]
+    image, text = (torch.cat([o[k] for o in outs]) for k in ("image_features", "text_features"))
+    logits, labels = outs[0]["logit_scale"] * image @ text.T, torch.arange(8)
+    ((nn.functional.cross_entropy(logits, labels) + nn.functional.cross_entropy(logits.T, labels)) / 2).backward()
+    same({n: p.grad for n, p in twin.model.named_parameters()}, kept.seen)
+    assert torch.equal(torch.get_rng_state(), random.after)  # the run's generator went on as if there were one pass
+
+
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_clipping_logs_the_norm_before_it(accum_freq):
+    module = make(accum_freq=accum_freq, optimizer=OptimizerSettings(warmup_steps=0, clip_norm=1e-3))
+    free, kept = gradients("32-true"), Gradients()
+    trainer = train(module, kept)
+    norm = torch.stack([g.norm() for g in free.values()]).norm()
+    torch.testing.assert_close(trainer.logged_metrics["train/grad_norm"], norm)
+    clipped = torch.stack([p.grad.norm() for p in module.model.parameters() if p.grad is not None])
+    assert clipped.norm() <= 1.001e-3
+
+
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_gradient_scaler_and_bfloat16(accum_freq):
+    exact = gradients("32-true")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    half = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    for plugin in ({"plugins": [half]}, {"precision": "bf16-mixed"}):
+        kept = Gradients()
+        module = make(accum_freq=accum_freq)
+        train(module, kept, **plugin)
+        for name, seen in kept.seen.items():
+            assert torch.isfinite(seen).all()
+            if exact[name].norm() > 1e-2:  # unscaled, and in the right direction
+                assert torch.cosine_similarity(seen.flatten(), exact[name].flatten(), 0) > 0.98, name
+                torch.testing.assert_close(seen.norm(), exact[name].norm(), rtol=0.1, atol=0)
+
+
+def test_logit_scale_stays_between_1_and_100():
+    module = make(optimizer=OptimizerSettings(lr=10.0, warmup_steps=0, clip_norm=1.0))
+    nn.init.constant_(module.model.logit_scale, 4.6)
+    train(module, max_steps=2)
+    assert 0 <= module.model.logit_scale.item() <= 4.6052
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_weights_whole():
+    module = make()
+    data = Pairs()
+    data.image[0, 0, 0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not|nan"):
+        train(module, data=data)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_checkpoint_rebuilds_the_model_and_holds_plain_values(tmp_path):
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    module = make(preprocess={"mean": mean, "std": std})
+    trainer = train(module)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert stored["diffvision"]["model"] == "DiffCLIP-debug"
+    assert stored["diffvision"]["preprocess"]["mean"] == mean
+    assert stored["diffvision"]["preprocess"]["std"] == std
+    assert {"interpolation", "resize_mode", "size"} <= stored["diffvision"]["preprocess"].keys()
+    assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
+
+
+def test_compile_checkpointing_and_locks_leave_the_keys():
+    plain = make()
+    module = make(compile=True, grad_checkpointing=True, lock_text=0)
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    assert not any(p.requires_grad for p in module.model.transformer.parameters())
+    assert all(p.requires_grad for p in module.model.visual.parameters())
+
+
+def test_gradient_checkpointing_changes_nothing():
+    same(gradients(), gradients(grad_checkpointing=True))
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(ValueError, match="accum_freq is 0"):
+        make(accum_freq=0)
+    with pytest.raises(ValueError, match=r"\['men'\].*mean, std"):
+        make(preprocess={"men": [0.5] * 3})
