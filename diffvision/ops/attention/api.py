@@ -13,9 +13,9 @@ from diffvision.ops.attention.problem import Problem, describe
 # `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
 BACKENDS: dict[str, ModuleType] = {"eager": eager, "sdpa": sdpa}
 
-# On a CPU the plain formula wins while a head's two maps stay in cache: it computes each map once and multiplies by V
-# once (docs/benchmarks/attention.md; the crossing lies between 256 and 512 keys).
-EAGER_MAX_KEYS_CPU = 256
+# On a CPU the plain formula wins for short rows: it computes each map once and multiplies by V once. The crossing lies
+# between 577 and 1,024 keys (docs/benchmarks/attention.md); below it, because the formula keeps its maps for backward.
+EAGER_MAX_KEYS_CPU = 512
 
 
 def diff_attention(

@@ -1,0 +1,108 @@
+"""The command line: argument -> function. Every command's arguments, types and help are its function's signature."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jsonargparse import ArgumentParser, auto_cli
+
+# command -> (module, function, what it does); the module is imported only when its command runs
+COMMANDS = {
+    "demo": ("diffvision.demo", "demo", "train and compare a CLIP and a DiffCLIP on real digits, in minutes"),
+    "evaluate": ("diffvision.evaluation.suite", "run", "zero-shot, retrieval, probes and composition of a model"),
+    "models": ("diffvision.cli", "models", "list our models with their parameters"),
+    "doctor": ("diffvision.doctor", "doctor", "check the installation"),
+    "data make": ("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
+    "data check": ("diffvision.data.make", "check", "verify shards, and decode every sample"),
+    "data stats": ("diffvision.data.make", "stats", "count and measure shards"),
+}
+TRAINER_COMMANDS = {
+    "fit": "train: diffvision fit --config configs/clip/debug.yaml",
+    "validate": "run a configuration's evaluations",
+    "test": "run a configuration's test loop",
+}
+
+
+def models(filter: str = "*") -> None:
+    """Prints our models, timm's and OpenCLIP's, with their parameters (counted on the meta device).
+
+    Args:
+        filter: shell pattern, e.g. "diff_vit_base*" or "DiffCLIP*".
+    """
+    from fnmatch import fnmatch
+
+    import open_clip
+    import timm
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from diffvision.models import clip, vision
+
+    makers: dict[str, Callable[[str], Any]] = {
+        **dict.fromkeys(vision.model_names(), timm.create_model),
+        **dict.fromkeys(clip.model_names(), open_clip.create_model),
+    }
+    table = Table("model", "host", "parameters")
+    for name, make in makers.items():
+        if fnmatch(name, filter):
+            with torch.device("meta"):
+                count = sum(p.numel() for p in make(name).parameters())
+            table.add_row(name, "timm" if make is timm.create_model else "OpenCLIP", f"{count:,}")
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of `diffvision` and `python -m diffvision`. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from diffvision import __version__
+
+        print(f"diffvision {__version__}")
+        return 0
+    if argv[0] in TRAINER_COMMANDS:
+        from diffvision.training.fit import fit
+
+        return _reported(lambda: fit(argv))
+    if argv[0] == "run":
+        from diffvision.run import run
+
+        if len(argv) < 2:
+            print("diffvision run: name a module or a .py file to run", file=sys.stderr)
+            return 2
+        run(argv[1:])
+        return 0
+    words = 2 if argv[0] == "data" else 1
+    name = " ".join(argv[:words])
+    if name not in COMMANDS:
+        print(f"diffvision: no command {name!r}\n\n{_help()}", file=sys.stderr)
+        return 2
+    module, function, _ = COMMANDS[name]
+    command = getattr(importlib.import_module(module), function)
+    parser = ArgumentParser(prog=f"diffvision {name}")
+    return _reported(lambda: auto_cli(command, args=argv[words:], prog=parser.prog, as_positional=True))
+
+
+def _reported(call: Callable[[], Any]) -> int:
+    """Runs a command: bad input ends with its one line, not a page of traceback."""
+    try:
+        result = call()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"diffvision: error: {error}", file=sys.stderr)
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _help() -> str:
+    described = {**TRAINER_COMMANDS, **{name: text for name, (_, _, text) in COMMANDS.items()}}
+    described["run"] = "run another program with our models registered: diffvision run open_clip_train.main ..."
+    lines = [f"  {name:<12} {text}" for name, text in described.items()]
+    return "\n".join(["usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Runs another program, unmodified, with our models registered in timm and OpenCLIP.
+
+    python -m diffvision.run open_clip_train.main --model DiffCLIP-ViT-B-16 ...
+    python -m diffvision.run clip_benchmark.cli eval --model DiffCLIP-ViT-B-16 ...
+    python -m diffvision.run path/to/train.py --model diff_vit_base ...
+    torchrun --nproc-per-node 8 -m diffvision.run open_clip_train.main ...
+
+timm and OpenCLIP have no plugin discovery: a program that never imports diffvision does not know its names.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+import diffvision  # noqa: F401  (registers the models)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `argv[0]`, a path ending in .py or a module's dotted name, as `__main__` with `argv` as its `sys.argv`.
+
+    Raises:
+        FileNotFoundError: no such file, or no such module.
+    """
+    target = argv[0]
+    is_file = target.endswith(".py")
+    # As `python FILE` and `python -m MODULE` do: the program's own folder, or the current one, comes first.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(target)) if is_file else os.getcwd())
+    if not (os.path.isfile(target) if is_file else _has_module(target)):
+        raise FileNotFoundError(f"no program {target!r}: give a path to a .py file, or the name of an installed module")
+    sys.argv = list(argv)
+    if is_file:
+        runpy.run_path(target, run_name="__main__")
+    else:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def main() -> None:
+    """Entry point of `python -m diffvision.run`."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
