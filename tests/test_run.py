@@ -1,0 +1,35 @@
+"""`python -m diffvision.run` in a process of its own, as people use it."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, timm, open_clip
+print(__name__, sys.argv[1:], timm.is_model("diff_vit_debug"), "DiffCLIP-debug" in open_clip.list_models())
+import beside
+"""
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, "-m", "diffvision.run", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_files_and_modules_run_as_main_with_our_models(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path):
+        (path / "program.py").write_text(PROGRAM)
+        (path / "beside.py").write_text("print('its neighbours are importable')")
+    expected = "__main__ ['--flag', '3'] True True\nits neighbours are importable\n"
+    done = run("folder/program.py", "--flag", "3", cwd=tmp_path)
+    assert done.stdout == expected, done.stderr
+    done = run("program", "--flag", "3", cwd=tmp_path)
+    assert done.stdout == expected, done.stderr
+
+
+def test_a_missing_program_is_named(tmp_path):
+    done = run("no_such_package.main", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "no program 'no_such_package.main'" in done.stderr
+    done = run(cwd=tmp_path)
+    assert "open_clip_train.main" in done.stderr
