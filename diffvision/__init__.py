@@ -4,4 +4,8 @@ Importing the package registers its models with timm (`timm.create_model("diff_v
 (`open_clip.create_model("DiffCLIP-ViT-B-16")`), and does nothing else: no Lightning, no data code.
 """
 
+from diffvision import models
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "models"]

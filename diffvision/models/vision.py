@@ -1,0 +1,284 @@
+"""timm's side: vision transformers with any attention of `diffvision.nn.ATTENTION`, under names that timm knows.
+
+A model is timm's own `VisionTransformer` with the block below: only what attends is changed, so all that timm does with
+its models (features, resizing, checkpointing, layer decay, saving) works with these. A name is a family and a shape:
+
+    diff_vit_<shape>     V1: half of the plain model's heads, of the same size     diff_vit_base_patch16_224
+    diffv2_vit_<shape>   V2: as many heads, the MLP narrower by half a width       diffv2_vit_base_patch16_224
+    plain_vit_<shape>    standard attention in the same block, the twin of both    plain_vit_base_patch16_clip_224
+
+`diff_vit_base` and its siblings are short for the shapes of `ALIASES`. There is a plain twin for each CLIP tower and
+the debug models; that of `diff_vit_base_patch16_224` is timm's own `vit_base_patch16_224`, the same function.
+
+Beside timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
+model's configuration can hold them. None has pretrained weights: `pretrained=True` is a RuntimeError.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from timm.layers import DropPath, LayerNorm, LayerScale, Mlp, register_notrace_module
+from timm.models import VisionTransformer, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import Tensor, nn
+
+from diffvision.nn import AttentionLayer, build_attention
+
+__all__ = ["ALIASES", "ATTENTION_SETTINGS", "CLIP_SHAPES", "MODELS", "SHAPES", "SIZES", "Block", "model_names"]
+
+ATTENTION_SETTINGS = ("num_kv_heads", "head_dim", "head_norm", "lambda_init", "rotary")
+
+# torch.fx cannot follow the operation's checks of its arguments: to a tracer an attention layer is one node.
+register_notrace_module(AttentionLayer)
+
+
+class Block(nn.Module):
+    """timm's pre-norm block, attribute for attribute, around an attention that a factory makes.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: heads as the attention counts them (differential ones).
+        attn_layer: called as `attn_layer(dim, num_heads, depth=, qkv_bias=, qk_norm=, proj_bias=, attn_drop=,
+            proj_drop=, device=, dtype=)`, such as `partial(build_attention, "v1")`; depth is the block's index.
+        scale_attn_norm: must be False; what there is to it is the attention's own head norm.
+        Others: as `timm.models.vision_transformer.Block`.
+
+    Raises:
+        ValueError: scale_attn_norm is True.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        attn_layer: Callable[..., nn.Module],
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_attn_norm: bool = False,
+        scale_mlp_norm: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        act_layer: type[nn.Module] = nn.GELU,
+        norm_layer: Callable[..., nn.Module] = LayerNorm,
+        mlp_layer: Callable[..., nn.Module] = Mlp,
+        depth: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if scale_attn_norm:
+            raise ValueError("scale_attn_norm must be False: use head_norm=True, a norm of each head's output")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def layer_scale() -> nn.Module:
+            return LayerScale(dim, init_values=init_values, **made) if init_values else nn.Identity()
+
+        def stochastic_depth() -> nn.Module:
+            return DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+        self.norm1 = norm_layer(dim, **made)
+        self.attn = attn_layer(
+            dim,
+            num_heads,
+            depth=depth,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            proj_bias=proj_bias,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            **made,
+        )
+        self.ls1, self.drop_path1 = layer_scale(), stochastic_depth()
+        self.norm2 = norm_layer(dim, **made)
+        self.mlp = mlp_layer(
+            in_features=dim,
+            hidden_features=int(dim * mlp_ratio),
+            act_layer=act_layer,
+            norm_layer=norm_layer if scale_mlp_norm else None,
+            bias=proj_bias,
+            drop=proj_drop,
+            **made,
+        )
+        self.ls2, self.drop_path2 = layer_scale(), stochastic_depth()
+
+    def forward(
+        self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "B N dim"]:
+        """Tokens [B, N, dim] -> [B, N, dim]; the mask as `AttentionLayer.forward`."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class Size(NamedTuple):
+    """Width and depth of a plain ViT, its heads, and the heads of the V1 model that matches it."""
+
+    width: int
+    depth: int
+    heads: int  # plain and V2
+    diff_heads: int  # V1
+    mlp_ratio: float = 4.0  # plain and V1; V2 pays for its second query with half a width of each MLP
+
+
+# Plain sizes: arXiv 2010.11929 table 1 (base, large, huge), 2012.12877 table 1 (tiny, small), timm's vit_so150m.
+SIZES = {
+    "debug": Size(64, 4, 4, 2),
+    "tiny": Size(192, 12, 3, 3),  # V1: 3 heads of 32, since the plain model's 3 of 64 cannot be halved
+    "small": Size(384, 12, 6, 3),
+    "base": Size(768, 12, 12, 6),
+    "large": Size(1024, 24, 16, 8),
+    "huge": Size(1280, 32, 16, 8),  # heads of 80
+    "so150m": Size(896, 18, 14, 7, mlp_ratio=2.572),
+}
+
+
+class Shape(NamedTuple):
+    """A size at a patch size and default resolution (pixels), and what else its name says of the model."""
+
+    size: str
+    patch: int
+    image: int
+    crop: float = 0.9  # the part of an image's edge that evaluation keeps
+    settings: dict[str, Any] | None = None
+
+
+_REG4 = {"class_token": False, "reg_tokens": 4, "no_embed_class": True, "global_pool": "avg"}
+_SO_REG4 = {"class_token": False, "reg_tokens": 4, "global_pool": "avg", "fc_norm": False}
+
+# What timm calls vit_<shape> has the same settings, but for the attention.
+SHAPES = {
+    "debug": Shape("debug", 4, 32, 1.0),
+    "tiny_patch16_224": Shape("tiny", 16, 224),
+    "tiny_patch16_384": Shape("tiny", 16, 384, 1.0),
+    "tiny_patch16_reg4_gap_256": Shape("tiny", 16, 256, 0.95, _REG4),
+    "small_patch32_224": Shape("small", 32, 224),
+    "small_patch32_384": Shape("small", 32, 384, 1.0),
+    "small_patch16_224": Shape("small", 16, 224),
+    "small_patch16_384": Shape("small", 16, 384, 1.0),
+    "small_patch16_reg4_gap_256": Shape("small", 16, 256, 0.95, _REG4),
+    "base_patch32_224": Shape("base", 32, 224),
+    "base_patch32_384": Shape("base", 32, 384, 1.0),
+    "base_patch16_224": Shape("base", 16, 224),
+    "base_patch16_384": Shape("base", 16, 384, 1.0),
+    "base_patch16_reg4_gap_256": Shape("base", 16, 256, 0.95, _REG4),
+    "base_patch8_224": Shape("base", 8, 224),
+    "large_patch16_224": Shape("large", 16, 224),
+    "large_patch16_384": Shape("large", 16, 384, 1.0),
+    "large_patch14_224": Shape("large", 14, 224),
+    "huge_patch14_224": Shape("huge", 14, 224),
+    "so150m_patch16_224": Shape("so150m", 16, 224),
+    "so150m_patch16_reg4_gap_256": Shape("so150m", 16, 256, 0.95, _SO_REG4),
+    "so150m_patch16_reg4_gap_384": Shape("so150m", 16, 384, 1.0, _SO_REG4),
+}
+ALIASES = {
+    "tiny": "tiny_patch16_224",
+    "small": "small_patch16_224",
+    "base": "base_patch16_224",
+    "large": "large_patch16_224",
+    "huge": "huge_patch14_224",
+    "so150m": "so150m_patch16_224",
+}
+
+# Image towers as DiffCLIP's (arXiv 2503.06626 and its code): no norm before the blocks, LayerNorm's eps 1e-5, and one
+# lambda_init for all layers, which variants without one do not read.
+_CLIP = {"norm_layer": partial(LayerNorm, eps=1e-5), "lambda_init": 0.8}
+_CLIP_DYNAMIC = {**_CLIP, "lambda_init": "depth"}
+CLIP_SHAPES = {
+    "debug_clip": Shape("debug", 4, 32, 1.0, _CLIP),
+    "small_patch16_clip_224": Shape("small", 16, 224, 1.0, _CLIP),
+    "base_patch32_clip_224": Shape("base", 32, 224, 1.0, _CLIP),
+    "base_patch16_clip_224": Shape("base", 16, 224, 1.0, _CLIP),
+    "large_patch14_clip_224": Shape("large", 14, 224, 1.0, _CLIP),
+}
+
+
+class Model(NamedTuple):
+    """What a registered name stands for: a key of `ATTENTION` and a shape."""
+
+    variant: str
+    shape: Shape
+
+
+MODELS = {
+    **{f"diff_vit_{name}": Model("v1", shape) for name, shape in {**SHAPES, **CLIP_SHAPES}.items()},
+    **{f"diffv2_vit_{name}": Model("v2", shape) for name, shape in {**SHAPES, **CLIP_SHAPES}.items()},
+    **{f"plain_vit_{name}": Model("standard", shape) for name, shape in CLIP_SHAPES.items()},
+    "plain_vit_debug": Model("standard", SHAPES["debug"]),
+    "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
+    **{f"diff_vit_{alias}": Model("v1", SHAPES[name]) for alias, name in ALIASES.items()},
+    **{f"diffv2_vit_{alias}": Model("v2", SHAPES[name]) for alias, name in ALIASES.items()},
+}
+
+
+def model_names() -> list[str]:
+    """Our models' names in timm, sorted."""
+    return sorted(MODELS)
+
+
+def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
+    """What timm and its users read of a model before it is built; the keys of timm's own vision transformers."""
+    clip = "_clip" in name
+    return {
+        "url": "",  # no weights
+        "num_classes": 1000,
+        "input_size": (3, shape.image, shape.image),
+        "fixed_input_size": True,
+        "pool_size": None,
+        "crop_pct": shape.crop,
+        "interpolation": "bicubic",
+        "mean": OPENAI_CLIP_MEAN if clip else IMAGENET_INCEPTION_MEAN,
+        "std": OPENAI_CLIP_STD if clip else IMAGENET_INCEPTION_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+    }
+
+
+def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
+    """Builds a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
+    variant, shape = MODELS[name]
+    size = SIZES[shape.size]
+    settings = {
+        "patch_size": shape.patch,
+        "embed_dim": size.width,
+        "depth": size.depth,
+        "num_heads": size.diff_heads if variant == "v1" else size.heads,
+        "mlp_ratio": size.mlp_ratio - 0.5 if variant == "v2" else size.mlp_ratio,
+        **(shape.settings or {}),
+        **kwargs,
+    }
+    attention = {key: settings.pop(key) for key in ATTENTION_SETTINGS if key in settings}
+    return build_model_with_cfg(
+        VisionTransformer,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
+        block_fn=Block,
+        attn_layer=partial(build_attention, variant, **attention),
+        **settings,
+    )
+
+
+def _register(name: str) -> None:
+    """Gives timm a function of this module called `name`, as its decorator expects them."""
+
+    def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+        return _create(name, pretrained, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    globals()[name] = register_model(create)
+
+
+# timm looks for this name in the module when a function is registered.
+default_cfgs = generate_default_cfgs({name: _default_cfg(name, model.shape) for name, model in MODELS.items()})
+for _name in MODELS:
+    _register(_name)
