@@ -1,0 +1,516 @@
+"""What timm asks of its own models (its tests/test_models.py, and what its users rely on), asked of ours.
+
+timm's tests pick their cases by names like `vit_*`, so ours need their own. A debug, a tiny, a register, a V2 and a
+plain model go through everything; every registered name goes through what needs no arithmetic, on the meta device.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from timm.layers import set_layer_config
+from timm.models import FeatureInfo, get_notrace_functions, get_notrace_modules
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torchvision.models.feature_extraction import NodePathTracer, create_feature_extractor, get_graph_node_names
+
+from diffvision.models import vision
+
+DEBUG, V2, PLAIN = "diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug"
+TINY, REGISTERS = "diff_vit_tiny_patch16_224", "diff_vit_tiny_patch16_reg4_gap_256"
+NAMES = [DEBUG, TINY, REGISTERS, V2, PLAIN]
+# Where a test's time goes with the number of operations: fewer layers, fewer tokens.
+SHORT = {name: {"depth": 3} for name in (DEBUG, V2, PLAIN)} | {
+    name: {"depth": 3, "img_size": 64} for name in (TINY, REGISTERS)
+}
+
+each_model = pytest.mark.parametrize("name", NAMES)
+
+
+def build(name: str, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **settings).eval()
+
+
+def images(model: nn.Module, batch: int = 2, chans: int = 3) -> Tensor:
+    return torch.randn(batch, chans, *model.patch_embed.img_size)
+
+
+def tokens(model: nn.Module) -> int:
+    return model.num_prefix_tokens + model.patch_embed.num_patches
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------- every registered name, on meta
+
+
+def expected_parameters(name: str) -> int:
+    """The count in closed form, from the sizes alone."""
+    variant, shape = vision.MODELS[name]
+    width, depth, heads, diff_heads, mlp_ratio = vision.SIZES[shape.size]
+    attention = {
+        "standard": 4 * width * width + 4 * width,
+        "v1": 4 * width * width + 4 * width + 6 * (width // diff_heads // 2),  # 4 lambda vectors, a norm of 2 sizes
+        "v2": 5 * width * width + 5 * width + heads * width,  # twice the query, and lambda of each token and head
+    }
+    hidden = int(width * (mlp_ratio - 0.5 if variant == "v2" else mlp_ratio))
+    block = attention[variant] + 2 * width * hidden + hidden + width + 4 * width
+    patches = (shape.image // shape.patch) ** 2
+    prefix = 4 if "_reg4_" in name else 1
+    positions = patches if "_reg4_" in name and shape.size != "so150m" else patches + prefix
+    stem = 3 * shape.patch**2 * width + width + (positions + prefix) * width
+    return stem + depth * block + 2 * width + 1000 * width + 1000
+
+
+@pytest.mark.parametrize("name", vision.model_names())
+def test_every_size_on_the_meta_device(name):
+    model = timm.create_model(name, device="meta")
+    config, shape = model.default_cfg, vision.MODELS[name].shape
+    assert config["architecture"] == name
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(name)
+    assert config["input_size"] == (3, shape.image, shape.image)
+    state = model.state_dict()
+    assert f"{config['classifier']}.weight" in state
+    assert f"{config['first_conv']}.weight" in state
+    assert all(parameter.ndim > 0 for parameter in model.parameters())  # FSDP2 takes no 0-dim parameter
+
+    batch = torch.empty(2, *config["input_size"], device="meta")
+    width, grid = vision.SIZES[shape.size].width, shape.image // shape.patch
+    prefix = 4 if "_reg4_gap_" in name else 1
+    features = model.forward_features(batch)
+    assert features.shape == (2, prefix + grid * grid, width)
+    assert model.forward_head(features, pre_logits=True).shape == (2, width)
+    assert model.forward_head(features).shape == (2, 1000)
+
+
+# -------------------------------------------------------------------------------------------- forward and backward
+
+
+@each_model
+def test_forward(name):
+    model = build(name)
+    batch = images(model, 1)
+    outputs = model(batch)
+    assert outputs.shape == (1, 1000)
+    assert outputs.isfinite().all()
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(batch), outputs, rtol=1e-4, atol=1e-5)
+
+
+@each_model
+def test_backward(name):
+    model = build(name, num_classes=42).train()
+    outputs = model(images(model))
+    assert outputs.shape == (2, 42)
+    outputs.mean().backward()
+    for parameter, gradient in gradients(model).items():
+        assert gradient is not None, f"no gradient for {parameter}"
+        assert gradient.isfinite().all(), parameter
+
+
+@each_model
+def test_gradient_checkpointing_changes_no_gradient(name):
+    model = build(name, **SHORT[name]).train()
+    batch = images(model)
+    model(batch).square().mean().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    model(batch).square().mean().backward()
+    for parameter, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[parameter], msg=lambda text, at=parameter: f"{at}: {text}")
+
+
+@each_model
+def test_dropouts_layer_scale_and_norms_train(name):
+    drops = {"drop_rate": 0.1, "pos_drop_rate": 0.1, "patch_drop_rate": 0.25, "proj_drop_rate": 0.1}
+    drops |= {"attn_drop_rate": 0.1, "drop_path_rate": 0.1}
+    more = {"init_values": 0.1, "qk_norm": True, "scale_mlp_norm": True, "fix_init": True, "norm_layer": "rmsnorm"}
+    model = build(name, **SHORT[name], **drops, **more)
+    batch = images(model)
+    torch.testing.assert_close(model(batch), model(batch), rtol=0, atol=0)
+    model.train()
+    first = model(batch)
+    first.sum().backward()
+    assert (first != model(batch)).any()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+@each_model
+def test_masks_reach_the_attention(name):
+    model = build(name, **SHORT[name])
+    batch, length = images(model), tokens(model)
+    everything = torch.ones(length, length, dtype=torch.bool)
+    torch.testing.assert_close(model(batch, attn_mask=everything), model(batch))
+    causal = model.forward_features(batch, is_causal=True)
+    torch.testing.assert_close(model.forward_features(batch, attn_mask=everything.tril()), causal)
+    changed = model.patch_embed.proj.kernel_size[0]
+    batch[..., -changed:, -changed:] += 1  # the last patch, which no earlier token may see
+    later = model.forward_features(batch, is_causal=True)
+    torch.testing.assert_close(later[:, :-1], causal[:, :-1])
+    assert (later[:, -1] != causal[:, -1]).any()
+
+
+# ------------------------------------------------------------------------------------------ features and classifiers
+
+
+@each_model
+def test_default_configuration(name):
+    model = build(name)
+    assert model.num_features == model.head_hidden_size == model.embed_dim
+    batch = images(model, 1)
+    features = model.forward_features(batch)
+    pooled = model.forward_head(features, pre_logits=True)
+    assert features.shape == (1, tokens(model), model.num_features)
+    assert pooled.shape == (1, model.head_hidden_size)
+
+    model.reset_classifier(0)
+    assert model.num_classes == 0
+    torch.testing.assert_close(model(batch), pooled)
+    model.reset_classifier(7)
+    assert model(batch).shape == (1, 7)
+    assert model.get_classifier().out_features == 7
+    model.reset_classifier(0, "")
+    assert model(batch).shape == features.shape
+
+    headless = build(name, num_classes=0)
+    assert headless(batch).shape == (1, headless.num_features)
+    assert build(name, num_classes=0, global_pool="")(batch).shape == features.shape
+
+
+@each_model
+def test_features_only(name):
+    model = build(name, features_only=True, **SHORT[name])
+    batch = torch.randn(2, 3, *model.model.patch_embed.img_size)
+    outputs = model(batch)
+    assert len(outputs) == len(model.feature_info.channels()) == 3
+    for output, channels, reduction in zip(
+        outputs, model.feature_info.channels(), model.feature_info.reduction(), strict=True
+    ):
+        assert output.shape == (2, channels, *[math.ceil(edge / reduction) for edge in batch.shape[-2:]])
+        assert output.isfinite().all()
+    chosen = build(name, features_only=True, out_indices=[0, 2], **SHORT[name])(batch)
+    assert len(chosen) == 2
+    torch.testing.assert_close(chosen, [outputs[0], outputs[2]])
+
+
+@each_model
+def test_forward_intermediates(name):
+    model = build(name, **SHORT[name])
+    info = FeatureInfo(model.feature_info, len(model.feature_info))
+    batch = images(model, 1)
+    output, intermediates = model.forward_intermediates(batch, output_fmt="NCHW")
+    assert len(intermediates) == len(info.channels()) == len(model.blocks)
+    for feature, channels, reduction in zip(intermediates, info.channels(), info.reduction(), strict=True):
+        assert feature.shape == (1, channels, *[edge // reduction for edge in batch.shape[-2:]])
+    torch.testing.assert_close(output, model.forward_features(batch))
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model.forward_intermediates(batch)[0], output, rtol=1e-4, atol=1e-5)
+
+
+@each_model
+def test_get_intermediate_layers(name):
+    model = build(name, **SHORT[name])
+    batch = images(model)
+    ((patches, prefix),) = model.get_intermediate_layers(batch, n=1, return_prefix_tokens=True, norm=True)
+    torch.testing.assert_close(torch.cat([prefix, patches], dim=1), model.forward_features(batch))
+    first, last = model.get_intermediate_layers(batch, n=[0, len(model.blocks) - 1], reshape=True)
+    grid = model.patch_embed.grid_size
+    assert first.shape == last.shape == (2, model.embed_dim, *grid)
+    torch.testing.assert_close(model.get_intermediate_layers(batch, n=1, reshape=True)[0], last)
+
+
+@each_model
+def test_pruning_to_intermediate_layers(name):
+    model = build(name, **SHORT[name])
+    batch = images(model)
+    expected = model.forward_intermediates(batch, [1], intermediates_only=True)[0]
+    assert model.prune_intermediate_layers([1]) == [1]
+    assert len(model.blocks) == 2
+    torch.testing.assert_close(model.forward_intermediates(batch, [1], intermediates_only=True)[0], expected)
+
+
+# ------------------------------------------------------------------------------------------------------- input sizes
+
+
+@each_model
+def test_one_channel(name):
+    model = build(name, in_chans=1, num_classes=5, **SHORT[name])
+    assert model(images(model, chans=1)).shape == (2, 5)
+
+
+@each_model
+def test_img_size(name):
+    patch = vision.MODELS[name].shape.patch
+    model = build(name, img_size=(3 * patch, 5 * patch))
+    assert model.patch_embed.grid_size == (3, 5)
+    assert model(images(model)).shape == (2, 1000)
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        model(torch.randn(1, 3, 8 * patch, 8 * patch))
+
+
+@each_model
+def test_dynamic_img_size(name):
+    fixed = build(name, **SHORT[name])
+    model = build(name, **SHORT[name], dynamic_img_size=True)
+    batch = images(fixed)
+    torch.testing.assert_close(model(batch), fixed(batch))
+    patch = model.patch_embed.patch_size[0]
+    assert model(torch.randn(2, 3, 3 * patch, 5 * patch)).shape == (2, 1000)
+    padded = build(name, **SHORT[name], dynamic_img_size=True, dynamic_img_pad=True)
+    assert padded(torch.randn(1, 3, 3 * patch + 1, 5 * patch - 1)).shape == (1, 1000)
+
+
+@each_model
+def test_set_input_size(name):
+    model = build(name, **SHORT[name])
+    before = model(images(model))
+    patch = model.patch_embed.patch_size[0]
+    model.set_input_size(img_size=(4 * patch, 6 * patch))
+    assert model.patch_embed.grid_size == (4, 6)
+    assert model(images(model)).shape == before.shape
+    model.set_input_size(img_size=(8 * patch, 8 * patch), patch_size=2 * patch)
+    assert model.patch_embed.grid_size == (4, 4)
+    assert model(images(model)).shape == before.shape
+
+
+# --------------------------------------------------------------------------------------- initialisation and optimizers
+
+
+@each_model
+def test_initialised_after_the_meta_device(name):
+    direct = build(name, **SHORT[name])
+    model = timm.create_model(name, **SHORT[name], device="meta").to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, math.nan)
+    for each in (direct, model):
+        torch.manual_seed(0)
+        each.init_weights()
+    assert all(torch.equal(value, direct.state_dict()[key]) for key, value in model.state_dict().items())
+    assert model(images(model)).isfinite().all()
+
+
+@each_model
+def test_layer_decay_groups(name):
+    model = build(name)
+    groups = param_groups_layer_decay(
+        model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.75
+    )
+    of = {id(parameter): group for group in groups for parameter in group["params"]}
+    names = {parameter: of[id(value)] for parameter, value in model.named_parameters()}
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    assert names["head.weight"]["lr_scale"] == 1
+    for index in range(len(model.blocks)):
+        scales = [group["lr_scale"] for parameter, group in names.items() if parameter.startswith(f"blocks.{index}.")]
+        assert scales == pytest.approx([0.75 ** (len(model.blocks) - index)] * len(scales))
+    stem = names["patch_embed.proj.weight"]["lr_scale"]
+    assert stem == names["pos_embed"]["lr_scale"] < names["blocks.0.attn.q_proj.weight"]["lr_scale"]
+    assert names["blocks.0.attn.q_proj.weight"]["weight_decay"] == 0.05
+    for parameter, value in model.named_parameters():
+        if value.ndim == 1 or parameter in ("cls_token", "reg_token", "pos_embed"):
+            assert names[parameter]["weight_decay"] == 0, parameter
+
+
+def test_timms_optimizer_takes_a_step():
+    model = build(DEBUG).train()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2, weight_decay=0.05, layer_decay=0.9)
+    model(images(model)).square().mean().backward()
+    optimizer.step()
+    assert all((value != before[key]).any() for key, value in model.state_dict().items())
+
+
+# ----------------------------------------------------------------------------------------------------- saving, copying
+
+
+@each_model
+def test_save_for_hf_and_back(name, tmp_path):
+    settings = {"num_classes": 5, "drop_path_rate": 0.1, "head_norm": name != V2, "lambda_init": 0.5, **SHORT[name]}
+    model = build(name, **settings)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    torch.manual_seed(1)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    batch = images(model)
+    assert torch.equal(loaded(batch), model(batch))
+    for block, other in zip(model.blocks, loaded.blocks, strict=True):
+        assert getattr(block.attn, "lambda_init", None) == getattr(other.attn, "lambda_init", None)
+
+
+def test_a_saved_model_adapts_as_timms_do(tmp_path):
+    """Other classes, channels, resolution and patch size than those saved."""
+    model = build(DEBUG)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    source = f"local-dir:{tmp_path}"
+    other = timm.create_model(source, pretrained=True, num_classes=7, in_chans=1, img_size=64, patch_size=8).eval()
+    assert other(images(other, chans=1)).shape == (2, 7)
+    assert torch.equal(other.blocks[0].attn.lambda_q1, model.blocks[0].attn.lambda_q1)
+    features = timm.create_model(source, pretrained=True, features_only=True).eval()
+    batch = images(model)
+    torch.testing.assert_close(features(batch)[-1], model.forward_intermediates(batch, 1, intermediates_only=True)[0])
+
+
+@each_model
+def test_copies_and_pickles(name):
+    model = build(name, **SHORT[name])
+    batch = images(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(batch), model(batch))
+    entry = getattr(vision, name)
+    assert pickle.loads(pickle.dumps(entry)) is entry
+
+
+# ------------------------------------------------------------------------------------------------ tracing and compiling
+
+
+def _fx_model(model: nn.Module, train: bool = False) -> nn.Module:
+    """As timm's tests trace a model: the nodes that lead to the output, in training and in evaluation."""
+    tracing = {
+        "leaf_modules": get_notrace_modules(),
+        "autowrap_functions": get_notrace_functions(),
+        "param_shapes_constant": True,
+    }
+    train_nodes, eval_nodes = get_graph_node_names(model, tracer_kwargs=tracing)
+    returned = [train_nodes[-1]]
+    if train:
+        nodes = list(reversed(NodePathTracer(**tracing).trace(model).nodes))
+        order = [node.name for node in nodes]
+        returned = [train_nodes[-order.index(node.name)] for node in nodes[0]._input_nodes]
+    return create_feature_extractor(
+        model, train_return_nodes=returned, eval_return_nodes=[eval_nodes[-1]], tracer_kwargs=tracing
+    )
+
+
+@each_model
+def test_fx_forward_is_exact(name):
+    model = build(name, **SHORT[name])
+    batch = images(model)
+    traced = _fx_model(model)
+    with torch.inference_mode():
+        (output,) = traced(batch).values()
+        assert torch.equal(output, model(batch))
+
+
+@each_model
+def test_fx_backward(name):
+    model = build(name, num_classes=42, **SHORT[name]).train()
+    batch = images(model)
+    model(batch).mean().backward()
+    expected = gradients(model)
+    traced = _fx_model(model, train=True)
+    traced.zero_grad()
+    output = torch.cat(tuple(traced(batch).values()))
+    assert output.shape == (2, 42)
+    output.mean().backward()
+    for parameter, gradient in gradients(traced).items():
+        assert torch.equal(gradient, expected[parameter]), parameter
+
+
+def test_fx_features_of_single_blocks():
+    model = build(DEBUG)
+    extractor = timm.models.create_feature_extractor(model, {"blocks.1.attn": "attention"})
+    assert extractor(images(model))["attention"].shape == (2, tokens(model), 64)
+
+
+@each_model
+def test_export(name):
+    model = build(name, **SHORT[name])
+    batch = images(model)
+    static = torch.export.export(model, (batch,))
+    torch.testing.assert_close(static.module()(batch), model(batch), rtol=1e-4, atol=1e-5)
+    dynamic = torch.export.export(model, (batch,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for size in (1, 2, 5):
+        batch = images(model, size)
+        torch.testing.assert_close(dynamic.module()(batch), model(batch), rtol=1e-4, atol=1e-5)
+
+
+def _compiled_equals_eager(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model = build(name, **SHORT[name]).train()
+    batch = images(model)
+    outputs = model(batch)
+    outputs.square().mean().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)(batch)
+    torch.testing.assert_close(compiled, outputs, rtol=1e-4, atol=1e-5)
+    compiled.square().mean().backward()
+    for parameter, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-3, atol=1e-5)
+
+
+@each_model
+def test_compiles_whole(name):
+    _compiled_equals_eager(name, "aot_eager")
+
+
+@pytest.mark.slow
+@each_model
+def test_compiles_with_inductor(name):
+    _compiled_equals_eager(name, "inductor")
+
+
+@each_model
+def test_exportable_layers(name):
+    with set_layer_config(exportable=True):
+        model = build(name, **SHORT[name])
+    assert model(images(model)).isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------- precision and sharding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_model
+def test_autocast(name, dtype):
+    model = build(name, **SHORT[name]).train()
+    batch = images(model)
+    expected = model(batch)
+    with torch.autocast("cpu", dtype=dtype):
+        outputs = model(batch)
+    assert outputs.dtype == dtype
+    torch.testing.assert_close(outputs.float(), expected, rtol=0.1, atol=0.05)
+    outputs.float().square().mean().backward()
+    for parameter, gradient in gradients(model).items():
+        assert gradient.dtype == torch.float32, parameter
+        assert gradient.isfinite().all(), parameter
+
+
+@each_model
+def test_one_dtype(name):
+    """FSDP2 shards parameters of one dtype only, so lambdas follow the model's."""
+    model = build(name, **SHORT[name], dtype=torch.bfloat16).train()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    outputs = model(images(model).bfloat16())
+    assert outputs.dtype == torch.bfloat16
+    outputs.float().square().mean().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [DEBUG, V2])
+def test_fsdp2(name, one_process):
+    model = build(name).train()
+    expected = model(batch := images(model))
+    for block in model.blocks:
+        fully_shard(block, mesh=dist.init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    outputs = model(batch)
+    torch.testing.assert_close(outputs, expected)
+    outputs.mean().backward()
+    assert all(gradient is not None for gradient in gradients(model).values())

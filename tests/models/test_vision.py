@@ -1,0 +1,270 @@
+"""The table of timm models: names, sizes and heads by the rules, timm's own initialisation, and timm's own results."""
+
+import logging
+from functools import partial
+
+import pytest
+import timm
+import torch
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from diffvision import nn as diffnn
+from diffvision.models import vision
+
+# Parameters of each size at its usual patch and resolution, 1000 classes: (plain, V1, V2).
+PARAMETERS = {
+    "tiny": (5_717_416, 5_719_720, 5_725_480),
+    "small": (22_050_664, 22_055_272, 22_080_616),
+    "base": (86_567_656, 86_572_264, 86_682_856),
+    "large": (304_326_632, 304_335_848, 304_732_136),
+    "huge": (632_045_800, 632_061_160, 632_721_640),
+    "so150m": (134_072_424, 134_079_336, 134_306_280),
+}
+# Heads and their size: V1, V2.
+HEADS = {
+    "debug": ((2, 16), (4, 16)),
+    "tiny": ((3, 32), (3, 64)),
+    "small": ((3, 64), (6, 64)),
+    "base": ((6, 64), (12, 64)),
+    "large": ((8, 64), (16, 64)),
+    "huge": ((8, 80), (16, 80)),
+    "so150m": ((7, 64), (14, 64)),
+}
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_classes": 10}
+
+
+def on_meta(name: str, **settings) -> VisionTransformer:
+    return timm.create_model(name, device="meta", **settings)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def fill(model: nn.Module, source: nn.Module) -> None:
+    """Weights of a timm transformer, its fused qkv split, into ours; every key of both is used."""
+    state = {}
+    for key, value in source.state_dict().items():
+        if ".attn.qkv." in key:
+            for projection, part in zip(("q_proj", "k_proj", "v_proj"), value.chunk(3), strict=True):
+                state[key.replace("qkv", projection)] = part
+        else:
+            state[key.replace("sub_norm", "head_norm")] = value
+    model.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def test_every_name_is_listed_with_its_configuration():
+    ours = {name for pattern in ("diff*", "plain_vit*") for name in timm.list_models(pattern)}
+    assert ours == set(vision.model_names())
+    assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))
+    assert not timm.list_models("diff*", pretrained=True)
+    assert not set(timm.list_models(module="vision_transformer")) & ours
+    assert {f"{family}_{alias}" for family in ("diff_vit", "diffv2_vit") for alias in vision.ALIASES} <= ours
+    assert not [name for name in ours if "siglip" in name or "coca" in name]  # names that OpenCLIP switches on
+
+
+def test_each_clip_tower_has_its_plain_twin():
+    towers = {name for name in vision.MODELS if name.startswith("diff_vit") and "_clip" in name}
+    for name in towers:
+        twin = name.replace("diff_vit", "plain_vit").replace("_dynamic", "")
+        assert vision.MODELS[twin].variant == "standard"
+        assert count(on_meta(name)) > count(on_meta(twin)) > 0.99 * count(on_meta(name))
+
+
+@pytest.mark.parametrize("settings", [{}, {"features_only": True}, {"num_classes": 0}])
+def test_untrained_names_pretend_to_no_weights(settings):
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for diff_vit_debug"):
+        timm.create_model("diff_vit_debug", pretrained=True, **settings)
+    assert not timm.is_model_pretrained("diff_vit_debug")
+
+
+def test_registering_warns_of_nothing(caplog):
+    with caplog.at_level(logging.WARNING):
+        on_meta("diff_vit_base_patch16_clip_224")
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_parameters_as_stated(size):
+    plain, v1, v2 = PARAMETERS[size]
+    assert count(on_meta(f"diff_vit_{size}")) == v1
+    assert count(on_meta(f"diffv2_vit_{size}")) == v2
+    table = vision.SIZES[size]
+    head_dim = HEADS[size][0][1]
+    assert v1 - plain == table.depth * 6 * head_dim  # four lambda vectors and a norm over two head sizes
+    # A query's bias and lambda's projection, less half a width of MLP bias.
+    assert v2 - plain == table.depth * table.width * (1 + table.heads - 0.5)
+    assert v2 < 1.003 * plain
+
+
+SHARED = sorted(set(vision.SHAPES) & {name.removeprefix("vit_") for name in timm.list_models("vit_*")})
+
+
+@pytest.mark.parametrize("shape", SHARED)
+def test_parameters_against_timms_plain_model(shape):
+    """V1 at timm's shape is timm's model and six head sizes a block; where it differs, it is by name."""
+    plain = on_meta(f"vit_{shape}", num_classes=1000)
+    model = on_meta(f"diff_vit_{shape}")
+    assert count(model) == count(plain) + len(model.blocks) * 6 * model.blocks[0].attn.head_dim
+    ours = {key: value.shape for key, value in model.state_dict().items() if ".attn." not in key}
+    assert ours == {key: value.shape for key, value in plain.state_dict().items() if ".attn." not in key}
+    assert plain.default_cfg["input_size"] == model.default_cfg["input_size"]
+    for setting in ("global_pool", "num_prefix_tokens", "no_embed_class", "pool_include_prefix"):
+        assert getattr(model, setting) == getattr(plain, setting), setting
+
+
+def test_shapes_shared_with_timm():
+    assert len(SHARED) >= 16
+    assert set(vision.SHAPES) - set(SHARED) == {
+        "debug",
+        "tiny_patch16_reg4_gap_256",
+        "small_patch16_reg4_gap_256",
+        "so150m_patch16_224",
+    }
+
+
+@pytest.mark.parametrize(("size", "heads"), HEADS.items())
+def test_heads(size, heads):
+    for family, (number, head_dim) in zip(("diff_vit", "diffv2_vit"), heads, strict=True):
+        model = on_meta(f"{family}_{size}", depth=1)
+        attention = model.blocks[0].attn
+        assert (attention.num_heads, attention.head_dim) == (number, head_dim)
+
+
+def test_lambda_init_by_name_and_by_setting():
+    inits = lambda name, **settings: [block.attn.lambda_init for block in on_meta(name, **settings).blocks]  # noqa: E731
+    schedule = [diffnn.depth_lambda_init(depth) for depth in range(12)]
+    assert inits("diff_vit_base") == schedule
+    assert inits("diff_vit_base_patch16_clip_dynamic_224") == schedule
+    assert inits("diff_vit_base_patch16_clip_224") == [0.8] * 12
+    assert inits("diff_vit_base", lambda_init=0.5, depth=2) == [0.5] * 2
+    assert inits("diff_vit_base_patch16_clip_224", lambda_init="depth") == schedule
+
+
+def test_clip_towers_are_diffclips():
+    model = on_meta("diff_vit_base_patch16_clip_224")
+    norms = {name: module.eps for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    assert len(norms) == 25
+    assert set(norms.values()) == {1e-5}
+    assert isinstance(model.norm_pre, nn.Identity)
+    assert model.patch_embed.proj.bias is not None
+    assert on_meta("diff_vit_base").norm.eps == 1e-6  # timm's
+
+
+def test_attention_settings():
+    model = timm.create_model("diff_vit_debug", num_kv_heads=1, head_dim=8, head_norm=False, rotary=100.0)
+    attention = model.blocks[0].attn
+    assert (attention.num_kv_heads, attention.head_dim, attention.rotary) == (1, 8, 100.0)
+    assert isinstance(attention.head_norm, nn.Identity)
+    assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
+    with pytest.raises(TypeError, match="lambda_start"):
+        timm.create_model("diff_vit_debug", lambda_start=0.5)
+    with pytest.raises(ValueError, match="head_norm=True"):
+        timm.create_model("diff_vit_debug", scale_attn_norm=True)
+    with pytest.raises(ValueError, match=r"dim \(64\) must be a multiple of 6"):
+        timm.create_model("diff_vit_debug", num_heads=3)
+
+
+# ------------------------------------------------------------------------------------------------------- initialisation
+
+
+@pytest.mark.parametrize("name", ["diff_vit_tiny", "diffv2_vit_tiny", "plain_vit_small_patch16_clip_224"])
+@pytest.mark.parametrize("again", [False, True])
+def test_initialised_by_timm(name, again):
+    """As timm's ViT: Linear N(0, 0.02) truncated far out, no bias; lambdas N(0, 0.1), norms 1."""
+    model = timm.create_model(name, img_size=64)
+    if again:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 7.0)
+        model.init_weights()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.1), path
+            assert module.bias is None or not module.bias.any(), path
+    if hasattr(model.blocks[0].attn, "lambda_q1"):
+        names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+        lambdas = torch.cat([getattr(block.attn, name) for block in model.blocks for name in names])
+        assert lambdas.std().item() == pytest.approx(0.1, rel=0.1)
+        assert lambdas.mean().item() == pytest.approx(0.0, abs=0.01)
+        assert all((block.attn.head_norm.weight == 1).all() for block in model.blocks)
+        assert model.blocks[0].attn.compute_lambda().item() == pytest.approx(0.2, abs=0.5)
+
+
+@pytest.mark.parametrize("mode", ["jax", "jax_nlhb", "moco", "skip", "reset"])
+def test_timms_other_initialisations(mode):
+    model = timm.create_model("diff_vit_debug", weight_init=mode)
+    if mode == "skip":
+        model.init_weights()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
+
+
+def test_fix_init_scales_the_output_projections():
+    torch.manual_seed(0)
+    plain = timm.create_model("diff_vit_debug")
+    torch.manual_seed(0)
+    fixed = timm.create_model("diff_vit_debug", fix_init=True)
+    for index, (block, other) in enumerate(zip(plain.blocks, fixed.blocks, strict=True)):
+        scale = (2.0 * (index + 1)) ** 0.5
+        torch.testing.assert_close(other.attn.proj.weight * scale, block.attn.proj.weight)
+        torch.testing.assert_close(other.mlp.fc2.weight * scale, block.mlp.fc2.weight)
+
+
+# --------------------------------------------------------------------------------------------------- timm's own results
+
+TIMM = {
+    "": {},
+    "registers": {"class_token": False, "reg_tokens": 4, "no_embed_class": True, "global_pool": "avg"},
+    "layer_scale": {"init_values": 0.1, "qkv_bias": False, "pre_norm": True},
+}
+
+
+@pytest.mark.parametrize("settings", TIMM.values(), ids=TIMM)
+@pytest.mark.parametrize(
+    ("name", "attention", "heads"), [("plain_vit_debug", "attn", 4), ("diff_vit_debug", "diff", 3)]
+)
+def test_equals_timm_on_copied_weights(name, attention, heads, settings):
+    """The plain twin is timm's ViT, and V1 is timm's ViT with timm's differential attention: outputs and gradients."""
+    source = VisionTransformer(**SMALL, **settings, num_heads=heads, attn_layer=attention)
+    with torch.no_grad():
+        for parameter in source.parameters():  # weights large enough that every part shows in the output
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = timm.create_model(name, **SMALL, **settings, num_heads=heads)
+    fill(model, source)
+    batch = torch.randn(2, 3, 32, 32)
+    outputs, expected = model(batch), source(batch)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.forward_features(batch), source.forward_features(batch), rtol=1e-5, atol=1e-5)
+    outputs.square().mean().backward()
+    expected.square().mean().backward()
+    theirs = dict(source.named_parameters())
+    for index, block in enumerate(model.blocks):
+        parts = [block.attn.q_proj, block.attn.k_proj, block.attn.v_proj]
+        fused: Tensor = torch.cat([part.weight.grad for part in parts])
+        torch.testing.assert_close(fused, theirs[f"blocks.{index}.attn.qkv.weight"].grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        model.patch_embed.proj.weight.grad, theirs["patch_embed.proj.weight"].grad, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_block_takes_any_factory():
+    """What attends is handed in: a block never names a variant."""
+    calls = []
+
+    def factory(dim: int, num_heads: int, **settings) -> nn.Module:
+        calls.append((dim, num_heads, settings["depth"]))
+        return diffnn.build_attention("v2", dim, num_heads, **settings)
+
+    model = VisionTransformer(**SMALL, num_heads=4, block_fn=vision.Block, attn_layer=factory)
+    assert calls == [(48, 4, 0), (48, 4, 1), (48, 4, 2)]
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+    block = vision.Block(48, 4, attn_layer=partial(diffnn.build_attention, "v1", lambda_init=0.8), qkv_bias=True)
+    assert block(torch.randn(2, 5, 48)).shape == (2, 5, 48)
+    assert block.attn.q_proj.bias is not None
