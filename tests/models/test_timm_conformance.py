@@ -12,7 +12,6 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
-from timm.layers import set_layer_config
 from timm.models import FeatureInfo, get_notrace_functions, get_notrace_modules
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from torch import Tensor, nn
@@ -457,13 +456,6 @@ def test_compiles_whole(name):
 @each_model
 def test_compiles_with_inductor(name):
     _compiled_equals_eager(name, "inductor")
-
-
-@each_model
-def test_exportable_layers(name):
-    with set_layer_config(exportable=True):
-        model = build(name, **SHORT[name])
-    assert model(images(model)).isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------------- precision and sharding

@@ -138,8 +138,11 @@ def test_heads(size, heads):
         assert (attention.num_heads, attention.head_dim) == (number, head_dim)
 
 
+def inits(name: str, **settings) -> list[float]:
+    return [block.attn.lambda_init for block in on_meta(name, **settings).blocks]
+
+
 def test_lambda_init_by_name_and_by_setting():
-    inits = lambda name, **settings: [block.attn.lambda_init for block in on_meta(name, **settings).blocks]  # noqa: E731
     schedule = [diffnn.depth_lambda_init(depth) for depth in range(12)]
     assert inits("diff_vit_base") == schedule
     assert inits("diff_vit_base_patch16_clip_dynamic_224") == schedule
