@@ -1,0 +1,44 @@
+"""Lambda of every differential layer, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.analysis.attention import recorded_layers, run_towers
+from diffvision.nn import AttentionLayer, DiffAttention
+
+
+def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    """lambda of each differential layer by its module's name, in the model's order; empty for a model that has none.
+
+    Args:
+        model: a timm or OpenCLIP model, or any module that holds layers of `diffvision.nn`.
+        batch: `image` [B, 3, h, w] and/or `text` [B, L]. Where lambda depends on the token (V2) it is the mean over a
+            tower's tokens and heads; layers that such a batch does not reach are left out. V1 does not need one.
+
+    Raises:
+        ValueError: a layer's lambda depends on the token, and there is no batch.
+    """
+    found: dict[str, float] = {}
+    by_token = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, AttentionLayer) or not hasattr(layer, "compute_lambda"):
+            continue
+        if layer.variant == "v1":
+            found[name] = cast(DiffAttention, layer).compute_lambda().item()
+        else:
+            found[name] = math.nan  # keeps its place
+            by_token.add(name)
+    if not by_token:
+        return found
+    if batch is None:
+        raise ValueError(f"lambda of {', '.join(sorted(by_token))} depends on the token: give a batch")
+    with torch.no_grad(), recorded_layers(model, only=by_token) as calls:
+        run_towers(model, batch)
+        found |= {name: call.layer.compute_lambda(call.x).mean().item() for name, call in calls.items()}
+    return {name: value for name, value in found.items() if name not in by_token or name in calls}

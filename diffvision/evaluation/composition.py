@@ -1,0 +1,39 @@
+"""The right caption against wrong ones made of the same words, as CLIP_benchmark's `image_caption_selection`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import Options
+
+if TYPE_CHECKING:
+    from diffvision.data.folders import EvaluationFolder
+
+
+def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+    """acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
+    pairs = features.pairs(folder, options.split)
+    single = pairs.owner.bincount(minlength=len(pairs.images)) < 2
+    if single.any():
+        raise ValueError(
+            f"evaluation folder {folder.name!r}: image {int(single.nonzero()[0, 0])} of split {options.split!r} has "
+            "fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
+        )
+    return {"acc": selection_accuracy(pairs.images, pairs.texts, pairs.owner)}
+
+
+def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
+    """Share of images [N, D] whose first caption, of their own among texts [T, D], has the largest inner product.
+
+    `owner` [T] is ascending. An exact tie counts as right, as in CLIP_benchmark (where this is `acc` and `text_acc`;
+    its `image_acc` is 1 wherever there is one image to choose from).
+    """
+    right, start = 0, 0
+    for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):
+        own = texts[start : start + count]
+        right += int((image[None] @ own.T).argmax()) == 0
+        start += count
+    return right / len(images)

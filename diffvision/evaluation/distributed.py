@@ -1,0 +1,37 @@
+"""Rows from every rank, in the order of the ranks, however many each has."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of processes; (0, 1) where torch.distributed is not in use."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
+
+    Args:
+        rows: of at most two dimensions; None on a rank that has none (and so does not know their width).
+        device: one that the process group can send from (a CUDA device under NCCL).
+        dtype: of the rows, on every rank.
+    """
+    _, world = rank_and_world()
+    if world == 1:
+        return torch.empty(0, dtype=dtype) if rows is None else rows.cpu()
+    own = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
+    shapes = torch.empty(world, 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(shapes, torch.tensor([own], device=device))
+    counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
+    # All ranks send as many rows as the longest has: collectives want equal shapes.
+    tail = [width] if width else []
+    sent = torch.zeros(max(counts), *tail, dtype=dtype, device=device)
+    if rows is not None:
+        sent[: len(rows)] = rows.to(device)
+    received = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(received, sent)
+    return torch.cat([block[:count].cpu() for block, count in zip(received, counts, strict=True)])

@@ -1,0 +1,127 @@
+"""Logistic regression on frozen features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.zero_shot import classification_metrics
+
+if TYPE_CHECKING:
+    from diffvision.data.folders import EvaluationFolder
+
+VALIDATION_SPLITS = ("val", "valid", "validation")
+_FIRST_COSTS = [10.0**power for power in range(-6, 7, 2)]
+
+
+def linear_probe(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+    """lp_acc1, lp_acc5 and lp_mean_per_class_recall of logistic regression on unit-length features, and its cost.
+
+    L-BFGS to convergence; the cost is chosen on the folder's validation split or, where it has none, on a fifth of
+    every class of the training split, and the regression is then fitted on all of both (CLIP's appendix A.3 and El
+    Banani's evaluation). CLIP_benchmark, under the same names, takes ten passes of AdamW instead (`few_shot.py` has
+    those).
+    """
+    train = unit_features(features, folder, options.train_split)
+    test, labels = unit_features(features, folder, options.split)
+    classes = int(max(train[1].max(), labels.max())) + 1
+    validation = next((name for name in VALIDATION_SPLITS if name in folder.splits), None)
+    held = None if validation is None else unit_features(features, folder, validation)
+
+    def fit(x: Tensor, y: Tensor, cost: float) -> tuple[Tensor, Tensor]:
+        return logistic_regression(x.to(features.device), y.to(features.device), classes, cost)
+
+    cost = options.probe_cost or choose_cost(
+        fit, *(_split(*train, seed=options.seed) if held is None else (train, held))
+    )
+    if held is not None:
+        train = (torch.cat([train[0], held[0]]), torch.cat([train[1], held[1]]))
+    logits = linear(test.to(features.device), *fit(*train, cost)).cpu()
+    return {**probe_metrics(logits, labels), "cost": cost}
+
+
+def unit_features(features: Features, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
+    """Unit-length features [N, D] and labels [N] of a split."""
+    images, labels = features.images(folder, split)
+    return F.normalize(images, dim=-1), labels
+
+
+def probe_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """The classification metrics under the names that CLIP_benchmark gives them for probes."""
+    return {f"lp_{name}": value for name, value in classification_metrics(logits, labels).items()}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Logits [N, C] of features [N, D]."""
+    return x @ weight.T + bias
+
+
+def logistic_regression(x: Tensor, y: Tensor, classes: int, cost: float, max_iter: int = 1000) -> tuple[Tensor, Tensor]:
+    """Weight [classes, D] and bias [classes] that minimise cost * (summed cross-entropy) + |weight|^2 / 2.
+
+    scikit-learn's objective and its `C`, by L-BFGS from zero, on the device and in the dtype of x [N, D].
+    """
+    # Lightning validates in inference mode, where nothing can be differentiated.
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        x, y = x.clone(), y.clone()
+        weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
+        bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
+        # By the mean, so that the tolerances mean the same for any number of samples.
+        penalty = 1 / (2 * cost * len(x))
+        optimizer = torch.optim.LBFGS(
+            [weight, bias], max_iter=max_iter, tolerance_grad=1e-5, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+        )
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(linear(x, weight, bias), y) + penalty * weight.square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+    return weight.detach(), bias.detach()
+
+
+def choose_cost(
+    fit: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
+    train: tuple[Tensor, Tensor],
+    held: tuple[Tensor, Tensor],
+) -> float:
+    """The cost of the best accuracy on `held`: powers of 100 from 1e-6 to 1e6 first, then the interval around the best
+    halved until there are eight steps a decade (CLIP, arXiv 2103.00020, appendix A.3). Of equals the smallest."""
+    accuracies: dict[float, float] = {}
+
+    def accuracy(cost: float) -> float:
+        if cost not in accuracies:
+            weight, bias = fit(*train, cost)
+            predicted = linear(held[0].to(weight.device), weight, bias).argmax(dim=1).cpu()
+            accuracies[cost] = (predicted == held[1]).double().mean().item()
+        return accuracies[cost]
+
+    best = max(_FIRST_COSTS, key=accuracy)
+    for step in (1.0, 0.5, 0.25, 0.125):  # decades
+        around = [10 ** (math.log10(best) + shift) for shift in (-step, step)]
+        best = max([best, *around], key=lambda cost: (accuracy(cost), -cost))
+    return best
+
+
+def _split(x: Tensor, y: Tensor, *, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Four fifths of every class, and the rest (of a class of fewer than five: nothing)."""
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.zeros(len(y), dtype=torch.bool)
+    for label in y.unique():
+        own = (y == label).nonzero()[:, 0]
+        held[own[torch.randperm(len(own), generator=generator)[: len(own) // 5]]] = True
+    if not held.any():
+        raise ValueError(
+            "no class of the training split has 5 samples, too few to choose the probe's cost on: give probe_cost, "
+            "such as 1.0"
+        )
+    return (x[~held], y[~held]), (x[held], y[held])

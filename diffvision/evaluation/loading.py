@@ -1,0 +1,203 @@
+"""A model by name, with weights from any of the places they come from: OpenCLIP, timm, or a training run of ours."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
+_HUBS = ("local-dir:", "hf-hub:")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode and what belongs to it."""
+
+    model: nn.Module
+    transform: Callable[..., Tensor]
+    tokenizer: Callable[[list[str]], Tensor] | None  # None: an image model, with no text
+
+
+def load(
+    name: str,
+    checkpoint: str | Path | None = None,
+    *,
+    preprocess: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+) -> Loaded:
+    """The model `name` with the weights of `checkpoint`.
+
+    Args:
+        name: of an OpenCLIP model or of a timm model, ours included; or OpenCLIP's `local-dir:PATH` or `hf-hub:ID`.
+        checkpoint: a file (.pt, .ckpt or .safetensors: OpenCLIP's, timm's or our training's), or a tag of pretrained
+            weights that the host knows (it downloads them); None leaves the weights as they are initialised, or as
+            `local-dir:` has them. Where averaged weights (EMA) are in the file, they are the ones taken.
+        preprocess: any of mean, std, interpolation, resize_mode (OpenCLIP only), where the evaluation's differ from the
+            model's own. Ours of a training run carries its own, which comes before the model's.
+        device: where to.
+
+    Raises:
+        ValueError: unknown name, tag or setting; a file that does not fit, or that holds more than tensors and plain
+            values. FileNotFoundError: no such file.
+    """
+    import open_clip
+    import timm
+
+    unknown = set(preprocess or {}) - set(PREPROCESS)
+    if unknown:
+        raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
+    if name.startswith(_HUBS) or name in open_clip.list_models():
+        loaded = _load_open_clip(name, checkpoint, dict(preprocess or {}))
+    elif timm.is_model(name):
+        loaded = _load_timm(name, checkpoint, dict(preprocess or {}))
+    else:
+        near = get_close_matches(name, [*open_clip.list_models(), *timm.list_models()], n=3, cutoff=0.5)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise ValueError(f"neither OpenCLIP nor timm knows a model {name!r}{hint}")
+    loaded.model.to(device).eval()
+    return loaded
+
+
+def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Loaded:
+    import open_clip
+
+    weights, path = None, _file(checkpoint)
+    if path is not None and path.suffix not in (".npz", ".npy"):  # OpenCLIP reads those of big_vision itself
+        weights = read_checkpoint(path)
+        _check_name(weights, name, path)
+        preprocess = {**_trained_with(weights), **preprocess}
+    elif (
+        path is None and checkpoint is not None and str(checkpoint) not in open_clip.list_pretrained_tags_by_model(name)
+    ):
+        raise _no_such_weights(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
+    ours = weights if weights is not None and weights.lightning else None
+    model, _, transform = open_clip.create_model_and_transforms(
+        name,
+        pretrained=None if ours or checkpoint is None else str(checkpoint),
+        **{f"image_{key}": value for key, value in preprocess.items()},
+    )
+    if ours:
+        _load_state(model, ours.state, path)
+    return Loaded(model, transform, open_clip.get_tokenizer(name))
+
+
+def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Loaded:
+    import timm
+
+    path = _file(checkpoint)
+    model: Any
+    if path is None and checkpoint is not None:
+        tagged = f"{name}.{checkpoint}"
+        known = timm.list_models(f"{name}.*", pretrained=True)
+        if tagged not in known:
+            raise _no_such_weights(checkpoint, name, [full.partition(".")[2] for full in known])
+        model = timm.create_model(tagged, pretrained=True)
+    else:
+        model = timm.create_model(name)
+    if path is not None:
+        weights = read_checkpoint(path)
+        _check_name(weights, name, path)
+        preprocess = {**_trained_with(weights), **preprocess}
+        head = model.get_classifier()
+        classes = weights.state.get(f"{model.pretrained_cfg['classifier']}.weight")
+        if isinstance(head, nn.Linear) and classes is not None and len(classes) != head.out_features:
+            model.reset_classifier(len(classes))
+        _load_state(model, weights.state, path)
+    preprocess.pop("resize_mode", None)
+    config = {**timm.data.resolve_model_data_config(model), **preprocess}
+    return Loaded(model, timm.data.create_transform(**config, is_training=False), None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is in a file of weights."""
+
+    state: dict[str, Tensor]  # by the model's own names
+    lightning: bool  # written by a training run of ours
+    about: dict[str, Any]  # what the run wrote down: {"model": name, "preprocess": {...}}, or nothing
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """The weights in a file of any of the usual layouts; nothing is unpickled but tensors and plain values.
+
+    Where a file holds averaged weights they are the ones taken (Lightning's EMA keeps them as `state_dict`, timm's as
+    `state_dict_ema`). Prefixes that wrappers add to the names are taken off.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
+            f"code: save its state_dict alone ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"checkpoint {path} is damaged or no checkpoint: {error}") from error
+    lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
+    about = content.get("diffvision", {}) if lightning else {}
+    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    prefixes = ("module.", "_orig_mod.", *(("model.", "_orig_mod.") if lightning else ()))
+    state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if not state:
+        raise ValueError(f"checkpoint {path} holds no tensors by name: it is no state_dict, and holds none")
+    return Checkpoint(state, lightning, about)
+
+
+def _without(prefixes: tuple[str, ...], name: str) -> str:
+    for prefix in prefixes:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _file(checkpoint: str | Path | None) -> Path | None:
+    """The checkpoint as a file, None if it is a tag of pretrained weights."""
+    if checkpoint is None:
+        return None
+    path = Path(checkpoint)
+    if path.is_file():
+        return path
+    if isinstance(checkpoint, Path) or path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors") or path.exists():
+        raise FileNotFoundError(f"no checkpoint file {str(checkpoint)!r}")
+    return None
+
+
+def _no_such_weights(checkpoint: str | Path, name: str, tags: list[str]) -> ValueError:
+    known = f"its pretrained weights are {', '.join(tags)}" if tags else "it has no pretrained weights"
+    return ValueError(f"checkpoint {str(checkpoint)!r} is neither a file nor pretrained weights of {name!r}: {known}")
+
+
+def _check_name(weights: Checkpoint, name: str, path: Path) -> None:
+    trained = weights.about.get("model")
+    if trained is not None and trained != name:
+        raise ValueError(f"checkpoint {path} is of the model {trained!r}, not {name!r}: give the model {trained!r}")
+
+
+def _trained_with(weights: Checkpoint) -> dict[str, Any]:
+    """The preprocessing that a training run wrote down; its size is the model's own."""
+    kept = weights.about.get("preprocess", {})
+    return {key: kept[key] for key in PREPROCESS if key in kept}
+
+
+def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path | None) -> None:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise ValueError(f"checkpoint {path} does not fit the model {type(model).__name__}: {first[:500]}") from error

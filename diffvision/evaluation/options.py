@@ -1,0 +1,48 @@
+"""What an evaluation can be told: one record of settings, shared by all."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the evaluations; each reads those that concern it. The defaults are CLIP_benchmark's or the paper's.
+
+    Args:
+        split: the split that is measured.
+        train_split: the split that probes are fitted on.
+        recall_k: the K of recall@K.
+        chunk: rows of the score matrix (queries) that retrieval holds at a time.
+        probe_cost: C of the linear probe's regularisation; None chooses it on a validation split.
+        fewshot_k: examples a class of the `fewshot_k` probe.
+        fewshot_epochs: passes of the `fewshot_k` probe over its examples.
+        fewshot_lr: its first learning rate.
+        episodes: number of few-shot episodes.
+        ways: classes in an episode.
+        shots: examples a class in an episode.
+        queries: images a class that an episode is measured on.
+        seed: of what is drawn: episodes, few-shot examples, held-out validation samples.
+    """
+
+    split: str = "test"
+    train_split: str = "train"
+    recall_k: tuple[int, ...] = (1, 5, 10)
+    chunk: int = 512
+    probe_cost: float | None = None
+    fewshot_k: int = 5
+    fewshot_epochs: int = 10
+    fewshot_lr: float = 0.1
+    episodes: int = 5000
+    ways: int = 5
+    shots: int = 5
+    queries: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("chunk", "fewshot_k", "fewshot_epochs", "episodes", "ways", "shots", "queries")
+        for name, value in [(name, getattr(self, name)) for name in counts] + [("recall_k", k) for k in self.recall_k]:
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a number of at least 1")
+        if not self.recall_k:
+            raise ValueError("recall_k is empty: name at least one K, such as 5")
+        if self.probe_cost is not None and self.probe_cost <= 0:
+            raise ValueError(f"probe_cost is {self.probe_cost}: give a number above 0, or None to have it chosen")

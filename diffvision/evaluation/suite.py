@@ -1,0 +1,294 @@
+"""All evaluations by name: of one folder (`evaluate`), and of a model by name on any number of folders (`run`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.evaluation.composition import composition
+from diffvision.evaluation.distributed import rank_and_world
+from diffvision.evaluation.features import Features, Precision
+from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
+from diffvision.evaluation.linear_probe import linear_probe
+from diffvision.evaluation.loading import load
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.retrieval import retrieval
+from diffvision.evaluation.zero_shot import zero_shot
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from diffvision.data.folders import EvaluationFolder
+
+
+class Evaluation(NamedTuple):
+    """A row of the table below."""
+
+    function: Callable[[Features, Any, Options], dict[str, float]]
+    folder: str  # the kind of evaluation folder it is made for
+    record: str  # the task's name in CLIP_benchmark's records
+    probe: bool = False  # fitted on a training split; reads no text
+
+
+EVALUATIONS = {
+    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification"),
+    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval"),
+    "composition": Evaluation(composition, "composition", "image_caption_selection"),
+    "linear_probe": Evaluation(linear_probe, "zero_shot", "linear_probe", probe=True),
+    "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
+    "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
+}
+GROUPS = {"few_shot": ("fewshot_k", "fewshot_episodes")}
+"""Names for several evaluations at once."""
+
+
+def evaluate(
+    model: nn.Module,
+    folder: EvaluationFolder,
+    tasks: Sequence[str] | None = None,
+    *,
+    transform: Callable[..., Tensor],
+    tokenizer: Callable[[list[str]], Tensor] | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    device: torch.device | str | None = None,
+    precision: Precision = "fp32",
+    options: Options = Options(),  # noqa: B008  frozen
+    progress: Callable[[Any, str], Iterable] | None = None,
+) -> dict[str, float]:
+    """Metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
+
+    Where torch.distributed is in use all ranks must call this together: each reads a share of the images, and all
+    return the same metrics.
+
+    Args:
+        model: on its device already; its train/eval modes are left as they were.
+        folder: what to evaluate on.
+        tasks: names of `EVALUATIONS` or `GROUPS`; by default the one that the folder was made for, without probes.
+        transform: PIL image -> tensor [3, h, w].
+        tokenizer: list of strings -> int64 [B, L]; the probes need none.
+        batch_size: images a batch and rank.
+        device: where the model is; by default that of its parameters.
+        precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
+        progress: wraps an iterable in a progress bar, given also its description.
+
+    Raises:
+        ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
+            that do not fit.
+    """
+    names = expand(tasks) if tasks is not None else [name for name in _fitting(folder) if not EVALUATIONS[name].probe]
+    if unfit := [name for name in names if name not in _fitting(folder)]:
+        raise ValueError(
+            f"evaluation folder {folder.name!r} is for {folder.task}: it cannot be used for {', '.join(unfit)}, "
+            f"only for {', '.join(_fitting(folder))}"
+        )
+    features = Features(
+        model,
+        transform,
+        tokenizer,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        device=device,
+        precision=precision,
+        progress=progress,
+    )
+    return {
+        f"{name}/{folder.name}/{metric}": value
+        for name in names
+        for metric, value in EVALUATIONS[name].function(features, folder, options).items()
+    }
+
+
+def expand(tasks: Iterable[str]) -> list[str]:
+    """The evaluations that the names stand for, each once. ValueError on an unknown name."""
+    names: list[str] = []
+    for task in tasks:
+        if task not in EVALUATIONS and task not in GROUPS:
+            raise ValueError(f"unknown task {task!r}: choose among {', '.join([*EVALUATIONS, *GROUPS])}")
+        names += [name for name in GROUPS.get(task, (task,)) if name not in names]
+    return names
+
+
+def run(
+    model: str,
+    data: str | list[str],
+    checkpoint: str | None = None,
+    tasks: str | list[str] | None = None,
+    output: str | None = None,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    device: str = "auto",
+    precision: Precision = "fp32",
+    preprocess: dict[str, Any] | None = None,
+    options: Options = Options(),  # noqa: B008  frozen
+) -> dict[str, float]:
+    """Evaluates a model by name on folders, prints a table and writes records as CLIP_benchmark does.
+
+    Args:
+        model: an OpenCLIP model's name or local-dir:PATH, or for the probes a timm model's name; ours or any other.
+        data: evaluation folders, or folders that hold some (a list, or separated by commas).
+        checkpoint: file of weights (OpenCLIP's, timm's, or a training run's), or a tag of pretrained weights.
+        tasks: zero_shot, retrieval, composition, linear_probe, few_shot (fewshot_k and fewshot_episodes), as a list or
+            separated by commas; each runs on the folders that it fits. By default all but the probes.
+        output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
+            CLIP_benchmark names them.
+        batch_size: images a batch.
+        num_workers: processes that read and decode images.
+        device: auto, cpu, cuda, cuda:1, ...
+        precision: fp32, bf16 or fp16.
+        preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
+        options: the evaluations' own settings.
+    """
+    from diffvision.data.folders import find_folders
+
+    folders = [folder for path in _listed(data) for folder in find_folders(path)]
+    planned = plan(folders, None if tasks is None else expand(_listed(tasks)), options)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load(model, checkpoint, preprocess=preprocess, device=device)
+    metrics: dict[str, float] = {}
+    for folder, names in planned:
+        metrics |= evaluate(
+            loaded.model,
+            folder,
+            names,
+            transform=loaded.transform,
+            tokenizer=loaded.tokenizer,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            device=device,
+            precision=precision,
+            options=options,
+            progress=_bar,
+        )
+    if rank_and_world()[0] == 0:
+        from rich.console import Console
+
+        weights = checkpoint or ("its own weights" if ":" in model else "untrained weights")
+        Console().print(table(metrics, f"{model}, {weights}"))
+        if output is not None:
+            write_records(records(metrics, model=model, pretrained=checkpoint or ""), output)
+    return metrics
+
+
+def plan(
+    folders: Sequence[EvaluationFolder], tasks: Sequence[str] | None, options: Options
+) -> list[tuple[EvaluationFolder, list[str]]]:
+    """Which evaluations each folder gets, checked before any of them starts.
+
+    Raises:
+        ValueError: no folder; a task that fits none; a missing split; two folders of one kind and one name.
+    """
+    if not folders:
+        raise ValueError(
+            "no evaluation folder found: point data at a folder in CLIP_benchmark's layout (test/nshards.txt, "
+            "test/0.tar, classnames.txt, ...), such as one that `diffvision data make digits DIR` writes"
+        )
+    planned: list[tuple[EvaluationFolder, list[str]]] = []
+    seen: set[tuple[str, str]] = set()
+    for folder in folders:
+        fitting = _fitting(folder)
+        names = (
+            [n for n in fitting if not EVALUATIONS[n].probe] if tasks is None else [n for n in tasks if n in fitting]
+        )
+        if names and (folder.task, folder.name) in seen:
+            raise ValueError(f"two {folder.task} folders are named {folder.name!r}: evaluate them one at a time")
+        seen.add((folder.task, folder.name))
+        needed = {options.split} | ({options.train_split} if any(EVALUATIONS[n].probe for n in names) else set())
+        if names and (missing := needed - set(folder.splits)):
+            raise ValueError(
+                f"evaluation folder {folder.name!r} has no split {', '.join(sorted(missing))}, which "
+                f"{', '.join(names)} needs: it has {', '.join(folder.splits) or 'none'}"
+            )
+        if names:
+            planned.append((folder, names))
+    if idle := [task for task in tasks or [] if not any(task in names for _, names in planned)]:
+        kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
+        raise ValueError(f"no folder fits {', '.join(idle)}: found {kinds}")
+    return planned
+
+
+def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
+    """One record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
+    tasks: dict[tuple[str, str], dict[str, float | None]] = {}
+    for key, value in metrics.items():
+        task, dataset, metric = key.split("/", 2)
+        tasks.setdefault((task, dataset), {})[metric] = None if math.isnan(value) else value
+    return [
+        {
+            "dataset": dataset,
+            "model": model,
+            "pretrained": pretrained,
+            "task": EVALUATIONS[task].record,
+            "metrics": values,
+            "language": language,
+        }
+        for (task, dataset), values in tasks.items()
+    ]
+
+
+def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
+    """Writes records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole or not
+    at all."""
+    output = Path(output)
+    if output.suffix == ".json":
+        _write_json(output, rows)
+        return
+    for row in rows:
+        shots = f"_fewshot_k{row['metrics']['fewshot_k']:g}" if "fewshot_k" in row["metrics"] else ""
+        weights = Path(row["pretrained"]).name
+        model = row["model"].replace("/", "-")
+        name = f"{row['dataset']}_{weights}_{model}_{row['language']}_{row['task']}{shots}.json"
+        _write_json(output / name, row)
+
+
+def table(metrics: dict[str, float], title: str = "") -> Table:
+    """The metrics as a table for the terminal, a row a metric."""
+    from rich.table import Table
+
+    rows = Table(title=title or None, title_justify="left")
+    for column in ("task", "dataset", "metric"):
+        rows.add_column(column)
+    rows.add_column("value", justify="right")
+    before: list[str] = []
+    for key, value in metrics.items():
+        names = key.split("/", 2)
+        if before and before[:2] != names[:2]:
+            rows.add_section()
+        shown = names if before[:2] != names[:2] else ["", "", names[2]]
+        rows.add_row(*shown, f"{value:.4f}" if isinstance(value, float) and value < 1000 else f"{value:g}")
+        before = names
+    return rows
+
+
+def _fitting(folder: EvaluationFolder) -> list[str]:
+    return [name for name, evaluation in EVALUATIONS.items() if evaluation.folder == folder.task]
+
+
+def _listed(names: str | list[str]) -> list[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def _bar(batches: Any, description: str) -> Iterable:
+    """A progress bar on rank 0, gone when it is full."""
+    if rank_and_world()[0]:
+        return batches
+    from rich.progress import track
+
+    return track(batches, description=description, transient=True)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        json.dump(content, file, indent=2, allow_nan=False)
+    os.chmod(file.name, 0o644)  # temporary files are private
+    os.replace(file.name, path)

@@ -1,0 +1,54 @@
+"""Zero-shot classification, as CLIP_benchmark's `zeroshot_classification` measures it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.prompts import local_labels, prompts_of
+
+if TYPE_CHECKING:
+    from diffvision.data.folders import EvaluationFolder
+
+
+def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+    """acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
+
+    A class's vector is the mean of its templates' unit vectors, made one long again; an image's logits are 100 times
+    its cosine with each.
+    """
+    prompts = prompts_of(folder)
+    classifier = features.classes(prompts.texts()).to(features.device).T
+    images, labels = features.images(folder, options.split)
+    labels = local_labels(labels, prompts, folder.name)
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        # In the batches the images came in: a product's last bits can depend on its shape, and ties on those.
+        logits = [
+            (100.0 * F.normalize(batch.to(features.device), dim=-1) @ classifier).cpu()
+            for batch in images.split(features.batch_size)
+        ]
+    return classification_metrics(torch.cat(logits), labels)
+
+
+def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """acc1, acc5 and mean_per_class_recall of logits [N, C] float for labels [N] int64.
+
+    acc5 is NaN with fewer than five classes. Recall is averaged over the classes that occur among the labels. Among
+    equal logits the order is torch.topk's, and for the recall torch.argmax's.
+    """
+    top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    right = logits.argmax(dim=1) == labels
+    count = torch.bincount(labels, minlength=logits.shape[1])
+    hits = torch.bincount(labels[right], minlength=logits.shape[1])
+    recall = hits[count > 0].double() / count[count > 0]
+    return {
+        "acc1": top[:, 0].sum().item() / len(labels),
+        "acc5": top.sum().item() / len(labels) if logits.shape[1] >= 5 else math.nan,
+        "mean_per_class_recall": recall.mean().item(),
+    }
