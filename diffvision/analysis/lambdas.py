@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.attention import recorded_layers, run_towers
-from diffvision.nn import AttentionLayer, DiffAttention
+from diffvision.nn import AttentionLayer
 
 
 def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> dict[str, float]:
@@ -29,8 +30,9 @@ def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
     for name, layer in model.named_modules():
         if not isinstance(layer, AttentionLayer) or not hasattr(layer, "compute_lambda"):
             continue
-        if layer.variant == "v1":
-            found[name] = cast(DiffAttention, layer).compute_lambda().item()
+        compute: Any = layer.compute_lambda
+        if inspect.signature(compute).parameters["x"].default is None:
+            found[name] = compute().item()
         else:
             found[name] = math.nan  # keeps its place
             by_token.add(name)
