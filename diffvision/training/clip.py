@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch
 from diffvision.data.folders import EvaluationFolder
+from diffvision.evaluation.loading import PREPROCESS
 from diffvision.evaluation.suite import evaluate
 from diffvision.training.optim import OptimizerSettings, adamw, guard, param_groups, schedule
 
 FEATURES = ("image_features", "text_features")
-HEADLINES = ("/acc1", "retrieval_recall@1", "composition")  # what of an evaluation is shown on the progress bar
-PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
+HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # what of an evaluation is shown on the progress bar
 
 
 class ContrastiveModule(pl.LightningModule):

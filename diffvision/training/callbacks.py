@@ -1,0 +1,115 @@
+"""What a run tells while it goes: lambda a layer, samples a second, and what became of every sample."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from diffvision.analysis.lambdas import layer_lambdas
+
+
+class LambdaMonitor(pl.Callback):
+    """Logs `lambda/<layer>` for every differential layer, and their mean as `lambda`, on logging steps.
+
+    Where lambda depends on the token (V2) it is the mean over the first few samples of the step's batch on this rank.
+    """
+
+    def __init__(self, samples: int = 16) -> None:
+        self.samples = samples
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
+        # A layer's dropout must not move the run's random numbers on.
+        with torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []):
+            lambdas = layer_lambdas(pl_module.model, few)
+        if lambdas:
+            pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
+            pl_module.log("lambda", sum(lambdas.values()) / len(lambdas), prog_bar=True)
+
+
+class Throughput(pl.Callback):
+    """Logs `train/samples_per_second` over all ranks: samples consumed over the wall time since the last logging step,
+    waiting for data included, validation and epoch ends not."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.samples, self.seconds, self.mark = 0, 0.0, time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mark = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self.seconds, self.mark = self.seconds + now - self.mark, now
+        self.samples += len(batch["image"]) * trainer.world_size  # every rank has as many
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=True)
+            self.samples, self.seconds = 0, 0.0
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.mark = time.perf_counter()  # validation runs after on_train_batch_end, so all of it lies before this
+
+
+class DataReport(pl.Callback):
+    """Says at the end of each epoch what became of every sample, summed over ranks, and that none is unaccounted for:
+    seen + skipped + left over = total, where a run that was cut short or resumed adds what lay outside of it."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises RuntimeError if the account does not add up."""
+        loader: Any = trainer.train_dataloader
+        batches, self.batches = self.batches, 0
+        if not hasattr(loader, "report"):
+            return  # an ordinary loader keeps no account
+        own = loader.report
+        reports = [own]
+        if trainer.world_size > 1:
+            reports = [None] * trainer.world_size
+            torch.distributed.all_gather_object(reports, own)
+        text, counts = account(reports, consumed=batches * loader.batch_size)
+        pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, rank_zero_only=True)
+        pl_module.print(text)
+
+
+def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
+    """One epoch's account from the reports of all ranks.
+
+    Args:
+        reports: each rank's `diffvision.data.report.Report` of the same epoch.
+        consumed: samples that the training loop took, over all ranks.
+    Returns:
+        The account in words, and its numbers.
+    Raises:
+        RuntimeError: the loaders' counts and the loop's do not agree.
+    """
+    first = reports[0]
+    skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
+    seen, bad = sum(r.seen for r in reports), skipped.total()
+    counts = {"seen": seen, "skipped": bad, "substituted": sum(r.substituted for r in reports), "tail": first.tail}
+    rest = {"before the run was resumed": first.before, "not reached": first.total - first.tail - first.before - consumed}
+    if seen + bad != consumed or rest["not reached"] < 0:
+        raise RuntimeError(
+            f"epoch {first.epoch}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
+            f"{bad:,} skipped of {first.total:,} with {first.tail:,} left over"
+        )
+    parts = [f"{seen:,} seen", f"{bad:,} skipped", f"{first.tail:,} left over"]
+    parts += [f"{n:,} {what}" for what, n in rest.items() if n]
+    text = f"epoch {first.epoch}: {' + '.join(parts)} = {first.total:,} samples"
+    for reason, count in skipped.most_common():
+        examples = [e for r in reports for e in r.examples.get(reason, [])]
+        text += f"\n  {count:,} x {reason}: {', '.join(examples[:3])}"
+    return text, counts

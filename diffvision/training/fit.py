@@ -1,0 +1,79 @@
+"""The `fit`, `validate` and `test` commands: LightningCLI over our modules, and anyone else's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+# Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
+from diffvision.data.modules import ImageLabelData, ImageTextData
+from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+
+__all__ = [
+    "ClassificationModule",
+    "ContrastiveModule",
+    "DataReport",
+    "FitCLI",
+    "ImageLabelData",
+    "ImageTextData",
+    "LambdaMonitor",
+    "Throughput",
+    "fit",
+]
+
+LINKED = ("transform", "eval_transform", "tokenizer")  # what a model gives to its data
+TRAINER_DEFAULTS = {
+    "default_root_dir": "runs",
+    "num_sanity_val_steps": 0,  # a validation step is a whole evaluation
+    "use_distributed_sampler": False,  # our loaders divide themselves over ranks, exactly
+    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "fit"}},
+}
+
+
+class FitCLI(LightningCLI):
+    """LightningCLI with any module and data module, the model's transforms and tokenizer linked to its data.
+
+    The configuration alone says what a run is: unlike Lightning's, it is never overridden by hyper-parameters stored
+    in the checkpoint of `--ckpt_path`, so a flag given on resume holds.
+    """
+
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        super().__init__(
+            args=sys.argv[1:] if args is None else args,
+            run=run,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults=TRAINER_DEFAULTS,
+            parser_kwargs={"default_env": False, "prog": "diffvision"},
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate", "test")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name in LINKED:
+            parser.link_arguments(f"model.{name}", f"data.init_args.{name}", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
+
+    def _parse_ckpt_path(self) -> None:
+        """Keep the configuration as it was given."""
+
+
+def fit(args: list[str] | None = None) -> FitCLI:
+    """Run `fit`, `validate` or `test` as from the command line and return the CLI with its trainer, model and datamodule.
+
+    Args:
+        args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.
+    """
+    return FitCLI(args)

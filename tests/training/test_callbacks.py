@@ -1,0 +1,108 @@
+"""The account of an epoch, lambda by layer and the throughput."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffvision.data.report import Report
+from diffvision.training import callbacks
+from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, account
+
+
+class Module(SimpleNamespace):
+    """What a callback sees of a LightningModule: it notes what is logged and printed."""
+
+    def __init__(self, model=None):
+        super().__init__(model=model, device=torch.device("cpu"), logged={}, printed=[])
+
+    def log(self, name, value, **_):
+        self.logged[name] = value
+
+    def log_dict(self, values, **_):
+        self.logged |= values
+
+    def print(self, text):
+        self.printed.append(text)
+
+
+def trainer(step: int = 10, **settings):
+    return SimpleNamespace(**{"global_step": step, "log_every_n_steps": 10, "world_size": 1} | settings)
+
+
+def reports():
+    """Two ranks, 100 samples, batches of 2 x 16."""
+    one = Report(100, epoch=3, tail=4, world_size=2, seen=46, skipped=Counter({"empty caption": 2}), substituted=2)
+    two = Report(100, epoch=3, tail=4, world_size=2, seen=47, skipped=Counter({"truncated image": 1}), substituted=1)
+    one.examples, two.examples = {"empty caption": ["0.tar: a", "0.tar: b"]}, {"truncated image": ["1.tar: c"]}
+    return [one, two]
+
+
+def test_account_sums_ranks_and_adds_up():
+    text, counts = account(reports(), consumed=96)
+    assert counts == {"seen": 93, "skipped": 3, "substituted": 3, "tail": 4}
+    assert text.splitlines() == [
+        "epoch 3: 93 seen + 3 skipped + 4 left over = 100 samples",
+        "  2 x empty caption: 0.tar: a, 0.tar: b",
+        "  1 x truncated image: 1.tar: c",
+    ]
+
+
+def test_account_of_an_epoch_resumed_and_cut_short():
+    report = Report(100, epoch=0, tail=4, before=32, seen=32)
+    text, _ = account([report], consumed=32)
+    assert text == (
+        "epoch 0: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples"
+    )
+
+
+@pytest.mark.parametrize("consumed", [95, 128])
+def test_an_account_that_does_not_add_up_stops_the_run(consumed):
+    with pytest.raises(RuntimeError, match="93 seen and 3 skipped of 100"):
+        account(reports(), consumed=consumed)
+
+
+def test_data_report_counts_the_loops_batches():
+    loader = SimpleNamespace(report=Report(50, tail=2, seen=48), batch_size=16)
+    run, module, report = trainer(train_dataloader=loader), Module(), DataReport()
+    report.on_train_start(run, module)
+    for _ in range(3):
+        report.on_train_batch_end(run, module, None, {}, 0)
+    report.on_train_epoch_end(run, module)
+    assert module.printed == ["epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples"]
+    assert module.logged["data/seen"] == 48
+    report.on_train_batch_end(run, module, None, {}, 0)
+    with pytest.raises(RuntimeError, match="16 samples were trained on"):
+        report.on_train_epoch_end(run, module)  # an epoch that gave one batch, with an account of three
+
+
+def test_lambda_monitor_logs_each_layer_on_logging_steps_only():
+    import timm
+
+    batch = {"image": torch.rand(2, 3, 32, 32)}
+    for name, low, high in (("diff_vit_debug", -1.0, 2.0), ("diffv2_vit_debug", 0.0, 1.0)):
+        model = timm.create_model(name)
+        module, monitor = Module(model), LambdaMonitor()
+        monitor.on_train_batch_end(trainer(step=9), module, None, batch, 0)
+        assert not module.logged
+        before = torch.get_rng_state()
+        monitor.on_train_batch_end(trainer(), module, None, batch, 0)
+        assert torch.equal(before, torch.get_rng_state())
+        layers = {k: v for k, v in module.logged.items() if k.startswith("lambda/")}
+        assert layers.keys() == {f"lambda/blocks.{i}.attn" for i in range(4)}
+        assert all(low < value < high for value in layers.values())
+        assert module.logged["lambda"] == pytest.approx(sum(layers.values()) / 4)
+
+
+def test_throughput_leaves_validation_out(monkeypatch):
+    clock = iter([0.0, 0.0, 1.0, 10.0, 11.0, 20.0])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(clock))
+    run, module, meter = trainer(step=1, world_size=2), Module(), Throughput()
+    batch = {"image": torch.zeros(8, 3, 2, 2)}
+    meter.on_train_start(run, module)
+    meter.on_train_epoch_start(run, module)
+    meter.on_train_batch_end(run, module, None, batch, 0)
+    meter.on_validation_end(run, module)
+    meter.on_train_batch_end(trainer(world_size=2), module, None, batch, 1)
+    assert module.logged["train/samples_per_second"] == 2 * 2 * 8 / 2

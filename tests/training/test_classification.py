@@ -1,0 +1,112 @@
+"""Supervised training of a timm model: counts that are exact over ranks, soft targets, layer decay, EMA."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.optim import OptimizerSettings
+
+# Lightning's advice on loaders (more workers) is not for these.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
+
+
+class Images(pl.LightningDataModule):
+    """Random images and labels; a rank validates its own part, and the parts are unequal."""
+
+    def __init__(self, batch_size: int = 8, samples: int = 21):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        image = torch.randn(samples, 3, 32, 32, generator=generator)
+        label = torch.randint(0, 10, (samples,), generator=generator)
+        self.rows = [{"image": i, "label": t} for i, t in zip(image, label, strict=True)]
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, batch_size=self.batch_size, drop_last=True)
+
+    def val_dataloader(self):
+        cuts = [0, 17, len(self.rows)] if self.trainer.world_size == 2 else [0, len(self.rows)]
+        own = self.rows[cuts[self.trainer.global_rank] : cuts[self.trainer.global_rank + 1]]
+        return DataLoader(own, batch_size=self.batch_size)
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    return ClassificationModule("diff_vit_debug", num_classes=10, **{"optimizer": SETTINGS} | settings)
+
+
+def trainer(*callbacks, **settings):
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return pl.Trainer(**defaults | quiet | settings, use_distributed_sampler=False, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_validation_counts_every_sample_once(processes):
+    module, data = make(), Images()
+    module.eval()
+    with torch.no_grad():
+        logits = module.model(torch.stack([row["image"] for row in data.rows]))
+    label = torch.tensor([row["label"] for row in data.rows])
+    order = logits.argsort(descending=True)
+    many = {"devices": 2, "strategy": "ddp_fork"} if processes == 2 else {}
+    (metrics,) = trainer(**many).validate(module, datamodule=data, verbose=False)
+    assert metrics["val/samples"] == 21
+    assert metrics["val/acc1"] == pytest.approx((order[:, 0] == label).float().mean().item())
+    assert metrics["val/acc5"] == pytest.approx((order[:, :5] == label[:, None]).any(1).float().mean().item())
+    assert metrics["val/loss"] == pytest.approx(F.cross_entropy(logits, label).item(), rel=1e-5)
+
+
+def test_mixup_trains_on_soft_targets_and_wants_pairs(monkeypatch):
+    seen = []
+    original = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, y, **k: seen.append((y, k)) or original(x, y, **k))
+    module = make(mixup={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}, label_smoothing=0.1)
+    trainer().fit(module, datamodule=Images())
+    target, options = seen[0]
+    assert target.shape == (8, 10)
+    torch.testing.assert_close(target.sum(1), torch.ones(8))
+    assert target.min() == pytest.approx(0.01)  # the smoothing, once
+    assert options["label_smoothing"] == 0.0
+    with pytest.raises(ValueError, match="7 a rank is odd"):
+        trainer().fit(module, datamodule=Images(batch_size=7))
+
+
+def test_layer_decay_scales_rates_and_keeps_lambdas_from_decay():
+    module = make(layer_decay=0.5)
+    module.trainer = trainer()
+    module.trainer.datamodule = Images()
+    optimizer = module.configure_optimizers()["optimizer"]
+    names = {id(p): name for name, p in module.model.named_parameters()}
+    groups = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    assert groups.keys() == set(names.values())
+    assert groups["head.weight"]["lr"] == pytest.approx(2 * groups["blocks.3.mlp.fc1.weight"]["lr"])
+    assert groups["blocks.3.mlp.fc1.weight"]["lr"] == pytest.approx(2 * groups["blocks.2.mlp.fc1.weight"]["lr"])
+    assert groups["blocks.0.mlp.fc1.weight"]["weight_decay"] == SETTINGS.weight_decay
+    for name in ("pos_embed", "blocks.0.attn.lambda_q1", "blocks.0.norm1.weight", "head.bias"):
+        assert groups[name]["weight_decay"] == 0.0, name
+
+
+def test_ema_and_the_checkpoint(tmp_path):
+    module = make(model_args={"drop_path_rate": 0.1}, grad_checkpointing=True)
+    run = trainer(EMAWeightAveraging(decay=0.5), max_steps=2)
+    run.fit(module, datamodule=Images())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert stored["diffvision"]["model"] == "diff_vit_debug"
+    assert stored["diffvision"]["model_args"] == {"drop_path_rate": 0.1, "num_classes": 10}
+    assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
+    assert run.logged_metrics["val/samples"] == 21
+
+
+def test_transforms_fit_the_model():
+    from PIL import Image
+
+    module = make(augmentation={"scale": (0.5, 1.0), "re_prob": 1.0, "hflip": 0.0})
+    image = Image.new("RGB", (40, 30), "red")
+    assert module.transform(image).shape == module.eval_transform(image).shape == (3, 32, 32)
