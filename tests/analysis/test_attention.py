@@ -1,0 +1,108 @@
+"""Maps by layer: that they are what the layers compute with, and where they lie on the image."""
+
+import open_clip
+import pytest
+import timm
+import torch
+
+import diffvision  # noqa: F401  (registers the models)
+from diffvision.analysis import layer_maps, patch_maps
+from diffvision.analysis.attention import recorded_layers
+
+MODELS = ["diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug"]
+
+
+@pytest.fixture
+def image():
+    return torch.randn(3, 32, 32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_applied_maps_times_values_are_the_layers_output(name, image):
+    model = timm.create_model(name).eval()
+    with recorded_layers(model) as calls, torch.no_grad():
+        model(image[None])
+    layers = layer_maps(model, image)
+    assert [layer.name for layer in layers] == list(calls) == [f"blocks.{i}.attn" for i in range(4)]
+    for layer in layers:
+        attn, x = calls[layer.name].layer, calls[layer.name].x
+        torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
+        with torch.no_grad():
+            v = attn.v_proj(x).unflatten(-1, (attn.num_kv_heads, attn.value_dim)).transpose(1, 2)[0]
+            heads = attn.head_norm(layer.applied @ v)
+            if attn.variant == "v1":
+                heads = heads * (1 - attn.lambda_init)
+            out = attn.proj(heads.transpose(0, 1).flatten(1))
+            torch.testing.assert_close(out, attn(x)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_standard_layers_have_one_map(image):
+    layer = layer_maps(timm.create_model("plain_vit_debug"), image)[0]
+    assert layer.maps.shape == (4, 1, 65, 65)
+    assert layer.lam is None
+    assert torch.equal(layer.applied, layer.maps[:, 0])
+
+
+def test_towers_of_open_clip(image):
+    model = open_clip.create_model("DiffCLIP-V2-debug")
+    model.train()
+    text = open_clip.get_tokenizer("DiffCLIP-V2-debug")(["a red seven"])
+    seen = layer_maps(model, image=image)
+    assert [layer.name for layer in seen] == [f"visual.trunk.blocks.{i}.attn" for i in range(4)]
+    read = layer_maps(model, text=text[0])
+    assert [layer.name for layer in read] == [f"transformer.resblocks.{i}.attn" for i in range(2)]
+    assert read[0].maps.triu(1).count_nonzero() == 0  # causal
+    assert model.training
+    assert layer_maps(model.visual, image)[0].name == "trunk.blocks.0.attn"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_patch_maps_follow_a_bright_patch():
+    """With keys that read brightness alone, the class token looks at the bright patch, whatever the prefix."""
+    model = timm.create_model("plain_vit_debug", depth=1, reg_tokens=3, patch_size=8, qkv_bias=True).eval()
+    attn = model.blocks[0].attn
+    image = torch.zeros(3, 32, 32)
+    image[:, 8:16, 24:32] = 1.0  # row 1, column 3
+    with torch.no_grad():
+        model.pos_embed.zero_()
+        model.cls_token.zero_()
+        model.reg_token.zero_()
+        model.patch_embed.proj.weight.zero_()
+        model.patch_embed.proj.weight[0] = 1.0
+        model.patch_embed.proj.bias.zero_()
+        attn.q_proj.weight.zero_()
+        attn.q_proj.bias.fill_(1.0)
+        attn.k_proj.weight.zero_()
+        attn.k_proj.weight[:, 0] = 3.0
+    maps = patch_maps(model, image)["blocks.0.attn"]
+    assert maps.shape == (4, 1, 4, 4)
+    assert (maps[:, 0].flatten(1).argmax(1) == 1 * 4 + 3).all()
+    assert (maps[:, 0, 1, 3] > 0.9).all()
+
+
+@pytest.mark.parametrize("settings", [{"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}])
+def test_difference_and_grid(settings, image):
+    model = timm.create_model("diff_vit_debug", **settings)
+    for layer, maps in zip(layer_maps(model, image), patch_maps(model, image).values(), strict=True):
+        assert maps.shape == (2, 3, 8, 8)
+        lam = layer.lam[:, 0].view(2, 1, 1)
+        torch.testing.assert_close(maps[:, 2], maps[:, 0] - lam * maps[:, 1])
+
+
+def test_wide_images_of_a_dynamic_model():
+    model = timm.create_model("diff_vit_debug", dynamic_img_size=True)
+    assert patch_maps(model, torch.randn(3, 16, 40))["blocks.0.attn"].shape == (2, 3, 4, 10)
+
+
+def test_models_and_inputs_that_cannot_be_shown(image):
+    with pytest.raises(ValueError, match=r"no attention layer of diffvision.nn saw the image in this VisionTransformer"):
+        layer_maps(timm.create_model("vit_tiny_patch16_224", img_size=32), image)
+    with pytest.raises(ValueError, match="ResNet has no timm vision transformer inside"):
+        patch_maps(timm.create_model("resnet10t"), image)
+    model = timm.create_model("diff_vit_debug")
+    with pytest.raises(ValueError, match="either an image or a text"):
+        layer_maps(model)
+    with pytest.raises(ValueError, match="got a batch of 2"):
+        layer_maps(model, torch.randn(2, 3, 32, 32))
+    with pytest.raises(ValueError, match="has no encode_text"):
+        layer_maps(model, text=torch.zeros(1, 32, dtype=torch.int64))

@@ -1,0 +1,44 @@
+"""Lambda by layer."""
+
+import open_clip
+import pytest
+import timm
+import torch
+
+import diffvision  # noqa: F401  (registers the models)
+from diffvision.analysis import layer_lambdas
+
+
+def test_v1_from_its_parameters():
+    model = timm.create_model("diff_vit_debug", depth=2)
+    with torch.no_grad():
+        for block, first in zip(model.blocks, (0.1, 0.2), strict=True):
+            for vector in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                getattr(block.attn, vector).zero_()
+            block.attn.lambda_q1[0] = first
+            block.attn.lambda_k1[0] = 1.0
+    found = layer_lambdas(model)
+    assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
+    expected = [
+        torch.tensor(f).exp().item() - 1 + b.attn.lambda_init for f, b in zip((0.1, 0.2), model.blocks, strict=True)
+    ]
+    assert list(found.values()) == pytest.approx(expected)
+
+
+def test_v2_over_a_batch():
+    model = open_clip.create_model("DiffCLIP-V2-debug")
+    with torch.no_grad():
+        for block in model.visual.trunk.blocks:
+            block.attn.lambda_proj.weight.zero_()
+    batch = {"image": torch.randn(2, 3, 32, 32), "text": torch.randint(1, 99, (2, 32))}
+    found = layer_lambdas(model, batch)
+    assert len(found) == 6
+    assert [found[f"visual.trunk.blocks.{i}.attn"] for i in range(4)] == [0.5] * 4
+    assert all(0 < value < 1 for value in found.values())
+    assert set(layer_lambdas(model, {"image": batch["image"]})) == {name for name in found if "visual" in name}
+    with pytest.raises(ValueError, match=r"visual.trunk.blocks.3.attn depends on the token: give a batch"):
+        layer_lambdas(model)
+
+
+def test_models_without_lambda():
+    assert layer_lambdas(open_clip.create_model("CLIP-debug")) == {}

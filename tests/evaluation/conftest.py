@@ -1,0 +1,103 @@
+"""A folder of images in memory, and a model whose features are known."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+
+@dataclass
+class MemoryFolder:
+    """What the evaluations ask of an `EvaluationFolder`; images are grey, of the value given."""
+
+    task: str
+    rows: dict[str, list]  # split -> (grey value, label or captions)
+    name: str = "memory"
+    classnames: list[str] | None = None
+    templates: list[str] | None = None
+    path: str = "memory"
+    reads: list[str] = field(default_factory=list)
+
+    @property
+    def splits(self):
+        return list(self.rows)
+
+    def batches(self, transform, *, split="test", batch_size=64, num_workers=0, rank=0, world_size=1):
+        self.reads.append(split)
+        rows = self.rows[split]
+        start, stop = (len(rows) * r // world_size for r in (rank, rank + 1))
+        for first in range(start, stop, batch_size):
+            own = rows[first : min(first + batch_size, stop)]
+            image = torch.stack([transform(Image.new("RGB", (8, 8), (grey,) * 3)) for grey, _ in own])
+            if self.task == "zero_shot":
+                yield {"image": image, "label": torch.tensor([label for _, label in own])}
+            else:
+                yield {"image": image, "captions": [captions for _, captions in own]}
+
+
+class Circle(nn.Module):
+    """Features on a circle: an image's by its grey value, a text's by the number in it (both 0..255)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.eye(2))
+        self.tower = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2))
+
+    def encode_image(self, image):
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        return self._on_circle(image.mean(dim=(1, 2, 3)) * 255)
+
+    def encode_text(self, tokens):
+        return self._on_circle(tokens[:, 0].float())
+
+    def _on_circle(self, value):
+        angle = value * torch.pi / 256
+        return torch.stack([angle.cos(), angle.sin()], dim=1) @ self.scale
+
+
+@pytest.fixture
+def circle():
+    return Circle()
+
+
+@pytest.fixture
+def to_tensor():
+    return lambda image: torch.tensor(list(image.get_flattened_data()), dtype=torch.float32).T.reshape(3, 8, 8) / 255
+
+
+@pytest.fixture
+def numbers():
+    """A tokenizer of one token: the number that a text ends with."""
+    return lambda texts: torch.tensor([[int(text.split()[-1])] for text in texts])
+
+
+@pytest.fixture
+def classified():
+    """Three classes at 10, 100 and 200; one image of eight is nearest to another's."""
+    greys = [(12, 0), (20, 0), (90, 1), (110, 1), (120, 1), (190, 2), (210, 2), (60, 0)]
+    return MemoryFolder(
+        "zero_shot",
+        {"train": [(grey + shift, label) for grey, label in greys[:7] for shift in range(6)], "test": greys},
+        classnames=["10", "100", "200"],
+        templates=["a grey of {c}", "{c}"],
+    )
+
+
+@pytest.fixture
+def captioned():
+    rows = [(10, ["grey 12", "about 18"]), (100, ["grey 99"]), (200, ["grey 201", "grey 101", "grey 190"])]
+    return MemoryFolder("retrieval", {"test": rows})
+
+
+@pytest.fixture
+def swapped():
+    rows = [(10, ["grey 12", "grey 90"]), (100, ["grey 99", "grey 10"]), (200, ["grey 20", "grey 190"])]
+    return MemoryFolder("composition", {"test": rows})
+
+
+@pytest.fixture
+def memory_folder():
+    return MemoryFolder

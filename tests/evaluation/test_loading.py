@@ -1,0 +1,128 @@
+"""Models by name with weights of every origin."""
+
+import argparse
+
+import open_clip
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from diffvision.evaluation.loading import load, read_checkpoint
+
+NAME = "DiffCLIP-debug"
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(1)
+    return open_clip.create_model(NAME)
+
+
+def same(model, other):
+    state = other.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def lightning_checkpoint(model, about=None):
+    state = {f"model.{key}": value for key, value in model.state_dict().items()}
+    return {"pytorch-lightning_version": "2.6.6", "state_dict": state, "epoch": 3, "diffvision": about or {}}
+
+
+def test_open_clip_by_name_without_weights():
+    loaded = load("CLIP-debug")
+    assert not loaded.model.training
+    assert loaded.tokenizer(["a dog"]).shape == (1, 32)
+
+
+@pytest.mark.parametrize("layout", ["plain", "open_clip", "safetensors"])
+def test_open_clip_files(tmp_path, trained, layout):
+    path = tmp_path / ("weights.safetensors" if layout == "safetensors" else "weights.pt")
+    if layout == "safetensors":
+        safetensors.torch.save_file(trained.state_dict(), path)
+    elif layout == "open_clip":  # as open_clip_train writes it, from a DDP run
+        state = {f"module.{key}": value for key, value in trained.state_dict().items()}
+        torch.save({"epoch": 1, "name": "run", "state_dict": state, "optimizer": {}}, path)
+    else:
+        torch.save(trained.state_dict(), path)
+    assert same(load(NAME, str(path)).model, trained)
+
+
+def test_open_clip_local_directory(tmp_path, trained):
+    import json
+
+    config = {"model_cfg": open_clip.get_model_config(NAME), "preprocess_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(trained.state_dict(), tmp_path / "open_clip_model.safetensors")
+    loaded = load(f"local-dir:{tmp_path}")
+    assert same(loaded.model, trained)
+    assert tuple(loaded.transform.transforms[-1].mean) == (0.1, 0.2, 0.3)
+
+
+def test_training_run_with_its_preprocessing(tmp_path, trained):
+    path = tmp_path / "last.ckpt"
+    kept = {"mean": [0.485, 0.456, 0.406], "std": [0.2, 0.2, 0.2], "size": (32, 32), "interpolation": "bilinear"}
+    torch.save(lightning_checkpoint(trained, {"model": NAME, "preprocess": kept}), path)
+    loaded = load(NAME, path)
+    assert same(loaded.model, trained)
+    assert tuple(loaded.transform.transforms[-1].mean) == (0.485, 0.456, 0.406)
+    assert "bilinear" in str(loaded.transform)
+    other = load(NAME, path, preprocess={"mean": [0.0, 0.0, 0.0]})  # what the caller says comes first
+    assert tuple(other.transform.transforms[-1].mean) == (0.0, 0.0, 0.0)
+    assert tuple(other.transform.transforms[-1].std) == (0.2, 0.2, 0.2)
+    with pytest.raises(ValueError, match="is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
+        load("CLIP-debug", path)
+
+
+def test_compiled_training_run(tmp_path, trained):
+    path = tmp_path / "last.ckpt"
+    content = lightning_checkpoint(trained)
+    content["state_dict"] = {
+        key.replace("model.", "model._orig_mod."): value for key, value in content["state_dict"].items()
+    }
+    torch.save(content, path)
+    assert same(load(NAME, path).model, trained)
+
+
+def test_timm_by_name_and_averaged_weights(tmp_path):
+    model = timm.create_model("diff_vit_debug", num_classes=7)
+    path = tmp_path / "model.pth"
+    ema = {key: value + 1 for key, value in model.state_dict().items()}
+    torch.save({"arch": "diff_vit_debug", "state_dict": model.state_dict(), "state_dict_ema": ema}, path)
+    loaded = load("diff_vit_debug", path, preprocess={"mean": [0.1, 0.2, 0.3]})
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(loaded.model.state_dict(), ema)  # and as many classes as it was trained with
+    assert "0.1000, 0.2000, 0.3000" in str(loaded.transform)
+
+
+def test_names_that_nobody_knows(tmp_path):
+    with pytest.raises(
+        ValueError, match="neither OpenCLIP nor timm knows a model 'DiffCLIP-debugg'; near it: DiffCLIP"
+    ):
+        load("DiffCLIP-debugg")
+    with pytest.raises(FileNotFoundError, match="no checkpoint file"):
+        load(NAME, str(tmp_path / "none.pt"))
+    with pytest.raises(ValueError, match=r"'laion2b' is neither a file nor pretrained weights .* it has no pretrained"):
+        load(NAME, "laion2b")
+    with pytest.raises(ValueError, match="its pretrained weights are openai"):
+        load("ViT-B-32", "laion9")
+    with pytest.raises(ValueError, match="it has no pretrained weights"):
+        load("diff_vit_debug", "in1k")
+    with pytest.raises(ValueError, match="preprocess has size: it takes mean, std"):
+        load(NAME, preprocess={"size": 3})
+
+
+def test_files_that_cannot_be_used(tmp_path, trained):
+    path = tmp_path / "weights.pt"
+    torch.save({"state_dict": trained.state_dict(), "args": argparse.Namespace(lr=1)}, path)
+    with pytest.raises(ValueError, match=r"holds Python objects beside its tensors.*save its state_dict alone"):
+        load(NAME, path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged or no checkpoint"):
+        load(NAME, path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(ValueError, match="holds no tensors by name"):
+        read_checkpoint(path)
+    torch.save(lightning_checkpoint(open_clip.create_model("CLIP-debug")), path)
+    with pytest.raises(ValueError, match=r"does not fit the model .* Missing key"):
+        load(NAME, path)

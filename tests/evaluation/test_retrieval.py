@@ -1,0 +1,86 @@
+"""Recall on matrices written by hand, against its definition on the whole matrix, and in chunks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.retrieval import recalls
+from diffvision.evaluation.suite import evaluate
+
+
+def by_definition(images, texts, owner, k):
+    """From the whole matrix: a query is found if any relevant candidate is among its k best."""
+    scores = texts @ images.T
+    relevant = owner[:, None] == torch.arange(len(images))
+    best_images = torch.zeros_like(relevant).scatter(1, scores.topk(k, dim=1).indices, True)
+    best_texts = torch.zeros_like(relevant.T).scatter(1, scores.T.topk(k, dim=1).indices, True)
+    return (best_images & relevant).any(1).float().mean(), (best_texts & relevant.T).any(1).float().mean()
+
+
+def test_two_images_three_texts_by_hand():
+    images = torch.eye(2)
+    #                      right              nearer to image 1   right
+    texts = torch.tensor([[1.0, 0.0], [0.3, 0.9], [0.0, 0.8]])
+    owner = torch.tensor([0, 0, 1])
+    metrics = recalls(images, texts, owner, [1, 2, 3])
+    assert metrics["image_retrieval_recall@1"] == pytest.approx(2 / 3)
+    assert metrics["image_retrieval_recall@2"] == 1.0
+    # image 0 finds text 0 first; image 1 finds text 1 first, which is image 0's, then its own
+    assert metrics["text_retrieval_recall@1"] == 0.5
+    assert metrics["text_retrieval_recall@2"] == 1.0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_against_the_definition_whatever_the_chunk(chunk):
+    images = F.normalize(torch.randn(40, 6), dim=1)
+    owner = torch.arange(40).repeat_interleave(torch.randint(1, 6, (40,)))
+    texts = F.normalize(images[owner] + 0.7 * torch.randn(len(owner), 6), dim=1)
+    metrics = recalls(images, texts, owner, [1, 5, 10], chunk=chunk)
+    for k in (1, 5, 10):
+        of_images, of_texts = by_definition(images, texts, owner, k)
+        assert metrics[f"image_retrieval_recall@{k}"] == pytest.approx(of_images.item())
+        assert metrics[f"text_retrieval_recall@{k}"] == pytest.approx(of_texts.item())
+
+
+def test_equal_scores_are_ordered_as_topk_orders_them():
+    images = torch.ones(6, 2)  # all scores are equal
+    texts = torch.ones(9, 2)
+    owner = torch.arange(6).repeat_interleave(torch.tensor([1, 2, 1, 2, 1, 2]))
+    metrics = recalls(images, texts, owner, [1, 3])
+    for k in (1, 3):
+        of_images, of_texts = by_definition(images, texts, owner, k)
+        assert metrics[f"image_retrieval_recall@{k}"] == pytest.approx(of_images.item())
+        assert metrics[f"text_retrieval_recall@{k}"] == pytest.approx(of_texts.item())
+
+
+def test_more_asked_than_there_are():
+    assert set(recalls(torch.eye(3), torch.eye(3).flip(0), torch.arange(3), [3, 10]).values()) == {1.0}
+
+
+def test_never_more_rows_than_asked(monkeypatch):
+    sizes = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda scores, *a, **k: sizes.append(scores.shape) or topk(scores, *a, **k)
+    )
+    recalls(torch.randn(50, 4), torch.randn(90, 4), torch.arange(90) % 50, [1], chunk=16)
+    assert max(rows for rows, _ in sizes) == 16
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_retrieval_of_a_known_model(circle, to_tensor, numbers, captioned, batch_size):
+    metrics = evaluate(
+        circle,
+        captioned,
+        transform=to_tensor,
+        tokenizer=numbers,
+        batch_size=batch_size,
+        options=Options(recall_k=(1, 10)),
+    )
+    assert metrics == {
+        "retrieval/memory/image_retrieval_recall@1": 5 / 6,  # "grey 101" belongs to the image of grey 200
+        "retrieval/memory/text_retrieval_recall@1": 1.0,
+        "retrieval/memory/image_retrieval_recall@10": 1.0,
+        "retrieval/memory/text_retrieval_recall@10": 1.0,
+    }

@@ -1,0 +1,109 @@
+"""The table of evaluations: which task runs on which folder, and what is printed and written."""
+
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.suite import EVALUATIONS, evaluate, expand, plan, records, table, write_records
+
+METRICS = {
+    "zero_shot/digits/acc1": 0.5,
+    "zero_shot/digits/acc5": math.nan,
+    "retrieval/digits/image_retrieval_recall@5": 0.25,
+    "fewshot_k/digits/lp_acc1": 0.75,
+    "fewshot_k/digits/fewshot_k": 5,
+}
+
+
+def test_groups_and_repetitions():
+    assert expand(["few_shot", "zero_shot", "fewshot_k"]) == ["fewshot_k", "fewshot_episodes", "zero_shot"]
+    with pytest.raises(ValueError, match="unknown task 'zeroshot': choose among zero_shot, retrieval"):
+        expand(["zeroshot"])
+
+
+def test_a_task_that_does_not_fit_the_folder(circle, to_tensor, captioned):
+    with pytest.raises(
+        ValueError, match="'memory' is for retrieval: it cannot be used for zero_shot, only for retrieval"
+    ):
+        evaluate(circle, captioned, ["zero_shot"], transform=to_tensor)
+
+
+def test_tasks_find_their_folders(classified, captioned, swapped):
+    folders = [classified, captioned, swapped]
+    assert [names for _, names in plan(folders, None, Options())] == [["zero_shot"], ["retrieval"], ["composition"]]
+    planned = plan(folders, ["retrieval", "linear_probe"], Options())
+    assert [(folder.task, names) for folder, names in planned] == [
+        ("zero_shot", ["linear_probe"]),
+        ("retrieval", ["retrieval"]),
+    ]
+
+
+def test_what_is_refused_before_anything_runs(classified, captioned, memory_folder):
+    with pytest.raises(ValueError, match="no evaluation folder found"):
+        plan([], None, Options())
+    with pytest.raises(
+        ValueError, match=r"no folder fits composition: found memory \(zero_shot\), memory \(retrieval\)"
+    ):
+        plan([classified, captioned], ["zero_shot", "composition"], Options())
+    with pytest.raises(ValueError, match="has no split train, which linear_probe needs: it has test"):
+        plan([memory_folder("zero_shot", {"test": []})], ["linear_probe"], Options())
+    with pytest.raises(ValueError, match="two zero_shot folders are named 'memory'"):
+        plan([classified, classified], None, Options())
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(ValueError, match="recall_k is 0: give a number of at least 1"):
+        Options(recall_k=(1, 0))
+    with pytest.raises(ValueError, match="chunk is -1"):
+        Options(chunk=-1)
+    with pytest.raises(ValueError, match="recall_k is empty"):
+        Options(recall_k=())
+    with pytest.raises(ValueError, match="probe_cost is -1"):
+        Options(probe_cost=-1.0)
+
+
+def test_precision_is_checked(circle, to_tensor, classified):
+    with pytest.raises(ValueError, match="precision is 'fp8': choose fp32, bf16, fp16"):
+        evaluate(circle, classified, transform=to_tensor, precision="fp8")
+
+
+def test_records_have_clip_benchmarks_shape():
+    rows = records(METRICS, model="DiffCLIP-debug", pretrained="runs/last.ckpt")
+    assert rows[0] == {
+        "dataset": "digits",
+        "model": "DiffCLIP-debug",
+        "pretrained": "runs/last.ckpt",
+        "task": "zeroshot_classification",
+        "metrics": {"acc1": 0.5, "acc5": None},
+        "language": "en",
+    }
+    assert [row["task"] for row in rows] == ["zeroshot_classification", "zeroshot_retrieval", "linear_probe"]
+    assert all(evaluation.record for evaluation in EVALUATIONS.values())
+
+
+def test_records_as_one_file_or_as_many(tmp_path):
+    rows = records(METRICS, model="DiffCLIP-debug", pretrained="runs/last.ckpt")
+    write_records(rows, tmp_path / "new" / "all.json")
+    assert json.loads((tmp_path / "new" / "all.json").read_text()) == rows
+    write_records(rows, tmp_path / "each")
+    names = sorted(path.name for path in (tmp_path / "each").iterdir())
+    assert names == [
+        "digits_last.ckpt_DiffCLIP-debug_en_linear_probe_fewshot_k5.json",
+        "digits_last.ckpt_DiffCLIP-debug_en_zeroshot_classification.json",
+        "digits_last.ckpt_DiffCLIP-debug_en_zeroshot_retrieval.json",
+    ]
+    assert json.loads((tmp_path / "each" / names[1]).read_text()) == rows[0]
+
+
+def test_table_shows_every_metric_once():
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table(METRICS, "DiffCLIP-debug"))
+    text = shown.get()
+    assert text.count("zero_shot") == 1
+    assert "image_retrieval_recall@5" in text
+    assert "0.2500" in text
+    assert "nan" in text
