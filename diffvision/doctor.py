@@ -115,7 +115,7 @@ def conflicts(installed: dict[str, str | None]) -> list[Finding]:
         found.append(
             Finding(
                 False,
-                "open_clip_train 3.3 fails with webdataset above 0.2.86 (KeyError 'fname'): use `diffvision fit`, or run "
+                "open_clip_train 3.3 fails with webdataset above 0.2.86 (KeyError): use `diffvision fit`, or run "
                 "it in an environment of its own; do not install open_clip_torch[training] here, which pins webdataset",
             )
         )

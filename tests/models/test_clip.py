@@ -246,7 +246,7 @@ def test_create_model_and_transforms(name):
     assert preprocess_train(picture).shape == preprocess(picture).shape == (3, 32, 32)
     assert model.visual.preprocess_cfg["mean"] == open_clip.OPENAI_DATASET_MEAN
     text = open_clip.get_tokenizer(name)(["a red seven", "two"])
-    assert text.shape == (2, 32)
+    assert text.shape == (2, 24)
     image_features, text_features, scale = model(preprocess(picture)[None], text)
     assert image_features.shape == (1, 64)
     assert text_features.shape == (2, 64)
@@ -344,7 +344,7 @@ def test_intermediate_features():
     output = model.forward_intermediates(image, text, text_indices=2)
     torch.testing.assert_close(output["text_features"], model.encode_text(text, normalize=True))
     torch.testing.assert_close(output["image_features"], model.encode_image(image, normalize=True))
-    assert [features.shape for features in output["text_intermediates"]] == [(3, 32, 64)] * 2
+    assert [features.shape for features in output["text_intermediates"]] == [(3, 24, 64)] * 2
 
 
 @pytest.mark.parametrize("name", DEBUG)
