@@ -1,0 +1,26 @@
+"""What a batch is: the keys, shapes and dtypes that cross from the data room to training and evaluation."""
+
+from typing import TypedDict
+
+from torch import Tensor
+
+
+class ImageTextBatch(TypedDict):
+    """Images and their captions as token ids, for contrastive training."""
+
+    image: Tensor  # [B, 3, height, width] float
+    text: Tensor  # [B, context length] int64
+
+
+class ImageLabelBatch(TypedDict):
+    """Images and their class numbers, for classification and zero-shot evaluation."""
+
+    image: Tensor  # [B, 3, height, width] float
+    label: Tensor  # [B] int64
+
+
+class RetrievalBatch(TypedDict):
+    """Images with every caption of each; where one caption is right and the others wrong, the right one is first."""
+
+    image: Tensor  # [B, 3, height, width] float
+    captions: list[list[str]]

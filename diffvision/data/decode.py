@@ -1,0 +1,155 @@
+"""Bytes of a member -> image, caption or label, or a `BadSample` that says why not.
+
+An allow-list throughout: three image formats, UTF-8 text, JSON, integers. Nothing is ever unpickled, and sizes are
+bounded before anything is decoded.
+"""
+
+import codecs
+import html
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
+MAX_PIXELS = 64_000_000
+MAX_IMAGE_BYTES = 128 << 20
+MAX_CAPTION = 1000
+"""Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
+MAX_JSON_BYTES = 1 << 20
+BACKGROUND = (255, 255, 255)
+"""What shows through where an image is transparent: white."""
+
+
+class BadSample(Exception):
+    """A sample that cannot be used; `str()` of it is the reason under which it is counted."""
+
+
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """A JPEG, PNG or WebP as an upright 8-bit RGB image; the first frame of an animation.
+
+    Transparent parts show white, 16-bit and floating grey is rescaled rather than clipped, EXIF orientation is applied.
+    """
+    with _pil_errors():
+        image = open_image(data, max_pixels)
+        image.load()
+        return to_rgb(_upright(image))
+
+
+def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image with only its header read: format and size are known and allowed."""
+    if not data:
+        raise BadSample("empty image")
+    with _pil_errors():
+        image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    if image.width * image.height > max_pixels:
+        raise BadSample("image too large")
+    return image
+
+
+@contextmanager
+def _pil_errors() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PIL: damaged EXIF, palettes, and sizes, which are checked here
+            yield
+    except BadSample:
+        raise
+    except Image.UnidentifiedImageError:
+        raise BadSample("not a JPEG, PNG or WebP image") from None
+    except Image.DecompressionBombError:
+        raise BadSample("image too large") from None
+    except Exception as error:  # PIL's decoders raise nearly anything on damaged data
+        raise BadSample("truncated image" if "truncated" in str(error) else "damaged image") from None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # unreadable EXIF says nothing about the orientation
+        return image
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any PIL image as 8-bit RGB, see `decode_image`."""
+    if image.mode.startswith("I") or image.mode == "F":
+        return _rescaled(image).convert("RGB")
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        layered = image.convert("RGBA")
+        flat = Image.new("RGB", image.size, BACKGROUND)
+        flat.paste(layered, mask=layered.getchannel("A"))
+        return flat
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _rescaled(image: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits to 8: by the range of 16 bits where the values fit it, else by their own range."""
+    values = np.asarray(image).astype(np.float64)
+    low, high = 0.0, 65535.0
+    if image.mode == "F" or values.min() < low or values.max() > high:
+        finite = values[np.isfinite(values)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+        values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    scaled = (values - low) * (255.0 / max(high - low, 1e-12))
+    return Image.fromarray(np.rint(scaled.clip(0, 255)).astype(np.uint8), mode="L")
+
+
+def decode_text(data: bytes, *, cut: bool = False) -> str:
+    """UTF-8 text; `cut` says that the bytes may end in the middle of a character."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=not cut)
+    except UnicodeDecodeError:
+        raise BadSample("caption not UTF-8") from None
+    return text.replace("\0", " ")
+
+
+def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
+    """One caption, bounded and stripped, with the tokenizer's own marks disarmed."""
+    caption = _disarmed(text.strip()[:max_chars]).strip()
+    if not caption:
+        raise BadSample("empty caption")
+    return caption
+
+
+_MARKS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)>", re.IGNORECASE)
+
+
+def _disarmed(text: str) -> str:
+    """Text in which no tokenizer mark can appear: CLIP's tokenizer undoes HTML escapes, then takes the marks for its
+    own, so that a caption could choose where its features are read."""
+    plain = text
+    for _ in range(3):
+        if "&" not in plain:
+            break
+        plain = html.unescape(plain)
+    return _MARKS.sub(r"\1", plain) if _MARKS.search(plain) else text
+
+
+def json_field(data: bytes, field: str) -> str | list[str]:
+    """The caption, or list of captions, in a field of a JSON object."""
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadSample("damaged JSON") from None
+    value = record.get(field) if isinstance(record, dict) else None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(caption, str) for caption in value):
+        return value
+    raise BadSample(f"no caption in JSON field {field!r}")
+
+
+def decode_label(data: bytes) -> int:
+    """A class number written in decimal."""
+    try:
+        label = int(data[:32])
+    except ValueError:
+        raise BadSample("label is not a number") from None
+    if label < 0:
+        raise BadSample("label is negative")
+    return label

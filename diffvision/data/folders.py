@@ -1,0 +1,179 @@
+"""Evaluation data in CLIP_benchmark's layout: every sample once, in order, none left over.
+
+    FOLDER/
+        classnames.txt  zeroshot_classification_templates.txt     for classification; templates hold {c}
+        dataset_type.txt                                          "retrieval" where samples have captions
+        test/nshards.txt  test/0.tar  ...                         and other splits beside it
+
+A folder called `composition`, or with that word in dataset_type.txt, has for each image its right caption and then
+wrong ones.
+"""
+
+from collections.abc import Iterator
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from diffvision.data.order import Order, SequentialOrder
+from diffvision.data.report import Limits, Report
+from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, Retrieval, SampleKind, Tokenizer, Transform
+from diffvision.data.shards import BatchReader, Request, as_is
+from diffvision.data.storage import ShardSet
+
+TASKS = ("zero_shot", "retrieval", "composition")
+_MAX_DEPTH = 3
+
+
+class EvaluationFolder:
+    """One evaluation data set.
+
+    Attributes:
+        name: the folder's name, or its parent's where it is called after its task.
+        task: "zero_shot", "retrieval" or "composition": what its samples are for.
+        classnames, templates: lines of the text files; empty where there are none.
+        splits: the splits it has, such as ["test", "train"].
+        transform, tokenizer: what `bound` gave; defaults for `batches`.
+
+    Raises:
+        ValueError: no split with shards there, or a kind of data set that is not known.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.splits = _splits(self.path)
+        if not self.splits:
+            raise ValueError(f"{path} is no evaluation folder: no split such as test/ with nshards.txt and 0.tar")
+        kind = " ".join(_lines(self.path / "dataset_type.txt")).lower() or "classification"
+        if kind not in ("classification", "retrieval", "composition"):
+            raise ValueError(
+                f"{self.path}/dataset_type.txt says {kind!r}: only classification, retrieval and composition are read"
+            )
+        own = self.path.resolve()
+        if kind == "classification":
+            self.task = "zero_shot"
+        else:
+            self.task = "composition" if "composition" in (kind, own.name) else "retrieval"
+        self.name = own.parent.name if own.name in TASKS else own.name
+        self.classnames = _lines(self.path / "classnames.txt")
+        self.templates = _lines(self.path / "zeroshot_classification_templates.txt")
+        self.transform: Transform | None = None
+        self.tokenizer: Tokenizer | None = None
+
+    def __repr__(self) -> str:
+        return f"EvaluationFolder({str(self.path)!r}, task={self.task!r})"
+
+    def bound(self, transform: Transform | None, tokenizer: Tokenizer | None = None) -> "EvaluationFolder":
+        """The same folder with a model's preprocessing."""
+        folder = copy(self)
+        folder.transform, folder.tokenizer = transform, tokenizer
+        return folder
+
+    def batches(
+        self,
+        transform: Transform | None = None,
+        *,
+        split: str = "test",
+        batch_size: int = 64,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        limits: Limits | None = None,
+    ) -> "EvaluationLoader":
+        """`ImageLabelBatch`es of a zero_shot folder, `RetrievalBatch`es of the others."""
+        if split not in self.splits:
+            raise ValueError(f"{self.path} has no split {split!r}: it has {', '.join(self.splits)}")
+        transform = transform or self.transform
+        if transform is None:
+            raise ValueError(f"no transform for the images of {self.path}: give one, or use bound()")
+        image = ImageMember(transform)
+        kind = ImageLabel(image) if self.task == "zero_shot" else Retrieval(image, CaptionMember())
+        shards = ShardSet(self.path / split)
+        return EvaluationLoader(shards, kind, batch_size, num_workers, rank, world_size, limits)
+
+
+class EvaluationLoader:
+    """Batches of a set of shards in order, each sample exactly once over all ranks; the last batch may be smaller.
+
+    Rank r of w has the r-th of w contiguous parts, so putting the ranks' results one after another keeps the order.
+    Bad samples are left out and counted in `report`, which is of this rank's part.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        kind: SampleKind,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        limits: Limits | None = None,
+    ) -> None:
+        if batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"batch_size {batch_size}, rank {rank} of {world_size}: need >= 1, and rank < ranks")
+        self.batch_size, self.limits = batch_size, limits or Limits()
+        start, stop = (len(shards) * r // world_size for r in (rank, rank + 1))
+        firsts = range(start, stop, batch_size)
+        self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
+        self._samples = stop - start
+        self.report = Report(self._samples)
+        order = partial(_sequential, shards.counts)
+        self._loader = DataLoader(
+            BatchReader(shards, kind, order, limits=self.limits),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=min(num_workers, len(self._requests)),
+            collate_fn=as_is,
+        )
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.report = Report(self._samples)
+        for batch, tally in self._loader:
+            self.report.add(tally, self.limits)
+            if batch is not None:
+                yield batch
+
+
+def find_folders(path: str | Path) -> list[EvaluationFolder]:
+    """The path itself, or the evaluation folders up to three levels under it, by name.
+
+    Raises:
+        ValueError: there are none.
+    """
+    folders = list(_found(Path(path), _MAX_DEPTH))
+    if not folders:
+        raise ValueError(f"no evaluation folder at or under {path}: one has a split such as test/ with nshards.txt")
+    return folders
+
+
+def _found(path: Path, depth: int) -> Iterator[EvaluationFolder]:
+    if _splits(path):
+        yield EvaluationFolder(path)
+    elif depth and path.is_dir():
+        for child in sorted(path.iterdir()):
+            if child.is_dir() and not child.name.startswith("."):
+                yield from _found(child, depth - 1)
+
+
+def _splits(path: Path) -> list[str]:
+    """Subfolders with nshards.txt; those with 0.tar also count where the folder has one of the layout's text files."""
+    if not path.is_dir():
+        return []
+    told = [p.parent.name for p in path.glob("*/nshards.txt")]
+    if not told and any((path / name).is_file() for name in ("classnames.txt", "dataset_type.txt")):
+        told = [p.parent.name for p in path.glob("*/0.tar")]
+    return sorted(told)
+
+
+def _lines(path: Path) -> list[str]:
+    """Stripped lines, as CLIP_benchmark reads them: a blank one keeps its place, for classes are numbered by line."""
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _sequential(counts: Any, epoch: int) -> Order:
+    return SequentialOrder(counts)

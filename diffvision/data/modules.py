@@ -1,0 +1,167 @@
+"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from PIL.Image import Image
+from torchvision.transforms.functional import pil_to_tensor
+
+from diffvision.data.cache import ShardCache
+from diffvision.data.folders import EvaluationFolder, EvaluationLoader, find_folders
+from diffvision.data.report import Limits
+from diffvision.data.samples import IMAGE_KEYS, CaptionMember, ImageLabel, ImageMember, ImageText, SampleKind
+from diffvision.data.shards import ShardLoader
+from diffvision.data.storage import ShardSet
+
+
+class ImageTextData(pl.LightningDataModule):
+    """Image and caption pairs for contrastive training, evaluation folders for validation.
+
+    Args:
+        train: a directory of shards, tar files, a brace pattern, http(s), s3 or gs URLs, or a list of these.
+        batch_size: global, over all ranks.
+        evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
+        num_workers: processes that read and decode, on each rank.
+        seed: with the epoch, all there is to the order of the samples.
+        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
+        image_key: the member types that hold an image, the first found is taken.
+        caption_key: the member with the caption: "txt", or "json:FIELD".
+        window: shards shuffled together.
+        cache_bytes: room on local disk for remote and compressed shards.
+        transform, eval_transform, tokenizer: the model's; linked by the command line.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        batch_size: int,
+        evaluations: Sequence[str] = (),
+        *,
+        num_workers: int = 2,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        image_key: Sequence[str] = IMAGE_KEYS,
+        caption_key: str = "txt",
+        window: int = 16,
+        cache_bytes: int = 100 * 10**9,
+        transform: Any = None,  # a callable; not annotated as one, so that no configuration can name it
+        eval_transform: Any = None,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__()
+        self.train, self.batch_size, self.evaluations = train, batch_size, list(evaluations)
+        self.num_workers, self.seed, self.window, self.cache_bytes = num_workers, seed, window, cache_bytes
+        self.limits = Limits(max_bad_fraction)
+        self.image_key, self.caption_key = image_key, caption_key
+        self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
+
+    def train_dataloader(self) -> ShardLoader:
+        if self.tokenizer is None:
+            raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
+        image = ImageMember(self.transform or to_float, self.image_key)
+        kind = ImageText(image, CaptionMember(self.caption_key), self.tokenizer)
+        return _train_loader(self, kind)
+
+    def val_dataloader(self) -> "FolderLoader":
+        folders = [folder for path in self.evaluations for folder in find_folders(path)]
+        return FolderLoader([folder.bound(self.eval_transform or to_float, self.tokenizer) for folder in folders])
+
+
+class ImageLabelData(pl.LightningDataModule):
+    """Images and class numbers for classification; validation sees each sample of a split exactly once.
+
+    Args:
+        train: shards with an image and a `cls` member; see `ImageTextData`.
+        batch_size: global, over all ranks.
+        evaluation: an evaluation folder of CLIP_benchmark's layout, or shards.
+        split: which split of the evaluation folder.
+        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
+        transform, eval_transform: the model's; linked by the command line.
+        The others as in `ImageTextData`.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        batch_size: int,
+        evaluation: str | None = None,
+        *,
+        split: str = "test",
+        eval_batch_size: int | None = None,
+        num_workers: int = 2,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        image_key: Sequence[str] = IMAGE_KEYS,
+        label_key: str = "cls",
+        window: int = 16,
+        cache_bytes: int = 100 * 10**9,
+        transform: Any = None,
+        eval_transform: Any = None,
+    ) -> None:
+        super().__init__()
+        self.train, self.batch_size, self.evaluation, self.split = train, batch_size, evaluation, split
+        self.eval_batch_size, self.num_workers, self.seed = eval_batch_size, num_workers, seed
+        self.window, self.cache_bytes, self.limits = window, cache_bytes, Limits(max_bad_fraction)
+        self.image_key, self.label_key = image_key, label_key
+        self.transform, self.eval_transform = transform, eval_transform
+
+    def train_dataloader(self) -> ShardLoader:
+        return _train_loader(self, self._kind(self.transform))
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        if self.evaluation is None:
+            return []
+        rank, world_size = _rank_and_world(self)
+        try:
+            source = EvaluationFolder(self.evaluation).path / self.split
+        except ValueError:
+            source = self.evaluation  # type: ignore[assignment]  # not that layout: shards
+        shards = ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
+        batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
+        kind = self._kind(self.eval_transform)
+        return EvaluationLoader(shards, kind, batch_size, self.num_workers, rank, world_size, self.limits)
+
+    def _kind(self, transform: Any) -> ImageLabel:
+        return ImageLabel(ImageMember(transform or to_float, self.image_key), self.label_key)
+
+
+class FolderLoader:
+    """Evaluation folders, one at a time; every rank has all of them, and shares each one's samples with the others."""
+
+    def __init__(self, folders: list[EvaluationFolder]) -> None:
+        self.folders = folders
+
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def __iter__(self) -> Iterator[EvaluationFolder]:
+        return iter(self.folders)
+
+
+def to_float(image: Image) -> torch.Tensor:
+    """The image as it is: float [3, height, width] in 0..1. Batches need images of one size."""
+    return pil_to_tensor(image).float() / 255
+
+
+def _train_loader(data: ImageTextData | ImageLabelData, kind: SampleKind) -> ShardLoader:
+    rank, world_size = _rank_and_world(data)
+    loader = ShardLoader(
+        ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes)),
+        kind,
+        data.batch_size,
+        seed=data.seed,
+        num_workers=data.num_workers,
+        rank=rank,
+        world_size=world_size,
+        window=data.window,
+        limits=data.limits,
+    )
+    if data.trainer is not None:
+        loader.set_epoch(data.trainer.current_epoch)
+    return loader
+
+
+def _rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:
+    return (data.trainer.global_rank, data.trainer.world_size) if data.trainer is not None else (0, 1)

@@ -1,0 +1,115 @@
+"""What became of an epoch's samples: seen, skipped by reason, left over; and when there are too many bad ones."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class BadDataError(RuntimeError):
+    """Too many samples of a data set cannot be used."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When bad samples stop a run: more than this fraction of an epoch's samples, or this many in a row."""
+
+    max_bad_fraction: float = 0.01
+    max_bad_in_a_row: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise ValueError(f"max_bad_fraction is {self.max_bad_fraction}: it must lie between 0 and 1")
+        if self.max_bad_in_a_row < 1:
+            raise ValueError(f"max_bad_in_a_row is {self.max_bad_in_a_row}: it must be at least 1")
+
+
+@dataclass
+class Tally:
+    """What a worker tells of one batch, beside the batch: plain values, so that it crosses process borders cheaply."""
+
+    start: int
+    stop: int
+    bad: dict[int, tuple[str, str]] = field(default_factory=dict)  # place -> (reason, "shard: key")
+    substituted: int = 0
+    given_up: bool = False
+
+
+@dataclass
+class Report:
+    """One rank's account of one epoch: `seen + skipped + tail + before + remaining == total`, summed over ranks.
+
+    Attributes:
+        total: samples in the data set, of all ranks.
+        seen: samples delivered in their own place, by this rank.
+        skipped: bad samples in this rank's places, by reason.
+        substituted: good samples delivered a second time, in the place of a bad one.
+        tail: samples after the last whole global batch, left for other epochs (of all ranks).
+        before: samples consumed before the run was resumed (of all ranks).
+        examples: for each reason the first few samples, as "shard: key".
+    """
+
+    total: int
+    epoch: int = 0
+    tail: int = 0
+    before: int = 0
+    world_size: int = 1
+    seen: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    substituted: int = 0
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    in_a_row: int = 0
+
+    @property
+    def bad(self) -> int:
+        return sum(self.skipped.values())
+
+    @property
+    def remaining(self) -> int:
+        """Samples of all ranks that are still to come in this epoch."""
+        return self.total - self.tail - self.before - (self.seen + self.bad) * self.world_size
+
+    def add(self, tally: Tally, limits: Limits) -> None:
+        """Count one batch.
+
+        Raises:
+            BadDataError: when a limit is passed, with a summary.
+        """
+        for reason, example in tally.bad.values():
+            self.skipped[reason] += 1
+            shown = self.examples.setdefault(reason, [])
+            if len(shown) < 3:
+                shown.append(example)
+        self.seen += tally.stop - tally.start - len(tally.bad)
+        self.substituted += tally.substituted
+        longest = self._longest_run(tally)
+        share = (self.total - self.before) / self.world_size
+        if longest >= limits.max_bad_in_a_row or tally.given_up:
+            raise BadDataError(f"{longest} bad samples in a row, nothing good to take their place.\n{self.summary()}")
+        if self.bad > limits.max_bad_fraction * share:
+            limit = f"the limit is {limits.max_bad_fraction:.2%} of {share:,.0f} (max_bad_fraction)"
+            raise BadDataError(f"{self.bad} bad samples: {limit}.\n{self.summary()}")
+
+    def _longest_run(self, tally: Tally) -> int:
+        if not tally.bad:
+            self.in_a_row = 0
+            return 0
+        longest = 0
+        for place in range(tally.start, tally.stop):
+            self.in_a_row = self.in_a_row + 1 if place in tally.bad else 0
+            longest = max(longest, self.in_a_row)
+        return longest
+
+    def summary(self) -> str:
+        lines = [
+            f"epoch {self.epoch}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
+            f"{self.tail:,} left over, of {self.total:,}"
+        ]
+        for reason, count in self.skipped.most_common():
+            lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
+        counts = {"total": self.total, "seen": self.seen, "skipped": self.bad, "substituted": self.substituted}
+        counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
+        return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}

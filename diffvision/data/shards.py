@@ -1,0 +1,288 @@
+"""The one WebDataset pipeline: plan (order from seed and epoch) -> read -> decode -> batch, and an account of it all.
+
+Global batch i of an epoch is places i*B .. (i+1)*B-1 of the epoch's order, whatever the number of workers and ranks;
+rank r of w has the r-th of w equal slices of it. A bad sample's place is taken by the next good one of the places a
+whole number of global batches further on: no batch has a sample twice, and no rank needs to know of the others.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from diffvision.data.decode import BadSample
+from diffvision.data.order import Order, Sample, ShuffledOrder
+from diffvision.data.report import Limits, Report, Tally
+from diffvision.data.samples import SampleKind
+from diffvision.data.storage import ShardSet
+
+
+@dataclass(frozen=True)
+class Request:
+    """Places start..stop-1 of an epoch's order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+class BatchReader(Dataset):
+    """Request -> (batch or None, Tally). Map-style: a worker computes the order it needs by itself.
+
+    Args:
+        order: epoch -> Order.
+        stride: samples in a global batch, the step at which substitutes are looked for; None leaves bad samples out.
+        seed: with epoch and sample it seeds Python's, numpy's and torch's generators while the sample is made;
+            None leaves them alone.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        kind: SampleKind,
+        order: Callable[[int], Order],
+        *,
+        stride: int | None = None,
+        seed: int | None = None,
+        limits: Limits,
+    ) -> None:
+        self.shards, self.kind, self.stride, self.seed, self.limits = shards, kind, stride, seed, limits
+        self._make_order = order
+        self._order: tuple[int, Order] | None = None
+
+    def __getitem__(self, request: Request) -> tuple[Any, Tally]:
+        if self._order is None or self._order[0] != request.epoch:
+            self._order = (request.epoch, self._make_order(request.epoch))
+        order = self._order[1]
+        with _generators_restored(enabled=self.seed is not None and get_worker_info() is None):
+            return self._batch(order, request)
+
+    def _batch(self, order: Order, request: Request) -> tuple[Any, Tally]:
+        tally = Tally(request.start, request.stop)
+        items: dict[int, Any] = {}
+        in_a_row = 0
+        samples = order.samples(request.start, request.stop)
+        for place, sample in zip(range(request.start, request.stop), samples, strict=True):
+            try:
+                items[place] = self._item(sample, request.epoch)
+                in_a_row = 0
+            except BadSample as reason:
+                tally.bad[place] = (str(reason), self.shards.describe(sample))
+                in_a_row += 1
+                if in_a_row >= self.limits.max_bad_in_a_row:
+                    tally.stop, tally.given_up = place + 1, True
+                    return None, tally
+        if self.stride is not None:
+            for place in tally.bad:
+                if (item := self._substitute(order, place, request.epoch)) is None:
+                    tally.given_up = True
+                    return None, tally
+                items[place] = item
+                tally.substituted += 1
+        batch = self.kind.collate([items[place] for place in sorted(items)]) if items else None
+        return batch, tally
+
+    def _substitute(self, order: Order, place: int, epoch: int) -> Any:
+        """The next good sample of the places that share this one's slot in other batches; None if there is none."""
+        assert self.stride is not None
+        slot = range(place % self.stride, len(order), self.stride)
+        own = place // self.stride
+        for step in range(1, min(len(slot), self.limits.max_bad_in_a_row + 1)):
+            other = slot[(own + step) % len(slot)]
+            try:
+                return self._item(order.samples(other, other + 1)[0], epoch)
+            except BadSample:
+                continue
+        return None
+
+    def _item(self, sample: Sample, epoch: int) -> Any:
+        members = self.shards.members(sample)
+        if self.seed is not None:
+            _seed_generators(self.seed, epoch, sample)
+        try:
+            return self.kind.decode(members)
+        except BadSample:
+            raise
+        except Exception as error:
+            error.add_note(f"while making the sample {self.shards.describe(sample)}")
+            raise
+
+
+class ShardLoader:
+    """Training batches from shards: exact order, true length, resumable at any batch, on other ranks and workers too.
+
+    Iterating gives one epoch and moves on to the next; `set_epoch` chooses another. A batch counts as consumed when it
+    is handed out, so `state_dict()` taken after a training step resumes with the next one, on every rank alike.
+
+    Args:
+        shards: what to read.
+        kind: what to make of each sample.
+        batch_size: samples of a global batch, over all ranks; each rank gets batch_size / world_size of them.
+        seed: with the epoch, all there is to the order; with epoch and sample, all there is to augmentation.
+        num_workers: processes that read and decode; 0 does it in this one.
+        window: shards shuffled together, see `order.ShuffledOrder`.
+
+    Raises:
+        ValueError: a batch size that ranks cannot share or that is larger than the data set; a state of another run.
+        BadDataError: while iterating, when there are too many bad samples.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        kind: SampleKind,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        num_workers: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        window: int = 16,
+        limits: Limits | None = None,
+    ) -> None:
+        if batch_size < 1 or batch_size % world_size:
+            raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
+        if len(shards) < batch_size:
+            raise ValueError(f"the shards hold {len(shards)} samples: fewer than one global batch of {batch_size}")
+        self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
+        self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
+        self._position = (0, 0)  # epoch, batches consumed
+        self._resume = False  # whether the next iteration starts there rather than at the epoch's begin
+        self.order = partial(ShuffledOrder, shards.counts, seed, window=window)  # epoch -> order
+        self.report = self._new_report(0, 0)
+        reader = BatchReader(shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits)
+        self._requests = _Requests(self)
+        self._loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=num_workers,
+            collate_fn=as_is,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def __len__(self) -> int:
+        """Batches in an epoch: the same on every rank."""
+        return len(self.shards) // self.batch_size
+
+    @property
+    def sampler(self) -> "ShardLoader":
+        """Itself: Lightning calls `set_epoch` of a loader's sampler."""
+        return self
+
+    @property
+    def epoch(self) -> int:
+        return self._position[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration gives. A restored place in this very epoch stays."""
+        if epoch != self._position[0]:
+            self._position, self._resume = (epoch, 0), False
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first = self._position
+        if not self._resume:
+            first = 0
+        self._position, self._resume = (epoch, first), False
+        self.report = report = self._new_report(epoch, first)
+        self._requests.epoch, self._requests.first = epoch, first
+        for number, (batch, tally) in enumerate(self._loader, start=first):
+            report.add(tally, self.limits)
+            self._position = (epoch, number + 1) if number + 1 < len(self) else (epoch + 1, 0)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, consumed = self._position
+        return {"epoch": epoch, "batches_consumed": consumed} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now; the order of samples would "
+                    "not be the same. Restore it, or start a new run from the weights alone"
+                )
+        self._position, self._resume = (int(state["epoch"]), int(state["batches_consumed"])), True
+
+    def _identity(self) -> dict[str, Any]:
+        """What an epoch's batches follow from, beside epoch and augmentation."""
+        return {
+            "format": 1,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "window": self.window,
+            "samples": len(self.shards),
+            "shards": self.shards.fingerprint,
+        }
+
+    def _new_report(self, epoch: int, first: int) -> Report:
+        total = len(self.shards)
+        before = first * self.batch_size
+        return Report(total, epoch, tail=total % self.batch_size, before=before, world_size=self.world_size)
+
+
+class _Requests:
+    """The sampler of a ShardLoader: this rank's slice of each global batch, and shards fetched a window ahead."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader, self.epoch, self.first = loader, 0, 0
+        self._fetchers: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Request]:
+        loader, epoch, window = self.loader, self.epoch, -1
+        order = loader.order(epoch)
+        share = loader.batch_size // loader.world_size
+        for batch in range(self.first, len(loader)):
+            start = batch * loader.batch_size + loader.rank * share
+            if order.window_at(start) != window:
+                ahead = range(order.window_at(start), order.window_at(start) + 2)
+                self._fetch(shard for number in ahead for shard in order.window_shards(number))
+                window = order.window_at(start)
+            yield Request(epoch, start, start + share)
+
+    def _fetch(self, numbers: Iterator[int]) -> None:
+        wanted = [number for number in numbers if self.loader.shards.in_cache(number)]
+        if wanted and self._fetchers is None:
+            self._fetchers = ThreadPoolExecutor(2, thread_name_prefix="fetch-shards")
+        for number in wanted:
+            assert self._fetchers is not None
+            self._fetchers.submit(self.loader.shards.path, number)  # an error shows where the shard is read
+
+
+def as_is(batch: Any) -> Any:
+    return batch
+
+
+def _seed_generators(seed: int, epoch: int, sample: Sample) -> None:
+    words = np.random.SeedSequence([seed, epoch, *sample]).generate_state(4)
+    random.seed(int(words[0]))
+    np.random.seed(words[1])  # noqa: NPY002 (transforms use numpy's global generator)
+    torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
+
+
+@contextmanager
+def _generators_restored(*, enabled: bool) -> Iterator[None]:
+    """Leaves the process's generators as they were; a worker has them to itself and needs no such care."""
+    if not enabled:
+        yield
+        return
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.default_generator.set_state(states[2])

@@ -1,0 +1,188 @@
+"""What a user calls a data set -> the shards it has: a directory, tar files, brace patterns, URLs, or a list of these.
+
+Counts come from `manifest.json` beside the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
+`sizes.json` as OpenCLIP reads it ({name: samples}), else from the shards' own headers.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = "diffvision-shards-1"
+SIZES = "sizes.json"
+REMOTE_SCHEMES = ("http", "https", "s3", "gs")
+PLAIN = (".tar",)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAX_SHARDS = 10_000_000
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard and what the manifest says of it; None where there is no manifest to say it."""
+
+    location: str
+    samples: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.location).name
+
+    @property
+    def remote(self) -> bool:
+        return is_remote(self.location)
+
+
+def find_shards(source: str | Path | Sequence[str | Path]) -> list[Shard]:
+    """The shards of a source, in a fixed order.
+
+    Raises:
+        ValueError: a command or unknown URL, nothing found, or a manifest that does not fit the directory.
+    """
+    if not isinstance(source, (str, Path)):
+        shards = [shard for part in source for shard in find_shards(part)]
+    elif is_remote(location := checked_location(str(source))):
+        shards = _with_counts(expand_braces(location))
+    elif Path(location).is_dir():
+        shards = _directory(Path(location))
+    else:
+        shards = _with_counts(expand_braces(location))
+        missing = [shard.location for shard in shards if not Path(shard.location).is_file()]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}")
+    if not shards:
+        raise ValueError(f"no shards in {source}: expected .tar files")
+    return shards
+
+
+def is_remote(location: str) -> bool:
+    return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
+
+
+def checked_location(location: str) -> str:
+    """The location itself, once it is known to be a path or a URL of an allowed scheme: never a command."""
+    allowed = "give a path, or a URL starting with " + ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+    if "::" in location:
+        raise ValueError(f"shard location {location!r} has '::' in it, which joins URLs: {allowed}; several as a list")
+    if location.startswith("-") or not location.strip() or "\0" in location:
+        raise ValueError(f"shard location {location!r} is not a path: {allowed}")
+    if _SCHEME.match(location) and not is_remote(location):
+        raise ValueError(f"shard location {location!r} has a scheme that is refused: {allowed}")
+    return location
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`{000000..000123}` and `{train,val}` written out, left to right; numbers keep their leading zeros."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [checked_location(pattern)]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    names = []
+    for choice in _choices(match[1]):
+        names += expand_braces(before + choice + after)
+        if len(names) > _MAX_SHARDS:
+            raise ValueError(f"shard pattern {pattern!r} stands for more than {_MAX_SHARDS:,} names")
+    return names
+
+
+def _choices(inside: str) -> list[str]:
+    if (numbers := _RANGE.fullmatch(inside)) is None:
+        return inside.split(",")
+    first, last = int(numbers[1]), int(numbers[2])
+    if last < first or last - first >= _MAX_SHARDS:
+        raise ValueError(f"shard range {{{inside}}} is empty or has more than {_MAX_SHARDS:,} numbers")
+    return [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which 2.tar comes before 10.tar."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _directory(directory: Path) -> list[Shard]:
+    present = [p for p in directory.iterdir() if p.name.endswith(PLAIN + COMPRESSED)]
+    names = sorted((p.name for p in present), key=natural)
+    counts = read_counts(directory)
+    if counts:
+        _compare(directory, set(counts), set(names))
+        return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
+    if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
+        number = int((directory / "nshards.txt").read_text().strip())
+        expected = [f"{n}.tar" for n in range(number)]
+        if missing := sorted(set(expected) - set(names), key=natural):
+            raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing[0]} is not there")
+        names = expected
+    return [Shard(str(directory / name)) for name in names]
+
+
+def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
+    for problem, names in (("lists", listed - present), ("does not list", present - listed)):
+        if names:
+            where = "which is not there" if problem == "lists" else "which is there"
+            raise ValueError(
+                f"the manifest of {directory} {problem} {len(names)} shard(s), first {min(names)}, {where}: "
+                "mend the directory, or write it anew with diffvision.data.make.write_manifest"
+            )
+
+
+def _with_counts(locations: list[str]) -> list[Shard]:
+    counts: dict[str, dict[str, dict[str, Any]]] = {}
+    shards = []
+    for location in locations:
+        parent, _, name = location.rpartition("/")
+        if parent not in counts:
+            counts[parent] = read_counts(parent if is_remote(location) else Path(parent or "."))
+        shards.append(Shard(location, **counts[parent].get(name, {})))
+    return shards
+
+
+def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
+    """{shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else nothing."""
+    if (text := _read(directory, MANIFEST)) is not None:
+        manifest = _parsed(text, directory, MANIFEST)
+        if manifest.get("format") != MANIFEST_FORMAT:
+            raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
+        fields = ("samples", "bytes", "sha256")
+        return {_name(entry["name"], directory): {f: entry[f] for f in fields} for entry in manifest["shards"]}
+    if (text := _read(directory, SIZES)) is not None:
+        sizes = _parsed(text, directory, SIZES)
+        return {_name(name, directory): {"samples": int(sizes[name])} for name in sorted(sizes, key=natural)}
+    return {}
+
+
+def _read(directory: str | Path, name: str) -> str | None:
+    if isinstance(directory, Path):
+        path = directory / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    import fsspec
+
+    try:
+        with fsspec.open(f"{directory}/{name}", "r", encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{directory}/{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{directory}/{name} is not a JSON object")
+    return value
+
+
+def _name(name: str, directory: str | Path) -> str:
+    if "/" in name or name in ("", ".", "..") or name.startswith("-"):
+        raise ValueError(f"{directory} lists a shard named {name!r}: names there have no folders")
+    return name
