@@ -11,12 +11,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from diffvision.data.digits import COLOURS, UNSEEN_TEMPLATES, WORDS, Digits, load_split, png, shade, with_article
-from diffvision.data.digits import write_lines as _write_lines
+from diffvision.data.digits import UNSEEN_TEMPLATES, WORDS, Digits, load_split, png, with_article, write_lines
 from diffvision.data.packing import Sample, refuse_existing, write_evaluation_split, write_shards
 
 SIZE = 64
-SCENE_COLOURS = tuple(name for name in COLOURS if name not in ("white", "black"))  # those that clutter does not have
+COLOURS = {  # clutter is grey
+    "red": (220, 40, 40),
+    "orange": (245, 145, 30),
+    "yellow": (240, 225, 50),
+    "green": (40, 165, 70),
+    "blue": (45, 80, 215),
+    "purple": (140, 50, 170),
+}
+_JITTER = 14  # of each colour channel
 _EVALUATED = 500  # images of retrieval and composition
 _INK = (20, 27)  # pixels of a digit's side
 _PLAIN_FRACTION = 0.25  # of training captions leave the colours out
@@ -76,14 +83,14 @@ def make_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) -> Non
     for split, digits in (("train", train), ("test", test)):
         rng = np.random.default_rng([seed, 11, len(split)])
         write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
-    _write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
-    _write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
+    write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
+    write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
     retrieval = _distinct(test, (1, 2, 3), Scene.caption, np.random.default_rng([seed, 12]))
     write_evaluation_split(directory / "retrieval" / "test", retrieval)
     composition = _distinct(test, (2, 3), _both_ways, np.random.default_rng([seed, 13]))
     write_evaluation_split(directory / "composition" / "test", composition)
     for folder in ("retrieval", "composition"):
-        _write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
+        write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
 
 
 def _both_ways(scene: Scene) -> str:
@@ -104,7 +111,7 @@ def compose(digits: Digits, numbers: tuple[int, ...], rng: np.random.Generator, 
         if digits.labels[other] not in digits.labels[chosen]:
             chosen.append(other)
     chosen = [chosen[i] for i in rng.permutation(number)]
-    colours = tuple(SCENE_COLOURS[i] for i in rng.choice(len(SCENE_COLOURS), number, replace=False))
+    colours = tuple(list(COLOURS)[i] for i in rng.choice(len(COLOURS), number, replace=False))
     labels = tuple(int(digits.labels[i]) for i in chosen)
     return Scene(tuple(chosen), labels, colours, places, sentences[rng.integers(len(sentences))])
 
@@ -119,7 +126,8 @@ def draw_scene(scene: Scene, digits: Digits, rng: np.random.Generator) -> bytes:
         grey = Image.fromarray(digits.images[which]).resize((side, side), Image.Resampling.BICUBIC)
         ink = np.asarray(grey, dtype=np.float32)[:, :, None] / 255
         under = canvas[top : top + side, left : left + side]
-        under += (shade(colour, rng) - under) * ink
+        shade = np.asarray(COLOURS[colour]) + rng.integers(-_JITTER, _JITTER + 1, 3)
+        under += (shade - under) * ink
     return png(canvas)
 
 
