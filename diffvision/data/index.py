@@ -121,8 +121,7 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
     The sidecar is `.index/<name>.npz` beside the tar, or in the user's cache where that cannot be written.
     """
     path = Path(path).absolute()
-    stat = path.stat()
-    stamp = np.array([_FORMAT, stat.st_size, stat.st_mtime_ns], dtype=np.int64)
+    stamp = _stamp(path)
     places = _sidecars(path)
     for place in places:
         if (index := _load(place, stamp)) is not None:
@@ -140,6 +139,12 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
 def user_cache() -> Path:
     """Where this user's derived files go: `$XDG_CACHE_HOME/diffvision`, by default `~/.cache/diffvision`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffvision"
+
+
+def _stamp(path: Path) -> np.ndarray:
+    """What a sidecar must agree with to be true of this tar."""
+    stat = path.stat()
+    return np.array([_FORMAT, stat.st_size, stat.st_mtime_ns], dtype=np.int64)
 
 
 def _sidecars(path: Path) -> list[Path]:

@@ -116,12 +116,19 @@ def _directory(directory: Path) -> list[Shard]:
         _compare(directory, set(counts), set(names))
         return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
     if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
-        number = int((directory / "nshards.txt").read_text().strip())
+        number = _number(directory / "nshards.txt")
         expected = [f"{n}.tar" for n in range(number)]
         if missing := sorted(set(expected) - set(names), key=natural):
             raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing[0]} is not there")
         names = expected
     return [Shard(str(directory / name)) for name in names]
+
+
+def _number(path: Path) -> int:
+    text = path.read_text().strip()
+    if not text.isdigit():
+        raise ValueError(f"{path} does not hold a number of shards: {text[:40]!r}")
+    return int(text)
 
 
 def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
@@ -151,8 +158,12 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
         manifest = _parsed(text, directory, MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
             raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
-        fields = ("samples", "bytes", "sha256")
-        return {_name(entry["name"], directory): {f: entry[f] for f in fields} for entry in manifest["shards"]}
+        try:
+            fields = [(e["name"], int(e["samples"]), int(e["bytes"]), str(e["sha256"])) for e in manifest["shards"]]
+        except (KeyError, TypeError, ValueError):
+            wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
+            raise ValueError(f"{directory}/{MANIFEST} is not a manifest: expected {wanted}") from None
+        return {_name(n, directory): {"samples": s, "bytes": b, "sha256": h} for n, s, b, h in fields}
     if (text := _read(directory, SIZES)) is not None:
         sizes = _parsed(text, directory, SIZES)
         return {_name(name, directory): {"samples": int(sizes[name])} for name in sorted(sizes, key=natural)}

@@ -1,0 +1,143 @@
+import json
+
+import pytest
+
+from diffvision.data.sources import Shard, checked_location, expand_braces, find_shards
+
+
+def touch(directory, *names):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_bytes(b"")
+    return directory
+
+
+def names(source):
+    return [shard.name for shard in find_shards(source)]
+
+
+def test_braces():
+    assert expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
+    assert expand_braces("{b,a}/{0..1}.tar") == ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]
+    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xa", "xb2"]
+    assert expand_braces("plain.tar") == ["plain.tar"]
+    for bad in ("{3..1}.tar", "{0..99999999999}.tar"):
+        with pytest.raises(ValueError, match="range"):
+            expand_braces(bad)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "pipe:touch ran",
+        "pipe:curl https://example.org/a.tar",
+        "PIPE:touch ran",
+        "a.tar::pipe:touch ran",
+        "a.tar::b.tar",
+        "-rf.tar",
+        "",
+        " ",
+        "file:///etc/passwd",
+        "ftp://example.org/a.tar",
+        "sftp://example.org/a.tar",
+        "hf://user/a.tar",
+        "python:os.system('touch ran')",
+        "a\0.tar",
+        "{pipe:touch ran,b}.tar",
+        "{-a,b}.tar",
+    ],
+)
+def test_commands_and_unknown_schemes_are_refused(location, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"shard location .*give a path, or a URL starting with http://, https://"):
+        find_shards(location)
+    with pytest.raises(ValueError, match="shard location"):
+        find_shards([location])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_environment_variables_are_not_looked_into(monkeypatch):
+    monkeypatch.setenv("WDS_X", "pipe:touch ran")
+    with pytest.raises(ValueError, match="do not exist"):
+        find_shards("${X}.tar")
+
+
+def test_paths_and_known_urls_pass():
+    for location in ("a.tar", "./pipe:a.tar", "/a/b c#?.tar", "https://x.org/a.tar", "s3://b/a.tar", "gs://b/a.tar"):
+        assert checked_location(location) == location
+    assert Shard("s3://bucket/a.tar").remote
+    assert not Shard("s3/a.tar").remote
+
+
+def test_a_directory_in_natural_order(tmp_path):
+    touch(tmp_path, "10.tar", "9.tar", "2.tar.gz", "readme.txt", "3.tar.part")
+    assert names(tmp_path) == ["2.tar.gz", "9.tar", "10.tar"]
+    assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
+
+
+def test_nothing_there_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no shards in"):
+        find_shards(tmp_path)
+    touch(tmp_path, "0.tar")
+    with pytest.raises(ValueError, match=r"2 of 3 shards .* do not exist, first .*1\.tar"):
+        find_shards(str(tmp_path / "{0..2}.tar"))
+
+
+def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"1.tar": 5, "0.tar": 4}))
+    assert [shard.samples for shard in find_shards(tmp_path)] == [4, 5]
+    told = [{"name": f"{n}.tar", "samples": n, "bytes": 0, "sha256": "x"} for n in (1, 0)]
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": told}))
+    assert [(shard.name, shard.samples, shard.sha256) for shard in find_shards(tmp_path)] == [
+        ("1.tar", 1, "x"),
+        ("0.tar", 0, "x"),
+    ]
+    assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its own name
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"format": "other", "shards": []}', "has format 'other'"),
+        ('{"format": "diffvision-shards-1"}', "is not a manifest"),
+        ('{"format": "diffvision-shards-1", "shards": [{"name": "0.tar"}]}', "is not a manifest"),
+    ],
+)
+def test_a_manifest_that_is_none(tmp_path, manifest, message):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=message):
+        find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../0.tar", "/etc/0.tar", "-0.tar", ".."])
+def test_a_manifest_cannot_point_elsewhere(tmp_path, name):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({name: 1}))
+    with pytest.raises(ValueError, match="have no folders"):
+        find_shards(tmp_path)
+
+
+def test_a_manifest_that_does_not_fit_the_directory(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1}))
+    with pytest.raises(ValueError, match=r"does not list 1 shard\(s\), first 1\.tar, which is there: .*write_manifest"):
+        find_shards(tmp_path)
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1, "1.tar": 1, "2.tar": 1}))
+    with pytest.raises(ValueError, match=r"lists 1 shard\(s\), first 2\.tar, which is not there"):
+        find_shards(tmp_path)
+
+
+def test_clip_benchmarks_nshards(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar", "2.tar")
+    (tmp_path / "nshards.txt").write_text("2\n")
+    assert names(tmp_path) == ["0.tar", "1.tar"]
+    (tmp_path / "nshards.txt").write_text("4")
+    with pytest.raises(ValueError, match=r"says 4 shards, but 3\.tar is not there"):
+        find_shards(tmp_path)
+    (tmp_path / "nshards.txt").write_text("many")
+    with pytest.raises(ValueError, match=r"nshards\.txt does not hold a number"):
+        find_shards(tmp_path)
