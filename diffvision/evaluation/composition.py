@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:

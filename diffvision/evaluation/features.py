@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
-
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +125,9 @@ class Features:
             world_size=world,
         )
         yield from self.progress(batches, f"{folder.name}/{split}")
+        if skipped := batches.report.skipped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+            warnings.warn(f"{folder.path}/{split}: unreadable samples are left out ({reasons})", stacklevel=2)
 
     def _gathered(
         self, parts: list[Tensor], folder: EvaluationFolder, split: str, dtype: torch.dtype = torch.float32

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.linear_probe import linear, probe_metrics, unit_features
 from diffvision.evaluation.options import Options
-
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
 
 _PROBE_BATCH = 64
 _EPISODES_AT_ONCE = 256

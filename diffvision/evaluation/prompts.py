@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib import resources
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
-
+from diffvision.data.folders import EvaluationFolder
 
 # Variants of ImageNet -> the list in timm's data of those of the 1000 classes that the variant has.
 _SUBSETS = {

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
 
 
 def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from diffvision.data.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.composition import composition
 from diffvision.evaluation.distributed import rank_and_world
 from diffvision.evaluation.features import Features, Precision
@@ -25,8 +26,6 @@ from diffvision.evaluation.zero_shot import zero_shot
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from diffvision.data.folders import EvaluationFolder
 
 
 class Evaluation(NamedTuple):
@@ -118,6 +117,7 @@ def expand(tasks: Iterable[str]) -> list[str]:
 
 
 def run(
+    *,
     model: str,
     data: str | list[str],
     checkpoint: str | None = None,
@@ -147,8 +147,6 @@ def run(
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
         options: the evaluations' own settings.
     """
-    from diffvision.data.folders import find_folders
-
     folders = [folder for path in _listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(_listed(tasks)), options)
     if device == "auto":
@@ -182,7 +180,7 @@ def run(
 def plan(
     folders: Sequence[EvaluationFolder], tasks: Sequence[str] | None, options: Options
 ) -> list[tuple[EvaluationFolder, list[str]]]:
-    """Which evaluations each folder gets, checked before any of them starts.
+    """Which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
 
     Raises:
         ValueError: no folder; a task that fits none; a missing split; two folders of one kind and one name.
@@ -213,7 +211,7 @@ def plan(
     if idle := [task for task in tasks or [] if not any(task in names for _, names in planned)]:
         kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
         raise ValueError(f"no folder fits {', '.join(idle)}: found {kinds}")
-    return planned
+    return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
@@ -278,12 +276,14 @@ def _listed(names: str | list[str]) -> list[str]:
 
 
 def _bar(batches: Any, description: str) -> Iterable:
-    """A progress bar on rank 0, gone when it is full."""
-    if rank_and_world()[0]:
-        return batches
+    """A progress bar in rank 0's terminal, gone when it is full."""
+    from rich.console import Console
     from rich.progress import track
 
-    return track(batches, description=description, transient=True)
+    console = Console()
+    if rank_and_world()[0] or not console.is_terminal:
+        return batches
+    return track(batches, description=description, console=console, transient=True)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import local_labels, prompts_of
-
-if TYPE_CHECKING:
-    from diffvision.data.folders import EvaluationFolder
 
 
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:

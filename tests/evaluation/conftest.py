@@ -1,11 +1,14 @@
 """A folder of images in memory, and a model whose features are known."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
+
+from diffvision.data.report import Report
 
 
 @dataclass
@@ -28,6 +31,9 @@ class MemoryFolder:
         self.reads.append(split)
         rows = self.rows[split]
         start, stop = (len(rows) * r // world_size for r in (rank, rank + 1))
+        return MemoryBatches(self._batches(transform, rows, start, stop, batch_size), Report(len(rows)))
+
+    def _batches(self, transform, rows, start, stop, batch_size):
         for first in range(start, stop, batch_size):
             own = rows[first : min(first + batch_size, stop)]
             image = torch.stack([transform(Image.new("RGB", (8, 8), (grey,) * 3)) for grey, _ in own])
@@ -35,6 +41,15 @@ class MemoryFolder:
                 yield {"image": image, "label": torch.tensor([label for _, label in own])}
             else:
                 yield {"image": image, "captions": [captions for _, captions in own]}
+
+
+@dataclass
+class MemoryBatches:
+    batches: Iterator
+    report: Report
+
+    def __iter__(self):
+        return self.batches
 
 
 class Circle(nn.Module):

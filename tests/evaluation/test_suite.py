@@ -36,8 +36,8 @@ def test_tasks_find_their_folders(classified, captioned, swapped):
     assert [names for _, names in plan(folders, None, Options())] == [["zero_shot"], ["retrieval"], ["composition"]]
     planned = plan(folders, ["retrieval", "linear_probe"], Options())
     assert [(folder.task, names) for folder, names in planned] == [
-        ("zero_shot", ["linear_probe"]),
         ("retrieval", ["retrieval"]),
+        ("zero_shot", ["linear_probe"]),
     ]
 
 

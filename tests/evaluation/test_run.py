@@ -1,0 +1,115 @@
+"""A model by name on folders of tars: what `diffvision evaluate` does."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.suite import run
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+
+
+def png(colour):
+    noise = np.random.default_rng(sum(colour)).integers(0, 40, (32, 32, 3))
+    file = io.BytesIO()
+    Image.fromarray((np.array(colour) * 0.8 + noise).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_split(directory, samples):
+    directory.mkdir(parents=True)
+    (directory / "nshards.txt").write_text("1")
+    with tarfile.open(directory / "0.tar", "w") as tar:
+        for number, members in enumerate(samples):
+            for suffix, content in members.items():
+                member = tarfile.TarInfo(f"s{number:03}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("made") / "colours"
+    labelled = [{"png": png(c), "cls": str(label).encode()} for label, c in enumerate(COLOURS.values())]
+    write_split(root / "zero_shot" / "train", labelled * 5)
+    write_split(root / "zero_shot" / "test", labelled * 4)
+    (root / "zero_shot" / "classnames.txt").write_text("\n".join(COLOURS))
+    (root / "zero_shot" / "zeroshot_classification_templates.txt").write_text("a {c} square\nthe colour {c}")
+    captioned = [{"png": png(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()]
+    write_split(root / "retrieval" / "test", captioned)
+    write_split(root / "composition" / "test", captioned)
+    for task in ("retrieval", "composition"):
+        (root / task / "dataset_type.txt").write_text("retrieval")
+    return root
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "weights.pt"
+    torch.save(open_clip.create_model("DiffCLIP-debug").state_dict(), path)
+    return str(path)
+
+
+def test_all_tasks_of_all_folders(data, checkpoint, tmp_path, capsys):
+    output = tmp_path / "records.json"
+    metrics = run(
+        model="DiffCLIP-debug",
+        data=str(data),
+        checkpoint=checkpoint,
+        tasks="zero_shot,retrieval,composition,linear_probe,few_shot",
+        output=str(output),
+        num_workers=0,
+        device="cpu",
+        options=Options(ways=3, episodes=20, fewshot_k=2),
+    )
+    tasks = [key.partition("/")[0] for key in metrics]
+    assert list(dict.fromkeys(tasks)) == [
+        *("zero_shot", "linear_probe", "fewshot_k", "fewshot_episodes"),
+        *("retrieval", "composition"),
+    ]
+    assert metrics["linear_probe/colours/lp_acc1"] == 1.0  # colours are easily told apart, even by random features
+    assert metrics["retrieval/colours/text_retrieval_recall@5"] == 1.0
+    rows = json.loads(output.read_text())
+    assert [row["task"] for row in rows][-2:] == ["zeroshot_retrieval", "image_caption_selection"]
+    assert {(row["dataset"], row["pretrained"]) for row in rows} == {("colours", checkpoint)}
+    printed = capsys.readouterr().out
+    assert "DiffCLIP-debug" in printed
+    assert "image_retrieval_recall@10" in printed
+
+
+@pytest.mark.parametrize(("batch_size", "num_workers"), [(1, 0), (5, 2)])
+def test_batches_and_workers_change_nothing(data, checkpoint, batch_size, num_workers):
+    settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
+    expected = run(**settings, batch_size=32, num_workers=0)
+    found = run(**settings, batch_size=batch_size, num_workers=num_workers)
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_timm_model_by_the_probes(data):
+    metrics = run(
+        model="diff_vit_debug", data=[str(data / "zero_shot")], tasks=["linear_probe"], num_workers=0, device="cpu"
+    )
+    assert metrics["linear_probe/colours/lp_acc1"] == 1.0
+
+
+def test_half_precision(data, checkpoint):
+    settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
+    metrics = run(**settings, tasks="linear_probe", precision="bf16", num_workers=0)
+    assert metrics["linear_probe/colours/lp_acc1"] == 1.0
+
+
+def test_unreadable_images_are_left_out_loudly(tmp_path, checkpoint):
+    good = [{"png": png(COLOURS["red"]), "cls": b"0"}] * 150
+    write_split(tmp_path / "mostly" / "test", [*good, {"png": b"none", "cls": b"1"}])
+    (tmp_path / "mostly" / "classnames.txt").write_text("red\nblue")
+    (tmp_path / "mostly" / "zeroshot_classification_templates.txt").write_text("{c}")
+    with pytest.warns(UserWarning, match=r"mostly/test: unreadable samples are left out \(1 not a JPEG"):
+        run(model="DiffCLIP-debug", data=str(tmp_path / "mostly"), checkpoint=checkpoint, num_workers=0, device="cpu")
