@@ -1,0 +1,217 @@
+"""The demo: a CLIP and a DiffCLIP trained alike on real digits, evaluated, and compared in a table and in pictures.
+
+It is `diffvision data make digits`, `diffvision fit` with configs/clip/debug.yaml for each model and seed, and
+`diffvision evaluate`'s functions, one after the other.
+"""
+
+import base64
+import html
+import io
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from diffvision.analysis import figures
+from diffvision.analysis.attention import patch_maps
+from diffvision.data.folders import EvaluationFolder, find_folders
+from diffvision.data.make import make
+from diffvision.evaluation.suite import evaluate
+from diffvision.training.fit import fit
+
+MODELS = ("CLIP-debug", "DiffCLIP-debug")
+PACKAGE = Path(__file__).parent
+
+# title -> metric's key on the digits, shown in percent
+COLUMNS = {
+    "zero-shot top-1": "zero_shot/digits/acc1",
+    "image R@1": "retrieval/digits/image_retrieval_recall@1",
+    "image R@5": "retrieval/digits/image_retrieval_recall@5",
+    "image R@10": "retrieval/digits/image_retrieval_recall@10",
+    "text R@1": "retrieval/digits/text_retrieval_recall@1",
+    "text R@5": "retrieval/digits/text_retrieval_recall@5",
+    "text R@10": "retrieval/digits/text_retrieval_recall@10",
+    "composition": "composition/digits/acc",
+}
+
+
+@dataclass
+class Run:
+    """One trained model and what was measured of it."""
+
+    model: str
+    seed: int
+    parameters: int
+    seconds: float  # of `fit`, its evaluations included
+    samples_per_second: float
+    metrics: dict[str, float]
+    curves: dict[str, figures.Curve]
+    pictures: list[figures.LookedAt] = field(default_factory=list)
+
+
+def demo(output: str = "runs/demo", seeds: int = 1) -> None:
+    """Trains CLIP-debug and DiffCLIP-debug with one recipe, evaluates both, prints a table and writes report.html.
+
+    Args:
+        output: directory for the shards, the runs and the report.
+        seeds: repeat with this many seeds, and report means and spreads.
+
+    Raises:
+        ValueError: seeds below 1.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be 1 or more, got {seeds}")
+    directory, console, start = Path(output), Console(), time.perf_counter()
+    data = directory / "digits"
+    if not (data / "train" / "manifest.json").exists():
+        console.rule(f"Making digits in {data}")
+        make("digits", str(data))
+    runs = []
+    for seed in range(seeds):
+        for model in MODELS:
+            console.rule(f"{model}, seed {seed}")
+            runs.append(_train_and_evaluate(model, seed, data, directory))
+    console.print(comparison(runs))
+    report = directory / "report.html"
+    report.write_text(page(runs), encoding="utf-8")
+    console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
+
+
+def recipe() -> Path:
+    """configs/clip/debug.yaml: beside the package in a clone, inside it in a wheel.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    places = [folder / "configs" / "clip" / "debug.yaml" for folder in (PACKAGE.parent, PACKAGE)]
+    for place in places:
+        if place.is_file():
+            return place
+    raise FileNotFoundError(f"the demo's recipe is in neither {places[0]} nor {places[1]}: reinstall diffvision")
+
+
+def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
+    root = directory / f"{model}-{seed}"
+    start = time.perf_counter()
+    cli = fit(
+        [
+            "fit",
+            f"--config={recipe()}",
+            f"--seed_everything={seed}",
+            f"--model.init_args.model={model}",
+            f"--data.init_args.train={data / 'train'}",
+            f"--data.init_args.evaluations=[{data / 'zero_shot'}]",
+            f"--data.init_args.seed={seed}",
+            f"--trainer.default_root_dir={root}",
+            f"--trainer.logger.init_args.save_dir={root}",
+        ]
+    )
+    seconds = time.perf_counter() - start
+    module: Any = cli.model
+    metrics: dict[str, float] = {}
+    for folder in find_folders(data):
+        metrics |= evaluate(
+            module.model, folder, transform=module.eval_transform, tokenizer=module.tokenizer, batch_size=256
+        )
+    log: Any = cli.trainer.logger
+    curves = figures.read_metrics(Path(log.log_dir) / "metrics.csv")
+    return Run(
+        model=model,
+        seed=seed,
+        parameters=sum(p.numel() for p in module.model.parameters()),
+        seconds=seconds,
+        samples_per_second=statistics.median(curves["train/samples_per_second"].values),
+        metrics=metrics,
+        curves=curves,
+        pictures=_pictures(module.model, module.eval_transform, EvaluationFolder(data / "zero_shot"))
+        if not seed
+        else [],
+    )
+
+
+@torch.no_grad()
+def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolder, count: int = 4) -> list:
+    """Where the last layer of the image tower looks on some test images, averaged over its heads."""
+    model.eval()
+    batch = next(iter(folder.batches(transform, batch_size=128)))
+    chosen = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
+    rows = []
+    for index in chosen:
+        image = batch["image"][index]
+        maps = list(patch_maps(model, image).values())[-1].mean(0)
+        low, high = image.min(), image.max()
+        shown = ((image - low) / (high - low)).permute(1, 2, 0)
+        rows.append(figures.LookedAt(shown.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
+    return rows
+
+
+def comparison(runs: Sequence[Run]) -> Table:
+    """The table that the demo prints: a row a model; means, and with several seeds the standard deviation."""
+    seeds = len({run.seed for run in runs})
+    title = "Real digits, unseen in training" + (f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else "")
+    table = Table("", *MODELS, title=title)
+    for column, key in COLUMNS.items():
+        table.add_row(column, *(_percent([run.metrics[key] for run in _of(runs, model)]) for model in MODELS))
+    table.add_section()
+    table.add_row("parameters", *(f"{_of(runs, model)[0].parameters:,}" for model in MODELS))
+    speeds = [statistics.median(run.samples_per_second for run in _of(runs, model)) for model in MODELS]
+    table.add_row("samples/s", *(f"{speed:,.0f}" for speed in speeds))
+    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in _of(runs, model)):.0f}" for model in MODELS))
+    return table
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The report, one HTML file with its pictures inside."""
+    shown = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
+    by_model = {model: _of(runs, model) for model in MODELS}
+    curves = {
+        title: {model: [run.curves[key] for run in own] for model, own in by_model.items()}
+        for title, key in shown.items()
+    }
+    bars = {
+        title: {model: [run.metrics[key] for run in own] for model, own in by_model.items()}
+        for title, key in COLUMNS.items()
+    }
+    first = by_model["DiffCLIP-debug"][0]
+    lambdas = {key.removeprefix("lambda/"): c for key, c in first.curves.items() if key.startswith("lambda/")}
+    sections = [
+        ("Evaluation", "Digits, and templates for zero-shot, that training never saw.", figures.metric_bars(bars)),
+        ("Training", "The same recipe, steps and order of samples for both.", figures.run_curves(curves)),
+        ("Lambda, layer by layer", f"{first.model}, seed {first.seed}.", figures.lambda_curves(lambdas)),
+    ]
+    for model, own in by_model.items():
+        text = "Where the class token of the last layer looks, mean over heads."
+        sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].pictures)))
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(comparison(runs))
+    body = "".join(
+        f"<h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>"
+        f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        for title, text, png in sections
+    )
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>diffvision demo</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+img {{ max-width: 100%; }} pre {{ line-height: 1.2; overflow-x: auto; }} p {{ color: #555; }}
+</style>
+<h1>CLIP and DiffCLIP on real digits</h1>
+<pre>{html.escape(console.export_text())}</pre>
+{body}
+</html>
+"""
+
+
+def _of(runs: Sequence[Run], model: str) -> list[Run]:
+    return [run for run in runs if run.model == model]
+
+
+def _percent(values: Sequence[float]) -> str:
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean
