@@ -1,5 +1,9 @@
 """Rows from every rank, in the order of the ranks, however many each has."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +14,28 @@ def rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[str]:
+    """Joins the processes that torchrun started, if it did and nobody else has joined them; gives the rank's device.
+
+    Args:
+        device: "auto" (CUDA where there is one), or a device; with several processes "cuda" means each rank's own.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield device
+        return
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -59,9 +59,10 @@ class Features:
         self.model: Any = model
         self.transform, self.tokenizer = transform, tokenizer
         self.batch_size, self.num_workers, self.precision = batch_size, num_workers, precision
-        weight = next((p for p in model.parameters() if p.ndim > 1), None)
-        self.device = torch.device(device or ("cpu" if weight is None else weight.device))
-        self.dtype = torch.float32 if weight is None else weight.dtype  # what the model wants its images in
+        self.device = torch.device(device or next((p.device for p in model.parameters()), "cpu"))
+        # What the image tower wants its images in: OpenCLIP's half-precision models keep some parameters in float32.
+        layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+        self.dtype = layers[0].weight.dtype if layers else torch.float32
         self.progress = progress or (lambda batches, description: batches)
         self._kept: dict[tuple[Any, ...], Any] = {}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -78,14 +80,30 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
     ):
         raise _no_such_weights(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
     ours = weights if weights is not None and weights.lightning else None
-    model, _, transform = open_clip.create_model_and_transforms(
-        name,
-        pretrained=None if ours or checkpoint is None else str(checkpoint),
-        **{f"image_{key}": value for key, value in preprocess.items()},
-    )
+    with _without_a_warning_of_random_weights() if ours else nullcontext():
+        model, _, transform = open_clip.create_model_and_transforms(
+            name,
+            pretrained=None if ours or checkpoint is None else str(checkpoint),
+            **{f"image_{key}": value for key, value in preprocess.items()},
+        )
     if ours:
         _load_state(model, ours.state, path)
     return Loaded(model, transform, open_clip.get_tokenizer(name))
+
+
+@contextmanager
+def _without_a_warning_of_random_weights() -> Iterator[None]:
+    """OpenCLIP says on the root logger that the weights are random; here they are about to be replaced."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("No pretrained weights loaded")
+
+    root = logging.getLogger()
+    root.addFilter(is_other)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_other)
 
 
 def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Loaded:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diffvision.data.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.composition import composition
-from diffvision.evaluation.distributed import rank_and_world
+from diffvision.evaluation.distributed import process_group, rank_and_world
 from diffvision.evaluation.features import Features, Precision
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
@@ -132,6 +132,8 @@ def run(
 ) -> dict[str, float]:
     """Evaluates a model by name on folders, prints a table and writes records as CLIP_benchmark does.
 
+    Under torchrun the images are shared among the processes.
+
     Args:
         model: an OpenCLIP model's name or local-dir:PATH, or for the probes a timm model's name; ours or any other.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
@@ -149,32 +151,35 @@ def run(
     """
     folders = [folder for path in _listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(_listed(tasks)), options)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load(model, checkpoint, preprocess=preprocess, device=device)
     metrics: dict[str, float] = {}
-    for folder, names in planned:
-        metrics |= evaluate(
-            loaded.model,
-            folder,
-            names,
-            transform=loaded.transform,
-            tokenizer=loaded.tokenizer,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            device=device,
-            precision=precision,
-            options=options,
-            progress=_bar,
-        )
-    if rank_and_world()[0] == 0:
-        from rich.console import Console
-
-        weights = checkpoint or ("its own weights" if ":" in model else "untrained weights")
-        Console().print(table(metrics, f"{model}, {weights}"))
-        if output is not None:
-            write_records(records(metrics, model=model, pretrained=checkpoint or ""), output)
+    with process_group(device) as device:
+        loaded = load(model, checkpoint, preprocess=preprocess, device=device)
+        for folder, names in planned:
+            metrics |= evaluate(
+                loaded.model,
+                folder,
+                names,
+                transform=loaded.transform,
+                tokenizer=loaded.tokenizer,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                device=device,
+                precision=precision,
+                options=options,
+                progress=_bar,
+            )
+        if rank_and_world()[0] == 0:
+            _tell(metrics, model, checkpoint, output)
     return metrics
+
+
+def _tell(metrics: dict[str, float], model: str, checkpoint: str | None, output: str | None) -> None:
+    from rich.console import Console
+
+    weights = checkpoint or ("its own weights" if ":" in model else "untrained weights")
+    Console().print(table(metrics, f"{model}, {weights}"))
+    if output is not None:
+        write_records(records(metrics, model=model, pretrained=checkpoint or ""), output)
 
 
 def plan(

@@ -2,6 +2,9 @@
 
 import io
 import json
+import multiprocessing
+import os
+import socket
 import tarfile
 
 import numpy as np
@@ -10,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
+from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import run
+from diffvision.evaluation.suite import evaluate, run
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -93,6 +97,39 @@ def test_batches_and_workers_change_nothing(data, checkpoint, batch_size, num_wo
     assert found == pytest.approx(expected, nan_ok=True)
 
 
+def _torchrun_rank(rank, port, settings, results):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    results.put(run(**settings))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need not import everything again")
+def test_under_torchrun(data, checkpoint, tmp_path):
+    settings = {
+        "model": "DiffCLIP-debug",
+        "data": str(data),
+        "checkpoint": checkpoint,
+        "device": "cpu",
+        "num_workers": 0,
+    }
+    expected = run(**settings)
+    settings["output"] = str(tmp_path / "records")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_torchrun_rank, args=(rank, port, settings, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=60) for _ in ranks]
+    for process in ranks:
+        process.join(timeout=60)
+    assert found[0] == pytest.approx(expected, nan_ok=True)
+    assert found[1] == pytest.approx(expected, nan_ok=True)
+    assert len(list((tmp_path / "records").iterdir())) == 3
+
+
 def test_a_timm_model_by_the_probes(data):
     metrics = run(
         model="diff_vit_debug", data=[str(data / "zero_shot")], tasks=["linear_probe"], num_workers=0, device="cpu"
@@ -104,6 +141,14 @@ def test_half_precision(data, checkpoint):
     settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
     metrics = run(**settings, tasks="linear_probe", precision="bf16", num_workers=0)
     assert metrics["linear_probe/colours/lp_acc1"] == 1.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+def test_models_that_are_in_half_precision_themselves(data, precision):
+    model, _, transform = open_clip.create_model_and_transforms("DiffCLIP-debug", precision=precision)
+    folder = EvaluationFolder(data / "retrieval")
+    metrics = evaluate(model, folder, transform=transform, tokenizer=open_clip.get_tokenizer("DiffCLIP-debug"))
+    assert metrics["retrieval/colours/text_retrieval_recall@10"] == 1.0
 
 
 def test_unreadable_images_are_left_out_loudly(tmp_path, checkpoint):
