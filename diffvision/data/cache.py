@@ -12,16 +12,21 @@ import lzma
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from fsspec.callbacks import Callback
 
 from diffvision.data.index import user_cache
-from diffvision.data.sources import COMPRESSED, Shard
+from diffvision.data.sources import COMPRESSED, Shard, remote_files
 
 DEFAULT_BYTES = 100 * 10**9
 _BLOCK = 1 << 20
+_ALWAYS_UNPACKED = 1 << 30
+_MAX_RATIO = 200  # of unpacked to compressed bytes, beyond that size
 _TRIES = 3
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -39,7 +44,7 @@ class ShardCache:
         self.max_bytes = max_bytes
 
     def fetch(self, shard: Shard) -> Path:
-        """The local, uncompressed copy of a shard, made now if need be.
+        """The local, uncompressed copy of a remote or compressed shard, made now if need be.
 
         Raises:
             OSError: the shard cannot be read, is not what the manifest says, or does not fit.
@@ -54,39 +59,44 @@ class ShardCache:
 
     def _make(self, shard: Shard, path: Path) -> None:
         for attempt in range(_TRIES):
-            with tempfile.NamedTemporaryFile(dir=self.directory, suffix=".part", delete=False) as file:
-                try:
-                    self._copy(shard, file)
-                    file.close()
-                    self._make_room(os.path.getsize(file.name), keep=path)
-                    os.replace(file.name, path)
-                    return
-                except (OSError, EOFError, lzma.LZMAError, _network_errors()) as error:
-                    if attempt == _TRIES - 1 or isinstance(error, (_TooLarge, FileNotFoundError)):
-                        raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
-                    time.sleep(0.5 * 4**attempt)
-                finally:
-                    with suppress(FileNotFoundError):
-                        os.unlink(file.name)
+            try:
+                with tempfile.TemporaryDirectory(dir=self.directory, suffix=".part") as scratch:
+                    whole = self._unpacked(shard, self._downloaded(shard, Path(scratch)), Path(scratch))
+                    self._make_room(whole.stat().st_size, keep=path)
+                    os.replace(whole, path)
+                return
+            except (OSError, EOFError, lzma.LZMAError, zlib.error, _network_errors()) as error:
+                if attempt == _TRIES - 1 or not shard.remote or isinstance(error, (_TooLarge, FileNotFoundError)):
+                    raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
+                time.sleep(0.5 * 4**attempt)
 
-    def _copy(self, shard: Shard, target: IO[bytes]) -> None:
+    def _downloaded(self, shard: Shard, scratch: Path) -> Path:
+        """The shard's own bytes in a local file, verified as far as the manifest goes."""
+        if not shard.remote:
+            return Path(shard.location)
+        path = scratch / "download"
+        files, name = remote_files(shard.location)
+        files.get_file(name, str(path), callback=_Bound(self.max_bytes))
+        size = path.stat().st_size
+        if shard.bytes is not None and size != shard.bytes:
+            raise OSError(f"{size:,} bytes came, the manifest says {shard.bytes:,}")
+        with open(path, "rb") as file:
+            if shard.sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                raise OSError("its sha256 is not the manifest's")
+        return path
+
+    def _unpacked(self, shard: Shard, path: Path, scratch: Path) -> Path:
         opener = _OPENERS.get(Path(shard.name).suffix)
-        with _opened(shard) as file:
-            raw = _Counted(file)
-            source = opener(raw, "rb") if opener else raw
-            written = 0
+        if opener is None:
+            return path
+        limit = min(self.max_bytes, max(_ALWAYS_UNPACKED, _MAX_RATIO * path.stat().st_size))
+        unpacked, written = scratch / "unpacked", 0
+        with opener(path, "rb") as source, open(unpacked, "wb") as target:
             while block := source.read(_BLOCK):
                 written += target.write(block)
-                if written > self.max_bytes:
-                    raise _TooLarge(f"it is larger than the cache of {self.max_bytes:,} bytes")
-                if opener and written > max(1 << 30, 200 * raw.count):
-                    raise _TooLarge(f"it unpacks to more than {written:,} bytes")
-            while raw.read(_BLOCK):  # what lies behind the compressed stream belongs to the checksum
-                pass
-        if shard.bytes is not None and raw.count != shard.bytes:
-            raise OSError(f"{raw.count:,} bytes came, the manifest says {shard.bytes:,}")
-        if shard.sha256 is not None and raw.sha256.hexdigest() != shard.sha256:
-            raise OSError("its sha256 is not the manifest's")
+                if written > limit:
+                    raise _TooLarge(f"it unpacks to more than {limit:,} bytes")
+        return unpacked
 
     def _make_room(self, needed: int, keep: Path) -> None:
         with _locked(self.directory / "room.lock"):
@@ -105,28 +115,16 @@ class _TooLarge(OSError):
     pass
 
 
-class _Counted:
-    """A stream that counts and hashes what is read from it."""
+class _Bound(Callback):
+    """Ends a download that grows too large."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.count, self.sha256 = file, 0, hashlib.sha256()
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
 
-    def read(self, size: int = -1) -> bytes:
-        block = self._file.read(size)
-        self.count += len(block)
-        self.sha256.update(block)
-        return block
-
-
-def _opened(shard: Shard) -> Any:
-    if not shard.remote:
-        return open(shard.location, "rb")
-    import fsspec
-
-    try:
-        return fsspec.open(shard.location, "rb")
-    except ImportError as error:
-        raise ValueError(f"{shard.location} needs a package that is not installed: {error}") from error
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        if max(self.size or 0, self.value) > self.limit:
+            raise _TooLarge(f"it is larger than the cache of {self.limit:,} bytes")
 
 
 def _network_errors() -> type[Exception]:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from diffvision.data.order import Order, SequentialOrder
@@ -126,6 +127,7 @@ class EvaluationLoader:
             sampler=self._requests,
             num_workers=min(num_workers, len(self._requests)),
             collate_fn=as_is,
+            generator=torch.Generator(),  # or it would draw from the process's own, and change the training around it
         )
 
     def __len__(self) -> int:

@@ -160,13 +160,14 @@ class ShardLoader:
         self.order = partial(ShuffledOrder, shards.counts, seed, window=window)  # epoch -> order
         self.report = self._new_report(0, 0)
         reader = BatchReader(shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits)
-        self._requests = _Requests(self)
+        self._requests = _Requests(shards, self.order, batch_size, rank, world_size)
         self._loader = DataLoader(
             reader,
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
             collate_fn=as_is,
+            generator=torch.Generator(),  # or each epoch would draw from the process's own
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
@@ -232,34 +233,38 @@ class ShardLoader:
 
 
 class _Requests:
-    """The sampler of a ShardLoader: this rank's slice of each global batch, and shards fetched a window ahead."""
+    """The sampler of a ShardLoader: this rank's slice of each global batch, and shards fetched a window ahead.
 
-    def __init__(self, loader: ShardLoader) -> None:
-        self.loader, self.epoch, self.first = loader, 0, 0
+    It knows nothing of the loader: a circle of references would keep its processes until garbage is collected.
+    """
+
+    def __init__(
+        self, shards: ShardSet, order: Callable[[int], ShuffledOrder], batch_size: int, rank: int, world_size: int
+    ) -> None:
+        self.shards, self.order, self.batch_size = shards, order, batch_size
+        self.rank, self.share = rank, batch_size // world_size
+        self.epoch, self.first = 0, 0
         self._fetchers: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.shards) // self.batch_size
 
     def __iter__(self) -> Iterator[Request]:
-        loader, epoch, window = self.loader, self.epoch, -1
-        order = loader.order(epoch)
-        share = loader.batch_size // loader.world_size
-        for batch in range(self.first, len(loader)):
-            start = batch * loader.batch_size + loader.rank * share
-            if order.window_at(start) != window:
-                ahead = range(order.window_at(start), order.window_at(start) + 2)
-                self._fetch(shard for number in ahead for shard in order.window_shards(number))
-                window = order.window_at(start)
-            yield Request(epoch, start, start + share)
+        epoch, order, window = self.epoch, self.order(self.epoch), -1
+        for batch in range(self.first, len(self)):
+            start = batch * self.batch_size + self.rank * self.share
+            if (number := order.window_at(start)) != window:
+                self._fetch(shard for n in (number, number + 1) for shard in order.window_shards(n))
+                window = number
+            yield Request(epoch, start, start + self.share)
 
     def _fetch(self, numbers: Iterator[int]) -> None:
-        wanted = [number for number in numbers if self.loader.shards.in_cache(number)]
+        wanted = [number for number in numbers if self.shards.in_cache(number)]
         if wanted and self._fetchers is None:
             self._fetchers = ThreadPoolExecutor(2, thread_name_prefix="fetch-shards")
         for number in wanted:
             assert self._fetchers is not None
-            self._fetchers.submit(self.loader.shards.path, number)  # an error shows where the shard is read
+            self._fetchers.submit(self.shards.path, number)  # an error shows where the shard is read
 
 
 def as_is(batch: Any) -> Any:

@@ -174,13 +174,21 @@ def _read(directory: str | Path, name: str) -> str | None:
     if isinstance(directory, Path):
         path = directory / name
         return path.read_text(encoding="utf-8") if path.is_file() else None
+    files, remote = remote_files(f"{directory}/{name}")
+    try:
+        return files.cat_file(remote).decode("utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def remote_files(location: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it."""
     import fsspec
 
     try:
-        with fsspec.open(f"{directory}/{name}", "r", encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
+        return fsspec.core.url_to_fs(location)
+    except ImportError as error:
+        raise ValueError(f"{location} needs a package that is not installed: {error}") from error
 
 
 def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:

@@ -90,8 +90,11 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args):
+    def log_request(self, *args):
         self.server.requests.append(self.path)
+
+    def log_message(self, *args):
+        pass
 
 
 @pytest.fixture

@@ -126,7 +126,21 @@ def text_bomb():
         (huge_png(0), "not a JPEG, PNG or WebP image"),
         (text_bomb(), "damaged image"),
     ],
-    ids="empty byte text eps gif tiff cut-jpeg cut-png large larger largest 0x0 text-bomb".split(),
+    ids=[
+        "empty",
+        "byte",
+        "text",
+        "eps",
+        "gif",
+        "tiff",
+        "cut-jpeg",
+        "cut-png",
+        "large",
+        "larger",
+        "largest",
+        "0x0",
+        "text-bomb",
+    ],
 )
 def test_bad_images_have_their_reason(data, reason):
     with pytest.raises(BadSample) as error:
