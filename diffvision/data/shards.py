@@ -6,6 +6,7 @@ whole number of global batches further on: no batch has a sample twice, and no r
 """
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -171,6 +172,9 @@ class ShardLoader:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+        # A trainer holds its loader in circles. Were the DataLoader part of one, collecting it would wait five seconds
+        # for each worker; so it is held from outside, and let go as soon as this object goes.
+        weakref.finalize(self, len, (self._loader,)).atexit = False
 
     def __len__(self) -> int:
         """Batches in an epoch: the same on every rank."""

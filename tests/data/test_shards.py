@@ -387,6 +387,19 @@ class OneWorker:
         return items
 
 
+def test_workers_end_at_once_even_when_their_loader_is_collected_as_garbage(corpus, whole):
+    import gc
+    import time
+
+    loader = corpus.loader(whole, num_workers=2)
+    list(loader)
+    loader.circle = loader
+    start = time.monotonic()
+    del loader
+    gc.collect()
+    assert time.monotonic() - start < 3
+
+
 def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
     import pickle
 
