@@ -111,7 +111,8 @@ def choose_cost(
     best = max(_FIRST_COSTS, key=score)
     for step in (1.0, 0.5, 0.25, 0.125):  # decades
         around = [10 ** (math.log10(best) + shift) for shift in (-step, step)]
-        best = max([best, *around], key=score)
+        inside = [cost for cost in around if _FIRST_COSTS[0] <= cost <= _FIRST_COSTS[-1]]
+        best = max([best, *inside], key=score)
     return best
 
 
