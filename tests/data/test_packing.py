@@ -1,0 +1,109 @@
+import io
+import json
+import os
+
+import pytest
+from PIL import Image
+
+from diffvision.data.make import make
+from diffvision.data.packing import pack_folder, write_manifest
+
+
+@pytest.fixture
+def images(tmp_path, corpus):
+    """Twelve images with captions beside them, some bad; with a table of the same."""
+    source = tmp_path / "images"
+    (source / "more.v2").mkdir(parents=True)
+    for number in range(12):
+        path = source / ("more.v2" if number % 2 else ".") / f"image.{number:02d}.png"
+        path.write_bytes(corpus.png(number))
+        path.with_suffix(".txt").write_text(f"caption {number}\n")
+    (source / "image.02.txt").write_text(" ")
+    (source / "image.04.txt").write_bytes(b"\xff\xfe\x00")
+    (source / "image.06.txt").unlink()
+    (source / "image.08.png").write_bytes(b"no image")
+    (source / "thumbs.db").write_bytes(b"123")
+    return source
+
+
+def read(corpus, directory, count):
+    return sorted(n for batch in corpus.read(corpus.loader(directory, batch_size=count)) for n in batch)
+
+
+def test_captions_beside_the_images(images, tmp_path, corpus):
+    packed = pack_folder(images, tmp_path / "out", per_shard=5, num_workers=2)
+    assert packed.samples == 8
+    assert packed.skipped == {
+        "empty caption": 1,
+        "caption not UTF-8": 1,
+        "missing caption": 2,
+        "not a JPEG, PNG or WebP image": 1,
+    }
+    assert packed.examples["empty caption"].endswith("image.02.png")
+    assert read(corpus, tmp_path / "out", 8) == [0, 1, 3, 5, 7, 9, 10, 11]
+    sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
+    assert list(sizes) == ["000000.tar", "000001.tar", "000002.tar"]
+    assert sum(sizes.values()) == 8
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_captions_from_a_table(images, tmp_path, corpus, ending, separator):
+    table = tmp_path / f"captions.{ending}"
+    rows = [f"{n}{separator}image.{n:02d}.png{separator}sample {n}" for n in (0, 2, 4, 8)]
+    table.write_text("\n".join([f"id{separator}filepath{separator}title", *rows, f"9{separator}gone.png{separator}x"]))
+    packed = pack_folder(images, tmp_path / "out", table, num_workers=1)
+    assert packed.samples == 3
+    assert packed.skipped == {"missing image": 1, "not a JPEG, PNG or WebP image": 1}
+    assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
+
+
+def test_image_files_are_copied_as_they_are(tmp_path, corpus):
+    source = tmp_path / "s"
+    source.mkdir()
+    data = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(data, "JPEG")
+    (source / "a.jpeg").write_bytes(data.getvalue())
+    (source / "a.txt").write_text("a cat")
+    pack_folder(source, tmp_path / "out")
+    assert data.getvalue() in (tmp_path / "out" / "000000.tar").read_bytes()
+
+
+def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"has columns \['a', 'b'\]: none of them is called image or filepath"):
+        pack_folder(images, tmp_path / "out", table)
+    with pytest.raises(ValueError, match="is not a folder"):
+        pack_folder(tmp_path / "none", tmp_path / "out")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match="no images in"):
+        pack_folder(empty, tmp_path / "out")
+    (empty / "a.png").write_bytes(b"x")
+    (empty / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match="none of the 1 images"):
+        pack_folder(empty, tmp_path / "out")
+    whole = corpus.write(tmp_path / "whole", 10)
+    with pytest.raises(ValueError, match="has shards already"):
+        pack_folder(images, whole)
+
+
+def test_a_manifest_is_not_written_for_a_damaged_shard(tmp_path, corpus):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    os.truncate(source / "000001.tar", 5000)
+    with pytest.raises(ValueError, match=r"000001\.tar is damaged after"):
+        write_manifest(source)
+    assert not (source / "manifest.json").exists()
+    with pytest.raises(ValueError, match=r"no .tar files in"):
+        write_manifest(tmp_path)
+
+
+def test_the_command(images, tmp_path, capsys):
+    assert make("folder", str(tmp_path / "out"), source=str(images)) == 0
+    printed = capsys.readouterr().out
+    assert "packed 8 samples" in printed
+    assert "2 x missing caption, first" in printed
+    with pytest.raises(ValueError, match="needs --source"):
+        make("folder", str(tmp_path / "out2"))
+    with pytest.raises(ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, folder"):
+        make("cifar", str(tmp_path / "out2"))
