@@ -51,7 +51,7 @@ def find_shards(source: str | Path | Sequence[str | Path]) -> list[Shard]:
     if not isinstance(source, (str, Path)):
         shards = [shard for part in source for shard in find_shards(part)]
     elif is_remote(location := checked_location(str(source))):
-        shards = _with_counts(expand_braces(location))
+        shards = _with_counts(expand_braces(location)) if location.endswith(PLAIN + COMPRESSED) else _remote(location)
     elif Path(location).is_dir():
         shards = _directory(Path(location))
     else:
@@ -122,6 +122,15 @@ def _directory(directory: Path) -> list[Shard]:
             raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing[0]} is not there")
         names = expected
     return [Shard(str(directory / name)) for name in names]
+
+
+def _remote(directory: str) -> list[Shard]:
+    """The shards that the manifest at a URL lists: the files there cannot be."""
+    directory = directory.rstrip("/")
+    counts = read_counts(directory)
+    if not counts:
+        raise ValueError(f"{directory} has no {MANIFEST} or {SIZES}: name the shards, such as {directory}/{{0..9}}.tar")
+    return [Shard(f"{directory}/{name}", **fields) for name, fields in counts.items()]
 
 
 def _number(path: Path) -> int:

@@ -17,7 +17,7 @@ from diffvision.data.index import ShardIndex, shard_index
 from diffvision.data.order import Sample
 from diffvision.data.sources import COMPRESSED, Shard, find_shards
 
-_OPEN_FILES = 128  # a few shuffle windows
+_OPEN_FILES = 64  # a few shuffle windows
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again
 
 

@@ -161,3 +161,6 @@ def test_a_remote_manifest_gives_the_hashes_to_verify(whole, serve):
     local, remote = find_shards(whole), find_shards(f"{url}/{{000000..000010}}.tar")
     assert [shard.sha256 for shard in remote] == [shard.sha256 for shard in local]
     assert [shard.samples for shard in remote] == [10] * 10 + [3]
+    assert find_shards(f"{url}/") == remote
+    with pytest.raises(ValueError, match=r"has no manifest\.json or sizes\.json: name the shards"):
+        find_shards(f"{url}/elsewhere")

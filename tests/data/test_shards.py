@@ -52,8 +52,9 @@ def test_ranks_share_the_same_global_batches(corpus, whole, two_epochs, world_si
         assert joined(parts) == expected
 
 
-def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs):
-    loader = corpus.loader(whole, seed=3, window=4)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs, num_workers):
+    loader = corpus.loader(whole, seed=3, window=4, num_workers=num_workers)
     loader.sampler.set_epoch(1)  # as Lightning does
     assert corpus.read(loader) == two_epochs[1]
     assert loader.epoch == 2
