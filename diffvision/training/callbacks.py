@@ -12,6 +12,11 @@ import torch
 from diffvision.analysis.lambdas import layer_lambdas
 
 
+def logged(trainer: Any) -> bool:
+    """Whether the step just made is one that the trainer logs."""
+    return trainer.global_step % trainer.log_every_n_steps == 0
+
+
 class LambdaMonitor(pl.Callback):
     """Logs `lambda/<layer>` for every differential layer, and their mean as `lambda`, on logging steps.
 
@@ -24,12 +29,13 @@ class LambdaMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % trainer.log_every_n_steps:
+        if not logged(trainer):
             return
+        model: Any = pl_module.model
         few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
         # A layer's dropout must not move the run's random numbers on.
         with torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []):
-            lambdas = layer_lambdas(pl_module.model, few)
+            lambdas = layer_lambdas(model, few)
         if lambdas:
             pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
             pl_module.log("lambda", sum(lambdas.values()) / len(lambdas), prog_bar=True)
@@ -51,7 +57,7 @@ class Throughput(pl.Callback):
         now = time.perf_counter()
         self.seconds, self.mark = self.seconds + now - self.mark, now
         self.samples += len(batch["image"]) * trainer.world_size  # every rank has as many
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if logged(trainer):
             pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=True)
             self.samples, self.seconds = 0, 0.0
 
@@ -100,8 +106,9 @@ def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
     skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
     seen, bad = sum(r.seen for r in reports), skipped.total()
     counts = {"seen": seen, "skipped": bad, "substituted": sum(r.substituted for r in reports), "tail": first.tail}
-    rest = {"before the run was resumed": first.before, "not reached": first.total - first.tail - first.before - consumed}
-    if seen + bad != consumed or rest["not reached"] < 0:
+    ahead = first.total - first.tail - first.before - consumed
+    rest = {"before the run was resumed": first.before, "not reached": ahead}
+    if seen + bad != consumed or ahead < 0:
         raise RuntimeError(
             f"epoch {first.epoch}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
             f"{bad:,} skipped of {first.total:,} with {first.tail:,} left over"

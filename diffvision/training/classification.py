@@ -56,11 +56,12 @@ class ClassificationModule(pl.LightningModule):
         self.name, self.settings, self.layer_decay = model, optimizer, layer_decay
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = dict(model_args or {})
-        self.model = timm.create_model(model, num_classes=num_classes, **self.model_args)
+        made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
+        self.model = made
         if grad_checkpointing:
-            self.model.set_grad_checkpointing()
+            made.set_grad_checkpointing()
         if compile:
-            self.model.compile()  # in place: the state_dict's keys stay
+            made.compile()  # in place: the state_dict's keys stay
         self.data_config = resolve_data_config(self.model_args, model=self.model)
         self.transform = create_transform(**{**self.data_config, **(augmentation or {})}, is_training=True)
         self.eval_transform = create_transform(**self.data_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
@@ -95,6 +96,8 @@ class ContrastiveModule(pl.LightningModule):
             self.model.compile()  # in place: the state_dict's keys stay
 
     def setup(self, stage: str) -> None:
+        # Lightning advises to save the weights of before the step; ours resume after it, as everyone's do.
+        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> None:

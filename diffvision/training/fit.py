@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
@@ -66,12 +69,18 @@ class FitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
 
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer.progress_bar_callback, RichProgressBar):
+            trainer.progress_bar_callback.theme = RichProgressBarTheme(metrics_format=".3g")  # no rate shown as 0.000
+        return trainer
+
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""
 
 
 def fit(args: list[str] | None = None) -> FitCLI:
-    """Run `fit`, `validate` or `test` as from the command line and return the CLI with its trainer, model and datamodule.
+    """Run `fit`, `validate` or `test` as from the command line; returns the CLI with its trainer, model and datamodule.
 
     Args:
         args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.

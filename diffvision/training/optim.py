@@ -53,7 +53,8 @@ def without_decay(name: str, parameter: Tensor) -> bool:
 
 def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[str] = ()) -> list[dict[str, Any]]:
     """The trainable parameters in two groups, with and without decay; `undecayed` names further ones without."""
-    decayed, rest = [], []
+    decayed: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (rest if name in undecayed or without_decay(name, parameter) else decayed).append(parameter)
@@ -88,7 +89,7 @@ class WarmupCosine(torch.optim.lr_scheduler.LRScheduler):
         done = min(1.0, (step - self.warmup) / (self.total - self.warmup))
         return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 
 import lightning.pytorch as pl
+import open_clip
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -15,6 +16,7 @@ from diffvision.training.optim import OptimizerSettings
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
+LENGTH = open_clip.get_model_config("DiffCLIP-debug")["text_cfg"]["context_length"]
 
 
 class Pairs(pl.LightningDataModule):
@@ -25,7 +27,7 @@ class Pairs(pl.LightningDataModule):
         generator = torch.Generator().manual_seed(0)
         self.batch_size = batch_size
         self.image = torch.randn(batch_size * batches, 3, 32, 32, generator=generator)
-        self.text = torch.randint(1, 98, (batch_size * batches, 32), generator=generator)
+        self.text = torch.randint(1, 98, (batch_size * batches, LENGTH), generator=generator)
         self.text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
 
     def train_dataloader(self):
@@ -144,14 +146,14 @@ def test_logit_scale_stays_between_1_and_100():
         module = make(optimizer=OptimizerSettings(lr=10.0, warmup_steps=0))  # the first step of AdamW is +-lr
         nn.init.constant_(module.model.logit_scale, start)
         train(module)
-        assert module.model.logit_scale.item() == pytest.approx(0.0) or module.model.logit_scale.exp() == pytest.approx(100)
+        assert min(abs(module.model.logit_scale.exp().item() - bound) for bound in (1, 100)) < 1e-3
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_weights_whole():
     module = make()
     data = Pairs()
     data.image[0, 0, 0, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match="not|nan"):
+    with pytest.raises(FloatingPointError, match="norm is nan at step 0"):
         train(module, data=data)
     assert all(torch.isfinite(p).all() for p in module.parameters())
 

@@ -1,0 +1,92 @@
+"""Every recipe: the command at its head parses, its model builds on the meta device, and the debug ones train."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from diffvision.data.digits import make_digits
+from diffvision.training.fit import FitCLI, fit
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(ROOT.glob("configs/*/*.yaml"))
+# Lightning's advice (more workers, a GPU that is there but unused) is not for these.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+
+
+def head(path: Path) -> str:
+    """The comment that the file starts with."""
+    lines = path.read_text().splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:end])
+
+
+def command(path: Path) -> list[str]:
+    """The arguments of the `diffvision fit ...` at its head, its files made absolute."""
+    (line,) = re.findall(r"^  diffvision (fit --config .*)$", head(path), re.M)
+    words = shlex.split(line)
+    return [str(ROOT / w) if w.startswith("configs/") else w for w in words]
+
+
+def on_cpu(*extra: str) -> list[str]:
+    return ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto", *extra]
+
+
+class Parsed(FitCLI):
+    """The CLI up to the instances: nothing is run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, tmp_path):
+    text = head(path)
+    assert "Hardware:" in text
+    assert "Expect" in text or "overlays" in text  # a base says what it is a base of
+    words = command(path)
+    assert str(path) in words
+    monkeypatch.chdir(tmp_path)
+    with torch.device("meta"):
+        # fp32 on a CPU, which is all that there is here
+        cli = Parsed([*words, *on_cpu("--trainer.precision=32-true")])
+    assert all(p.is_meta for p in cli.model.parameters())
+    assert cli.datamodule.transform is cli.model.transform
+    assert cli.datamodule.eval_transform is cli.model.eval_transform
+    named = yaml.safe_load(path.read_text())["model"]["init_args"].get("model", "DiffCLIP-ViT-B-16")
+    assert cli.model.name == named
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data") / "digits"  # its name is in the names of its metrics
+    make_digits(directory, copies=1)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "metric"),
+    [
+        ("clip/debug", ["--data.evaluations=[{data}]"], "zero_shot/digits/acc1"),
+        ("vision/debug", ["--data.evaluation={data}/zero_shot"], "val/acc1"),
+    ],
+)
+def test_debug_recipes_train_evaluate_and_save(name, settings, metric, digits, tmp_path):
+    short = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=3", "--trainer.check_val_every_n_epoch=1"]
+    given = ["--model.optimizer.warmup_steps=1", f"--data.train={digits}/train", "--trainer.log_every_n_steps=1"]
+    where = [f"--trainer.logger.save_dir={tmp_path}", f"--trainer.default_root_dir={tmp_path}"]
+    settings = [s.format(data=digits) for s in settings]
+    cli = fit([*command(ROOT / f"configs/{name}.yaml"), *on_cpu(), *short, *given, *where, *settings])
+    assert 0 <= cli.trainer.callback_metrics[metric] <= 1
+    run = Path(cli.trainer.log_dir)
+    columns = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    wanted = {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second", "lambda", "data/seen", metric}
+    assert wanted <= set(columns)
+    assert any(c.startswith("lambda/") and "blocks.0.attn" in c for c in columns)
+    assert (run / "config.yaml").is_file()
+    stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["diffvision"]["model"] == cli.model.name
+    assert (run / "checkpoints" / "best.ckpt").is_file()

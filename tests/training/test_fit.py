@@ -1,0 +1,114 @@
+"""Whole runs through the command line: resuming, flags against checkpoints, two processes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diffvision.data.digits import png
+from diffvision.data.packing import write_shards
+from diffvision.training.fit import FitCLI, fit
+
+# Lightning's advice (more workers; that a resumed run saves elsewhere) is not for these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """50 noisy images with captions: batches of 16 leave two over."""
+    rng = np.random.default_rng(0)
+    directory = tmp_path_factory.mktemp("shards")
+    names = (
+        {"__key__": f"{i:03d}", "png": png(rng.integers(0, 256, (32, 32, 3))), "txt": f"number {i}"} for i in range(50)
+    )
+    write_shards(directory, names)
+    return directory
+
+
+def run(shards: Path, root: Path, *more: str, steps: int = 5) -> FitCLI:
+    return fit(
+        [
+            "fit",
+            "--model=ContrastiveModule",
+            "--model.model=DiffCLIP-debug",
+            "--model.optimizer.warmup_steps=1",
+            "--model.augmentation.scale=[0.5,1.0]",
+            "--data=ImageTextData",
+            f"--data.train={shards}",
+            "--data.batch_size=16",
+            "--data.num_workers=0",
+            f"--trainer.default_root_dir={root}",
+            f"--trainer.logger.save_dir={root}",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=1",
+            f"--trainer.max_steps={steps}",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.limit_val_batches=0",
+            "--trainer.enable_progress_bar=false",
+            "--trainer.enable_model_summary=false",
+            "--trainer.callbacks+=DataReport",
+            "--trainer.callbacks+=ModelCheckpoint",
+            "--trainer.callbacks.every_n_train_steps=2",
+            "--trainer.callbacks.save_top_k=-1",
+            "--trainer.callbacks.filename={step}",
+            *more,
+        ]
+    )
+
+
+def weights(cli: FitCLI) -> dict[str, torch.Tensor]:
+    return cli.model.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory) -> FitCLI:
+    return run(shards, tmp_path_factory.mktemp("whole"))
+
+
+def test_resuming_in_mid_epoch_gives_the_weights_of_the_run_never_stopped(shards, whole, tmp_path, capsys):
+    """Bit by bit: the same samples in the same order, with the same augmentation, rates and moments."""
+    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "step=2.ckpt"
+    resumed = run(shards, tmp_path, f"--ckpt_path={stopped}")
+    assert resumed.trainer.global_step == 5
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+    assert "16 seen + 0 skipped + 2 left over + 32 before the run was resumed = 50 samples" in capsys.readouterr().out
+
+
+def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
+    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "step=4.ckpt"
+    changed = ["--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=0.7", "--model.optimizer.end_lr=0.1"]
+    resumed = run(shards, tmp_path, f"--ckpt_path={stopped}", *changed)
+    (optimizer,) = resumed.trainer.optimizers
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.7]
+    assert all(g["lr"] == pytest.approx(0.1) for g in optimizer.param_groups)
+
+
+def test_two_processes_train_as_one(shards, whole, tmp_path, capfd):
+    two = run(shards, tmp_path, "--trainer.devices=2", "--trainer.strategy=ddp_fork")
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert "epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples" in capfd.readouterr().out
+
+
+def test_run_directory_has_configuration_and_metrics(whole):
+    directory = Path(whole.trainer.log_dir)
+    assert {"config.yaml", "metrics.csv", "checkpoints"} <= {p.name for p in directory.iterdir()}
+    assert whole.config.fit.seed_everything == 0
+    assert type(whole.trainer.logger).__name__ == "CSVLogger"
+
+
+def test_a_saved_configuration_runs_again(shards, whole, tmp_path):
+    saved = Path(whole.trainer.log_dir) / "config.yaml"
+    again = fit(["fit", f"--config={saved}", f"--trainer.logger.save_dir={tmp_path}", "--trainer.max_steps=5"])
+    assert all(torch.equal(v, weights(again)[k]) for k, v in weights(whole).items())
+
+
+def test_unknown_settings_are_refused(shards, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(shards, tmp_path, "--model.optimizer.learning_rate=1")
+    assert "learning_rate" in capsys.readouterr().err
