@@ -119,6 +119,7 @@ def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
     towers: dict[str, list[Curve]] = {}
     for name, curve in curves.items():
         towers.setdefault(_tower(name), []).append(curve)
+    towers = dict(sorted(towers.items()))  # the image tower before the text tower
     figure, axes = _figure(len(towers), width=4.2, height=2.8, sharey=True)
     for ax, (tower, layers) in zip(axes, towers.items(), strict=True):
         shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
