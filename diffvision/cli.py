@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jsonargparse import ArgumentParser, auto_cli
+from jsonargparse import auto_cli
 
 # command -> (module, function, what it does); the module is imported only when its command runs
 COMMANDS = {
@@ -83,8 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
-    parser = ArgumentParser(prog=f"diffvision {name}")
-    return _reported(lambda: auto_cli(command, args=argv[words:], prog=parser.prog, as_positional=True))
+    return _reported(lambda: auto_cli(command, args=argv[words:], prog=f"diffvision {name}", as_positional=True))
 
 
 def _reported(call: Callable[[], Any]) -> int:

@@ -1,0 +1,57 @@
+import sys
+
+import pytest
+import timm
+
+from diffvision import __version__, cli
+
+
+def test_help_names_every_command(capsys):
+    for arguments in ([], ["--help"]):
+        assert cli.main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in [*cli.COMMANDS, *cli.TRAINER_COMMANDS, "run"])
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"diffvision {__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_its_arguments(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*name.split(), "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: diffvision {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_named(capsys):
+    assert cli.main(["fitt"]) == 2
+    assert "no command 'fitt'" in capsys.readouterr().err
+    assert cli.main(["data", "mke"]) == 2
+    assert "no command 'data mke'" in capsys.readouterr().err
+
+
+def test_bad_input_is_one_line(capsys, tmp_path):
+    assert cli.main(["data", "make", "digitz", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "digitz" in error
+    assert "Traceback" not in error
+
+
+def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["models", "--filter", "*debug*"]) == 0
+    printed = capsys.readouterr().out
+    assert "DiffCLIP-debug" in printed
+    count = sum(p.numel() for p in timm.create_model("diff_vit_debug").parameters())
+    assert f"{count:,}" in printed
+    assert "diff_vit_base" not in printed
+
+
+def test_run_hands_over(tmp_path, capsys, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.main(["run", str(program), "--x", "1"]) == 0
+    assert capsys.readouterr().out == "['--x', '1']\n"
+    assert cli.main(["run"]) == 2
