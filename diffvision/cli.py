@@ -1,6 +1,7 @@
 """The command line: argument -> function. Every command's arguments, types and help are its function's signature."""
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,17 +41,21 @@ def models(filter: str = "*") -> None:
 
     from diffvision.models import clip, vision
 
-    makers: dict[str, Callable[[str], Any]] = {
-        **dict.fromkeys(vision.model_names(), timm.create_model),
-        **dict.fromkeys(clip.model_names(), open_clip.create_model),
-    }
     table = Table("model", "host", "parameters")
-    for name, make in makers.items():
-        if fnmatch(name, filter):
-            with torch.device("meta"):
-                count = sum(p.numel() for p in make(name).parameters())
-            table.add_row(name, "timm" if make is timm.create_model else "OpenCLIP", f"{count:,}")
+    logging.disable(logging.WARNING)  # OpenCLIP warns of every model that it builds without weights
+    with torch.device("meta"):
+        for name in vision.model_names():
+            if fnmatch(name, filter):
+                table.add_row(name, "timm", _parameters(timm.create_model(name)))
+        for name in clip.model_names():
+            if fnmatch(name, filter):
+                table.add_row(name, "OpenCLIP", _parameters(open_clip.create_model(name, device="meta")))
+    logging.disable(logging.NOTSET)
     Console().print(table)
+
+
+def _parameters(model: Any) -> str:
+    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def main(argv: list[str] | None = None) -> int:
