@@ -8,6 +8,8 @@ from typing import Any
 
 from jsonargparse import auto_cli
 
+from diffvision.data.report import BadDataError
+
 # command -> (module, function, what it does); the module is imported only when its command runs
 COMMANDS = {
     "demo": ("diffvision.demo", "demo", "train and compare a CLIP and a DiffCLIP on real digits, in minutes"),
@@ -95,7 +97,7 @@ def _reported(call: Callable[[], Any]) -> int:
     """Runs a command: bad input ends with its one line, not a page of traceback."""
     try:
         result = call()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, BadDataError, FloatingPointError) as error:
         print(f"diffvision: error: {error}", file=sys.stderr)
         return 1
     return result if isinstance(result, int) else 0

@@ -1,4 +1,7 @@
-"""`diffvision evaluate --tasks retrieval` from a clone: python scripts/retrieval.py --model NAME --checkpoint PATH --data DIR"""
+"""`diffvision evaluate --tasks retrieval` from a clone.
+
+python scripts/retrieval.py --model NAME --checkpoint PATH --data DIR
+"""
 
 import sys
 

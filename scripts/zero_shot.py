@@ -1,4 +1,7 @@
-"""`diffvision evaluate --tasks zero_shot` from a clone: python scripts/zero_shot.py --model NAME --checkpoint PATH --data DIR"""
+"""`diffvision evaluate --tasks zero_shot` from a clone.
+
+python scripts/zero_shot.py --model NAME --checkpoint PATH --data DIR
+"""
 
 import sys
 

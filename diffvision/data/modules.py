@@ -64,7 +64,9 @@ class ImageTextData(pl.LightningDataModule):
         kind = ImageText(image, CaptionMember(self.caption_key), self.tokenizer)
         return _train_loader(self, kind)
 
-    def val_dataloader(self) -> "FolderLoader":
+    def val_dataloader(self) -> "FolderLoader | list":
+        if not self.evaluations:
+            return []
         folders = [folder for path in self.evaluations for folder in find_folders(path)]
         return FolderLoader([folder.bound(self.eval_transform or to_float, self.tokenizer) for folder in folders])
 

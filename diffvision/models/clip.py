@@ -25,7 +25,7 @@ import torch
 from open_clip.transformer import ResidualAttentionBlock, TextTransformer
 from torch import Tensor, nn
 
-from diffvision.nn import ATTENTION, AttentionLayer, build_attention
+from diffvision.nn import ATTENTION, build_attention, settings_of
 
 CONFIGS = Path(__file__).parent / "clip_configs"
 
@@ -34,7 +34,7 @@ _BUILDER = "_build_text_tower"
 _BUILDER_ARGUMENTS = ["embed_dim", "text_cfg", "quick_gelu", "cast_dtype"]
 _ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
 # What the tower itself decides, and what its own custom block (which ours replaces) would have read.
-_TOWER_SETTINGS = {"self", "dim", "num_heads", "depth", "device", "dtype", "shared"}
+_TOWER_SETTINGS = {"dim", "num_heads", "depth", "device", "dtype"}
 _CUSTOM_BLOCK_FIELDS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
 
 
@@ -84,7 +84,7 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
     variant, _, listing = rest.partition(":")
     if variant not in ATTENTION:
         raise ValueError(f"block_type {block_type!r}: unknown variant {variant!r}; choose one of {sorted(ATTENTION)}")
-    known = _settings_of(ATTENTION[variant])
+    known = sorted(settings_of(ATTENTION[variant]) - _TOWER_SETTINGS)
     settings = {}
     for item in listing.split(",") if listing else []:
         key, equals, value = item.partition("=")
@@ -95,13 +95,6 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
         except json.JSONDecodeError:
             settings[key] = value
     return variant, settings
-
-
-def _settings_of(layer: type[AttentionLayer]) -> list[str]:
-    """What a block type may set; a subclass's constructor hands on the arguments of its parent's."""
-    constructors = [cls.__init__ for cls in layer.__mro__ if issubclass(cls, AttentionLayer)]
-    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
-    return sorted(names - _TOWER_SETTINGS)
 
 
 def _use_attention(tower: TextTransformer, variant: str, settings: dict[str, Any]) -> None:

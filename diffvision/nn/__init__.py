@@ -28,17 +28,18 @@ def build_attention(
     """
     if variant not in ATTENTION:
         raise ValueError(f"unknown attention variant {variant!r}: choose one of {', '.join(ATTENTION)}")
-    takes = {name: _settings(layer) for name, layer in ATTENTION.items()}
+    takes = {name: settings_of(layer) for name, layer in ATTENTION.items()}
     if unknown := set(settings).difference(*takes.values()):
         raise TypeError(f"no attention variant takes {', '.join(sorted(unknown))}")
     own = {name: value for name, value in settings.items() if name in takes[variant]}
     return ATTENTION[variant](dim, num_heads, num_kv_heads, **own)
 
 
-def _settings(layer: type[AttentionLayer]) -> set[str]:
-    """Names of the constructor's arguments, those handed on to the parent class included."""
+def settings_of(layer: type[AttentionLayer]) -> set[str]:
+    """Names of the arguments that a class of `ATTENTION` takes, those handed on to its parent class included."""
     constructors = [cls.__init__ for cls in layer.__mro__ if issubclass(cls, AttentionLayer)]
-    return {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    return names - {"self", "shared"}
 
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "HeadNorm",
     "build_attention",
     "depth_lambda_init",
+    "settings_of",
 ]

@@ -31,7 +31,8 @@ class AttentionLayer(nn.Module):
         num_kv_heads: key/value heads, a divisor of num_heads; as many as num_heads if None.
         head_dim: D of one map's head; by default the output heads together are as wide as `dim`.
         head_norm: RMSNorm of each head's output, its weight shared by the heads (eps 1e-5).
-        qkv_bias, proj_bias: biases of the input and output projections.
+        qkv_bias: biases of the query, key and value projections.
+        proj_bias: bias of the output projection.
         qk_norm: RMSNorm (eps 1e-6) of each query and key head before rotary embedding.
         attn_drop: dropout of the attention maps, drawn for each map by itself.
         proj_drop: dropout of the output.

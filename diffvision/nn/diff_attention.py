@@ -28,7 +28,7 @@ class DiffAttention(AttentionLayer):
         depth: index of the layer from 0, for `lambda_init="depth"`.
         lambda_init: a float (DiffCLIP: 0.8 in every layer), or "depth" for `depth_lambda_init(depth)`.
         head_norm: False leaves the norm out, and keeps the factor (the paper's ablation "w/o GroupNorm").
-        Others as `AttentionLayer`; `num_heads` is half of the matched standard layer's.
+        **shared: as `AttentionLayer`; `num_heads` is half of the matched standard layer's.
 
     Source: arXiv 2410.05258; microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py (whose grouped heads are the
     right ones: the plain module there pairs keys of different heads).
