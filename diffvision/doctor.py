@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from packaging.version import Version
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from diffvision.models import clip, vision
@@ -155,7 +156,8 @@ def doctor() -> int:
     console.print(table)
     findings = conflicts(installed)
     for finding in findings:
-        console.print("[red]broken:[/]" if finding.broken else "[yellow]note:[/]", finding.text, highlight=False)
+        kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
+        console.print(kind, escape(finding.text), highlight=False)
     broken = any(finding.broken for finding in findings)
     console.print("[red]not ready[/]" if broken else "[green]ready[/]")
     return int(broken)

@@ -153,12 +153,9 @@ class Shape(NamedTuple):
 _REG4 = {"class_token": False, "reg_tokens": 4, "no_embed_class": True, "global_pool": "avg"}
 _SO_REG4 = {"class_token": False, "reg_tokens": 4, "global_pool": "avg", "fc_norm": False}
 
-# timm's default draws weights of std 0.02, too small for 64 channels to learn fast; its "jax" rule goes by the width.
-_DEBUG = {"weight_init": "jax"}
-
 # What timm calls vit_<shape> has the same settings, but for the attention.
 SHAPES = {
-    "debug": Shape("debug", 8, 32, 1.0, _DEBUG),
+    "debug": Shape("debug", 8, 32, 1.0),
     "tiny_patch16_224": Shape("tiny", 16, 224),
     "tiny_patch16_384": Shape("tiny", 16, 384, 1.0),
     "tiny_patch16_reg4_gap_256": Shape("tiny", 16, 256, 0.95, _REG4),
@@ -194,8 +191,10 @@ ALIASES = {
 # lambda_init for all layers, which variants without one do not read.
 _CLIP = {"norm_layer": partial(LayerNorm, eps=1e-5), "lambda_init": 0.8}
 _CLIP_DYNAMIC = {**_CLIP, "lambda_init": "depth"}
+# For 64 channels timm's default of std 0.02 is too small to learn fast; its "jax" rule goes by the width.
+_CLIP_DEBUG = {**_CLIP, "weight_init": "jax"}
 CLIP_SHAPES = {
-    "debug_clip": Shape("debug", 8, 32, 1.0, {**_CLIP, **_DEBUG}),
+    "debug_clip": Shape("debug", 8, 32, 1.0, _CLIP_DEBUG),
     "small_patch16_clip_224": Shape("small", 16, 224, 1.0, _CLIP),
     "base_patch32_clip_224": Shape("base", 32, 224, 1.0, _CLIP),
     "base_patch16_clip_224": Shape("base", 16, 224, 1.0, _CLIP),

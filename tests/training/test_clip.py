@@ -70,9 +70,10 @@ def gradients(precision="64-true", **settings):
 
 
 def same(a, b):
+    """Equal up to lambda, which is computed in float32 in a float64 model too."""
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
@@ -138,7 +139,7 @@ def test_gradient_scaler_and_bfloat16(accum_freq):
             assert torch.isfinite(seen).all()
             if exact[name].norm() > 1e-2:  # unscaled, and in the right direction
                 assert torch.cosine_similarity(seen.flatten(), exact[name].flatten(), 0) > 0.98, name
-                torch.testing.assert_close(seen.norm(), exact[name].norm(), rtol=0.1, atol=0)
+                torch.testing.assert_close(seen.norm(), exact[name].norm(), rtol=0.15, atol=0)
 
 
 def test_logit_scale_stays_between_1_and_100():
