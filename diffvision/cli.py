@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         if len(argv) < 2:
             print("diffvision run: name a module or a .py file to run", file=sys.stderr)
             return 2
-        run(argv[1:])
+        run(argv[1:])  # errors are the program's own
         return 0
     words = 2 if argv[0] == "data" else 1
     name = " ".join(argv[:words])

@@ -21,14 +21,14 @@ def run(argv: Sequence[str]) -> None:
     """Runs `argv[0]`, a path ending in .py or a module's dotted name, as `__main__` with `argv` as its `sys.argv`.
 
     Raises:
-        FileNotFoundError: no such file, or no such module.
+        SystemExit: no such file, or no such module.
     """
     target = argv[0]
     is_file = target.endswith(".py")
     # As `python FILE` and `python -m MODULE` do: the program's own folder, or the current one, comes first.
     sys.path.insert(0, os.path.dirname(os.path.abspath(target)) if is_file else os.getcwd())
     if not (os.path.isfile(target) if is_file else _has_module(target)):
-        raise FileNotFoundError(f"no program {target!r}: give a path to a .py file, or the name of an installed module")
+        sys.exit(f"diffvision run: no program {target!r}: give a .py file's path, or the name of an installed module")
     sys.argv = list(argv)
     if is_file:
         runpy.run_path(target, run_name="__main__")

@@ -55,6 +55,9 @@ def load(
     unknown = set(preprocess or {}) - set(PREPROCESS)
     if unknown:
         raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
+    for key in ("mean", "std"):
+        if (values := (preprocess or {}).get(key)) is not None and len(values) != 3:
+            raise ValueError(f"preprocess.{key} is {values}: give three numbers, for red, green and blue")
     if name.startswith(_HUBS) or name in open_clip.list_models():
         loaded = _load_open_clip(name, checkpoint, dict(preprocess or {}))
     elif timm.is_model(name):
@@ -81,11 +84,16 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
         raise _no_such_weights(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
     ours = weights if weights is not None and weights.lightning else None
     with _without_a_warning_of_random_weights() if ours else nullcontext():
-        model, _, transform = open_clip.create_model_and_transforms(
-            name,
-            pretrained=None if ours or checkpoint is None else str(checkpoint),
-            **{f"image_{key}": value for key, value in preprocess.items()},
-        )
+        try:
+            model, _, transform = open_clip.create_model_and_transforms(
+                name,
+                pretrained=None if ours or checkpoint is None else str(checkpoint),
+                **{f"image_{key}": value for key, value in preprocess.items()},
+            )
+        except RuntimeError as error:
+            if path is None or "loading state_dict" not in str(error):
+                raise
+            raise _does_not_fit(path, name, error) from error
     if ours:
         _load_state(model, ours.state, path)
     return Loaded(model, transform, open_clip.get_tokenizer(name))
@@ -156,15 +164,15 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
-            f"code: save its state_dict alone ({str(error).splitlines()[0]})"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"checkpoint {path} is damaged or no checkpoint: {error}") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise ValueError(
+                f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
+                f"code: save its state_dict alone ({str(error).splitlines()[0]})"
+            ) from error
+        raise ValueError(f"checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[:1]}") from error
     lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
     about = content.get("diffvision", {}) if lightning else {}
     for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
@@ -217,5 +225,9 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], path: Path | None) -
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise ValueError(f"checkpoint {path} does not fit the model {type(model).__name__}: {first[:500]}") from error
+        raise _does_not_fit(path, type(model).__name__, error) from error
+
+
+def _does_not_fit(path: Path | None, model: str, error: RuntimeError) -> ValueError:
+    first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+    return ValueError(f"checkpoint {path} does not fit the model {model}: {first[:500]}")

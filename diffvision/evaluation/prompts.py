@@ -31,7 +31,12 @@ class Prompts(NamedTuple):
 
     def texts(self) -> list[list[str]]:
         """The texts of each class."""
-        return [[template.format(c=name) for template in self.templates] for name in self.classnames]
+        try:
+            return [[template.format(c=name) for template in self.templates] for name in self.classnames]
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"a template has another place than {{c}} for the class name ({error}): mend it"
+            ) from error
 
 
 def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "openai") -> Prompts:

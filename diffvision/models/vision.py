@@ -26,7 +26,7 @@ from timm.models import VisionTransformer, build_model_with_cfg, generate_defaul
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from diffvision.nn import AttentionLayer, build_attention
+from diffvision.nn import ATTENTION, AttentionLayer, build_attention, settings_of
 
 __all__ = ["ALIASES", "ATTENTION_SETTINGS", "CLIP_SHAPES", "MODELS", "SHAPES", "SIZES", "Block", "model_names"]
 
@@ -248,6 +248,9 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     """Builds a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
+    # A shape's settings serve all variants; what a user asks for by hand must mean something to this one.
+    if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - settings_of(ATTENTION[variant]):
+        raise TypeError(f"{name} has {variant!r} attention, which takes no {', '.join(sorted(useless))}")
     settings = {
         "patch_size": shape.patch,
         "embed_dim": size.width,

@@ -75,6 +75,8 @@ class AttentionLayer(nn.Module):
                     f"for each of {num_heads} heads of variant {self.variant!r}); change num_heads or give head_dim"
                 )
             head_dim = dim // (num_heads * self.value_maps)
+        if rotary is not None and (isinstance(rotary, bool) or rotary <= 1):
+            raise ValueError(f"rotary is the base of the frequencies, a number above 1 such as 10000, got {rotary!r}")
         if rotary is not None and head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -164,7 +166,10 @@ class Attention(AttentionLayer):
 
 def _boolean(mask: Tensor | None) -> Tensor | None:
     """A mask as the operation takes it; hosts also hand float masks of 0 and -inf."""
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None:
+        return None
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
+    if mask.dtype == torch.bool:
         return mask
     attends = mask == 0
     if not torch.compiler.is_compiling() and not (attends | mask.isneginf()).all():

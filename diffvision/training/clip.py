@@ -174,8 +174,13 @@ class ContrastiveModule(pl.LightningModule):
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = checkpoint.get("diffvision", {}).get("model", self.name)
+        if trained != self.name:
+            raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what `evaluate` and `export` need to rebuild the model, as plain Python values."""
+        """Write down what `evaluate` needs to rebuild the model, as plain Python values."""
         config = self.model.visual.preprocess_cfg
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
         checkpoint["diffvision"] = {"model": self.name, "preprocess": plain}

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTh
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
+from diffvision.data.folders import find_folders
 from diffvision.data.modules import ImageLabelData, ImageTextData
+from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -74,6 +76,19 @@ class FitCLI(LightningCLI):
         if isinstance(trainer.progress_bar_callback, RichProgressBar):
             trainer.progress_bar_callback.theme = RichProgressBarTheme(metrics_format=".3g")  # no rate shown as 0.000
         return trainer
+
+    def before_fit(self) -> None:
+        """A callback that watches a metric of a folder which is not evaluated would fail after an epoch's work."""
+        folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
+        measured = [f"{folder.task}/{folder.name}/" for folder in folders]
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        for callback in callbacks:
+            monitor = getattr(callback, "monitor", None) or ""
+            watched = monitor.split("/")[0] in EVALUATIONS and not monitor.startswith(tuple(measured))
+            if watched and isinstance(self.model, ContrastiveModule):
+                known = ", ".join(measured) or "none: set data.init_args.evaluations"
+                name = type(callback).__name__
+                raise ValueError(f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor")
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""

@@ -239,6 +239,8 @@ def test_the_table_hands_each_class_what_it_takes():
         ({"dim": 30, "num_heads": 4}, r"dim \(30\) must be a multiple of 8"),
         ({"dim": 32, "num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\).*num_kv_heads \(3\)"),
         ({"dim": 24, "num_heads": 4, "rotary": 1e4}, "even head_dim, got 3"),
+        ({"dim": 32, "num_heads": 4, "rotary": True}, "rotary is the base of the frequencies.*got True"),
+        ({"dim": 32, "num_heads": 4, "rotary": 0.0}, "above 1 such as 10000, got 0.0"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(settings, message):

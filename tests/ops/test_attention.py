@@ -244,3 +244,13 @@ def test_bad_input_is_named(case):
     change, settings, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         diff_attention(*change(*tensors()), **settings)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_masks_of_any_broadcastable_shape(backend):
+    q, k, v, lam = (t.detach() for t in tensors())
+    keys = torch.tensor([True, True, False, True, True, True, False])
+    expected = by_the_formula(q, k, v, lam, mask=keys[None, None, None])
+    torch.testing.assert_close(diff_attention(q, k, v, lam, mask=keys, backend=backend), expected, rtol=0, atol=1e-12)
+    everything = diff_attention(q, k, v, lam, mask=torch.tensor(True), backend=backend)
+    torch.testing.assert_close(everything, by_the_formula(q, k, v, lam), rtol=0, atol=1e-12)

@@ -1,6 +1,7 @@
 """Whole runs through the command line: resuming, flags against checkpoints, two processes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from diffvision.data.digits import png
 from diffvision.data.packing import write_shards
+from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
 
 # Lightning's advice (more workers; that a resumed run saves elsewhere) is not for these.
@@ -112,3 +114,20 @@ def test_unknown_settings_are_refused(shards, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(shards, tmp_path, "--model.optimizer.learning_rate=1")
     assert "learning_rate" in capsys.readouterr().err
+
+
+def test_a_monitor_that_nothing_measures_is_named_before_any_step():
+    watched = SimpleNamespace(monitor="zero_shot/digits/acc1")
+    cli = FitCLI.__new__(FitCLI)
+    cli.model = ContrastiveModule("CLIP-debug")
+    cli.datamodule = SimpleNamespace(evaluations=[])
+    cli.trainer = SimpleNamespace(callbacks=[watched, SimpleNamespace(monitor="train/loss")])
+    with pytest.raises(ValueError, match="monitors 'zero_shot/digits/acc1', but the evaluations are none"):
+        cli.before_fit()
+    watched.monitor = "train/grad_norm"
+    cli.before_fit()
+
+
+def test_a_checkpoint_of_another_model_is_named():
+    with pytest.raises(ValueError, match="of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
+        ContrastiveModule("CLIP-debug").on_load_checkpoint({"diffvision": {"model": "DiffCLIP-debug"}})

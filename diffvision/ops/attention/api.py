@@ -56,6 +56,8 @@ def diff_attention(
     """
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     _check(q, k, v, lam, mask, dropout)
+    if mask is not None:  # backends and torch's kernels want all four axes
+        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     problem = describe(q, k, v, causal=causal, mask=mask, dropout=dropout)
     if backend == "auto":
         backend = _choose(problem)

@@ -50,7 +50,7 @@ def attention_maps(
         return scores.softmax(dim=-1)
     # [B, H, M, N] -> [B, H, 1, M, N]: the maps share the mask. The lowest finite number, and zeroing after, keep rows
     # without any key finite in forward and backward, where -inf would give NaN.
-    mask = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape).unsqueeze(2)
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape).unsqueeze(2)
     return scores.masked_fill(~mask, torch.finfo(dtype).min).softmax(dim=-1) * mask
 
 
