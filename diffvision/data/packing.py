@@ -23,6 +23,7 @@ Sample = Mapping[str, str | bytes]
 
 _IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "file", "path")
 _CAPTION_COLUMNS = ("caption", "text", "title")
+_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
 _ENDINGS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -159,12 +160,59 @@ def packing_progress() -> Progress:
 
 
 def _listed(source: Path, captions: Path) -> Iterator[tuple[Path, str | None]]:
-    with open(captions, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, delimiter="\t" if captions.suffix == ".tsv" else ",")
-        header = list(reader.fieldnames or [])
-        image, caption = _column(header, _IMAGE_COLUMNS, captions), _column(header, _CAPTION_COLUMNS, captions)
-        for row in reader:
-            yield source / (row[image] or ""), row[caption]
+    root = source.resolve()
+    for line, image, caption in _rows(captions):
+        yield _inside(root, image, f"{captions}, line {line}"), caption
+
+
+def _rows(captions: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, image, caption) of each row; a missing cell is an empty one."""
+    # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
+    tabs = captions.suffix.lower() == ".tsv"
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
+    line = 0
+    try:
+        with open(captions, newline="", encoding="utf-8-sig") as file:
+            if tabs:
+                reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            else:
+                reader = csv.DictReader(file, strict=True)
+            header = list(reader.fieldnames or [])
+            image, caption = _column(header, _IMAGE_COLUMNS, captions), _column(header, _CAPTION_COLUMNS, captions)
+            line = reader.line_num
+            for row in reader:
+                line = reader.line_num
+                yield line, row[image] or "", row[caption] or ""
+    except csv.Error as error:
+        remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
+        raise ValueError(f"{captions}, after line {line}: {error}: mend the row{remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{captions}, line {_undecodable(captions)}, is not UTF-8: save the file as UTF-8") from None
+
+
+def _undecodable(path: Path) -> int:
+    """The first line that is not UTF-8; the reader, which reads ahead, cannot tell."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
+
+
+def _inside(root: Path, image: str, where: str) -> Path:
+    """The file a row names: a table, which may come from elsewhere, cannot put files from outside into the shards."""
+    path = root / image
+    try:
+        inside = path.resolve().is_relative_to(root)
+    except (OSError, ValueError, RuntimeError):  # a null character, a circle of links
+        inside = False
+    if not inside:
+        raise ValueError(
+            f"{where}: image {image!r} is not a path inside {root}: mend the row, or choose another source"
+        )
+    return path
 
 
 def _column(header: list[str], known: tuple[str, ...], captions: Path) -> str:

@@ -57,6 +57,55 @@ def test_captions_from_a_table(images, tmp_path, corpus, ending, separator):
     assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
 
 
+def packed_from(table, content, images, tmp_path, **settings):
+    table = tmp_path / table
+    table.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return pack_folder(images, tmp_path / "out", table, num_workers=1, **settings)
+
+
+def test_a_line_of_a_tsv_is_a_row_whatever_its_quotes(images, tmp_path, corpus):
+    rows = 'file\tcaption\nimage.00.png\t"quoted sample 0\nimage.02.png\t"a" sample 2\nimage.04.png\tsample 4\n'
+    assert packed_from("t.tsv", rows, images, tmp_path).samples == 3
+    assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
+
+
+def test_long_cells_are_cut_like_any_caption(images, tmp_path):
+    assert packed_from("t.csv", f"file,caption\nimage.00.png,{'x' * 200_000}\n", images, tmp_path).samples == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "content", "message"),
+    [
+        ("t.csv", 'file,caption\nimage.00.png,a\nimage.02.png,"b\nimage.04.png,c\n', r"t\.csv, after line 2: .*mend"),
+        ("t.csv", 'file,caption\nimage.00.png,"a" dog\n', r"t\.csv, after line 1: .*written twice"),
+        (
+            "t.tsv",
+            b"file\tcaption\nimage.00.png\tcaf\xe9\n",
+            r"t\.tsv, line 2, is not UTF-8: save",
+        ),
+    ],
+)
+def test_damaged_tables_say_where_and_what_to_do(images, tmp_path, table, content, message):
+    with pytest.raises(ValueError, match=message):
+        packed_from(table, content, images, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_caption_cell_is_never_filled_from_beside_the_image(images, tmp_path):
+    packed = packed_from("t.csv", "file,caption\nimage.00.png\nimage.02.png,two\n", images, tmp_path)
+    assert packed.skipped == {"empty caption": 1}
+
+
+@pytest.mark.parametrize("how", ["absolute", "climbing", "link", "null"])
+def test_a_table_cannot_name_files_outside_its_folder(images, tmp_path, corpus, how):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(corpus.png(1))
+    (images / "link.png").symlink_to(secret)
+    cell = {"absolute": str(secret), "climbing": "../secret.png", "link": "link.png", "null": "a\0b"}[how]
+    with pytest.raises(ValueError, match=r"t\.csv, line 3: image .* is not a path inside"):
+        packed_from("t.csv", f"file,caption\nimage.00.png,a\n{cell},b\n", images, tmp_path)
+
+
 def test_image_files_are_copied_as_they_are(tmp_path, corpus):
     source = tmp_path / "s"
     source.mkdir()
