@@ -25,6 +25,9 @@ def process_group(device: str) -> Iterator[str]:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda", "mps") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield device
         return

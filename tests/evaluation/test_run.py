@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 
 from diffvision.data.folders import EvaluationFolder
+from diffvision.evaluation.distributed import process_group
+from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import evaluate, run
 
@@ -158,3 +160,23 @@ def test_unreadable_images_are_left_out_loudly(tmp_path, checkpoint):
     (tmp_path / "mostly" / "zeroshot_classification_templates.txt").write_text("{c}")
     with pytest.warns(UserWarning, match=r"mostly/test: unreadable samples are left out \(1 not a JPEG"):
         run(model="DiffCLIP-debug", data=str(tmp_path / "mostly"), checkpoint=checkpoint, num_workers=0, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "tpu:0"])
+def test_an_unknown_device_is_named(device):
+    with pytest.raises(ValueError, match=f"device '{device}' is not here"), process_group(device):
+        pass
+
+
+def test_two_numbers_of_a_mean_are_refused():
+    with pytest.raises(ValueError, match=r"preprocess.mean is \[0.5, 0.5\]: give three"):
+        load("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
+
+
+def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
+    torch.save(load("CLIP-debug").model.state_dict(), tmp_path / "clip.pt")
+    with pytest.raises(ValueError, match=r"clip.pt does not fit the model DiffCLIP-debug"):
+        load("DiffCLIP-debug", tmp_path / "clip.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(ValueError, match="damaged or no checkpoint"):
+        load("DiffCLIP-debug", tmp_path / "text.pt")
