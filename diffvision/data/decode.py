@@ -18,6 +18,9 @@ from PIL import Image, ImageOps
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
+MAX_ELONGATION = 5000
+"""Longer side by shorter. Resized to 224 on the shorter side, an image takes some 50,000 pixels for each unit of this:
+without a bound, a few hundred bytes could ask for hundreds of gigabytes."""
 MAX_IMAGE_BYTES = 128 << 20
 MAX_CAPTION = 1000
 """Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
@@ -49,6 +52,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     if image.width * image.height > max_pixels:
         raise BadSample("image too large")
+    if max(image.size) > MAX_ELONGATION * min(image.size):
+        raise BadSample("image too elongated")
     return image
 
 

@@ -123,6 +123,8 @@ def text_bomb():
         (huge_png(9000), "image too large"),  # more than our limit
         (huge_png(12_000), "image too large"),  # PIL warns
         (huge_png(40_000), "image too large"),  # PIL refuses
+        (encoded(Image.new("L", (300_000, 1))), "image too elongated"),
+        (encoded(Image.new("L", (2, 10_001))), "image too elongated"),
         (huge_png(0), "not a JPEG, PNG or WebP image"),
         (text_bomb(), "damaged image"),
     ],
@@ -138,6 +140,8 @@ def text_bomb():
         "large",
         "larger",
         "largest",
+        "wide",
+        "high",
         "0x0",
         "text-bomb",
     ],
