@@ -43,6 +43,7 @@ def write_evaluation_split(directory: str | Path, samples: Iterable[Sample], per
 
 def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: str) -> int:
     refuse_existing(directory)
+    _check_per_shard(per_shard)
     directory.mkdir(parents=True, exist_ok=True)
     remaining, written, shard = iter(samples), 0, 0
     while chunk := list(islice(remaining, per_shard)):
@@ -57,6 +58,11 @@ def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: 
 def refuse_existing(directory: Path) -> None:
     if directory.is_dir() and any(p.suffix == ".tar" for p in directory.iterdir()):
         raise ValueError(f"{directory} has shards already: remove them, or choose another directory")
+
+
+def _check_per_shard(per_shard: int) -> None:
+    if per_shard < 1:
+        raise ValueError(f"per_shard is {per_shard}: it must be at least 1, for a shard to hold anything")
 
 
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
@@ -128,6 +134,7 @@ def pack_folder(
     """
     source, directory = Path(source), Path(directory)
     refuse_existing(directory)
+    _check_per_shard(per_shard)
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder of images")
     pairs = list(_listed(source, Path(captions)) if captions else _beside(source))

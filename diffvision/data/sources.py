@@ -168,15 +168,33 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
         if manifest.get("format") != MANIFEST_FORMAT:
             raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
         try:
-            fields = [(e["name"], int(e["samples"]), int(e["bytes"]), str(e["sha256"])) for e in manifest["shards"]]
-        except (KeyError, TypeError, ValueError):
+            fields = [(e["name"], e["samples"], e["bytes"], str(e["sha256"])) for e in manifest["shards"]]
+        except (KeyError, TypeError):
             wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
             raise ValueError(f"{directory}/{MANIFEST} is not a manifest: expected {wanted}") from None
-        return {_name(n, directory): {"samples": s, "bytes": b, "sha256": h} for n, s, b, h in fields}
+        where = f"{directory}/{MANIFEST}"
+        return {
+            _name(n, directory): {"samples": _count(s, n, "samples", where), "bytes": _count(b, n, "bytes", where)}
+            | {"sha256": h}
+            for n, s, b, h in fields
+        }
     if (text := _read(directory, SIZES)) is not None:
         sizes = _parsed(text, directory, SIZES)
-        return {_name(name, directory): {"samples": int(sizes[name])} for name in sorted(sizes, key=natural)}
+        where = f"{directory}/{SIZES}"
+        return {
+            _name(name, directory): {"samples": _count(sizes[name], name, "samples", where)}
+            for name in sorted(sizes, key=natural)
+        }
     return {}
+
+
+def _count(value: object, name: str, of: str, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"{where} says that {name} has {value!r} {of}: it must be a whole number, 0 or more; "
+            "write it anew with diffvision.data.make.write_manifest"
+        )
+    return value
 
 
 def _read(directory: str | Path, name: str) -> str | None:
@@ -210,7 +228,7 @@ def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _name(name: str, directory: str | Path) -> str:
-    if "/" in name or name in ("", ".", "..") or name.startswith("-"):
+def _name(name: object, directory: str | Path) -> str:
+    if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or name.startswith("-"):
         raise ValueError(f"{directory} lists a shard named {name!r}: names there have no folders")
     return name

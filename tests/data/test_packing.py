@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from diffvision.data.make import make
-from diffvision.data.packing import pack_folder, write_manifest
+from diffvision.data.packing import pack_folder, write_manifest, write_shards
 
 
 @pytest.fixture
@@ -135,6 +135,17 @@ def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
     whole = corpus.write(tmp_path / "whole", 10)
     with pytest.raises(ValueError, match="has shards already"):
         pack_folder(images, whole)
+
+
+@pytest.mark.parametrize("per_shard", [0, -1])
+def test_a_shard_holds_at_least_one_sample(images, tmp_path, corpus, per_shard):
+    for write in (
+        lambda out: pack_folder(images, out, per_shard=per_shard),
+        lambda out: write_shards(out, [corpus.sample(0)], per_shard),
+    ):
+        with pytest.raises(ValueError, match=f"per_shard is {per_shard}: it must be at least 1"):
+            write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_manifest_is_not_written_for_a_damaged_shard(tmp_path, corpus):

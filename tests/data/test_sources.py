@@ -113,6 +113,19 @@ def test_a_manifest_that_is_none(tmp_path, manifest, message):
         find_shards(tmp_path)
 
 
+@pytest.mark.parametrize("count", [-1, 2.5, "3", None, True, [1]])
+def test_counts_that_are_none_are_refused_with_the_files_name(tmp_path, count):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": count}))
+    with pytest.raises(ValueError, match=r"sizes\.json says that 0\.tar has .* samples: it must be a whole number"):
+        find_shards(tmp_path)
+    for field in ("samples", "bytes"):
+        shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | {field: count}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": [shard]}))
+        with pytest.raises(ValueError, match=rf"manifest\.json says that 0\.tar has .* {field}: it must be"):
+            find_shards(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../0.tar", "/etc/0.tar", "-0.tar", ".."])
 def test_a_manifest_cannot_point_elsewhere(tmp_path, name):
     touch(tmp_path, "0.tar")
