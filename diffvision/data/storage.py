@@ -15,9 +15,10 @@ from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
 from diffvision.data.index import ShardIndex, shard_index
 from diffvision.data.order import Sample
-from diffvision.data.sources import COMPRESSED, Shard, find_shards
+from diffvision.data.sources import COMPRESSED, SIZES, Shard, find_shards
 
 _OPEN_FILES = 64  # a few shuffle windows
+_NAMED = 10  # damaged shards, in one message
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again
 
 
@@ -31,7 +32,7 @@ class ShardSet:
     Shards whose counts no manifest tells are indexed now, which takes a second for some ten thousand samples, once.
 
     Raises:
-        ValueError: nothing there, a shard that is not a tar, a refused URL.
+        ValueError: nothing there, a shard that is not a tar or is damaged, a refused URL.
     """
 
     def __init__(self, source: str | Path | Sequence[str | Path], cache: ShardCache | None = None) -> None:
@@ -40,7 +41,7 @@ class ShardSet:
         self._indices: OrderedDict[int, ShardIndex] = OrderedDict()
         self._files: OrderedDict[int, int] = OrderedDict()
         self._unreadable: dict[int, tuple[float, str]] = {}
-        self.counts = np.array([self._count(number) for number in range(len(self.shards))], dtype=np.int64)
+        self.counts = np.array(self._counts(), dtype=np.int64)
 
     def __len__(self) -> int:
         """Samples, as the manifests have it."""
@@ -126,7 +127,22 @@ class ShardSet:
                 raise OSError(reason)
             del self._unreadable[number]
 
-    def _count(self, number: int) -> int:
+    def _counts(self) -> list[int]:
+        damaged: list[str] = []
+        counts = [self._count(number, damaged) for number in range(len(self.shards))]
+        if damaged:
+            # No manifest says what is missing: to go on would be to train on less without a word.
+            more = f"\n  and {len(damaged) - _NAMED} more" if len(damaged) > _NAMED else ""
+            listed = "".join(f"\n  {line}" for line in damaged[:_NAMED])
+            raise ValueError(
+                f"{len(damaged)} of {len(self.shards)} shards are damaged:{listed}{more}\n"
+                "fetch or write them again, or take them out of the data set (diffvision.data.make.write_manifest "
+                "then lists what is good); to use what lies before the damage, list the samples of every shard of "
+                f"the directory in {SIZES}"
+            )
+        return counts
+
+    def _count(self, number: int, damaged: list[str]) -> int:
         shard = self.shards[number]
         if shard.samples is not None:
             self._warn_of_size(shard)
@@ -138,7 +154,7 @@ class ShardSet:
         if index.damage and not len(index):
             raise ValueError(f"shard {shard.location} is not a tar file, or holds nothing: {index.damage}")
         if index.damage:
-            warnings.warn(f"shard {shard.location} is damaged after {len(index)} samples: {index.damage}", stacklevel=3)
+            damaged.append(f"{shard.location} after {len(index)} samples: {index.damage}")
         return len(index)
 
     def _warn_of_size(self, shard: Shard) -> None:
@@ -149,7 +165,7 @@ class ShardSet:
             warnings.warn(
                 f"shard {shard.location} has {size:,} bytes, its manifest says {shard.bytes:,}: "
                 "see `diffvision data check`",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -1,5 +1,6 @@
 """Order, resumption and account of the training loader."""
 
+import json
 import random
 from collections import Counter
 
@@ -293,16 +294,25 @@ def test_a_truncated_shard_loses_its_own_samples_and_no_others(corpus, tmp_path)
     assert report.seen + report.bad + report.tail == 100
 
 
-def test_a_truncated_shard_without_a_manifest(corpus, tmp_path):
+def test_a_damaged_shard_without_a_manifest_is_refused(corpus, tmp_path):
+    """Nothing says how many samples it had: they would be missing from every epoch, and counted nowhere."""
     source = corpus.write(tmp_path / "s", count=40, manifest=False)
     shorten(source / "000001.tar", 512 * 6 * 3 + 1100)
-    with pytest.warns(UserWarning, match=r"000001\.tar is damaged after 4 samples"):
-        loader = corpus.loader(source, limits=LENIENT)
-    batches = corpus.read(loader)
-    assert {n for b in batches for n in b} <= set(range(40)) - set(range(13, 20))
-    assert loader.report.total == 34
+    scrambled = bytearray((source / "000003.tar").read_bytes())
+    scrambled[512 * 6 * 2 : 512 * 6 * 2 + 512] = bytes(range(256)) * 2
+    (source / "000003.tar").write_bytes(scrambled)
+    with pytest.raises(ValueError, match=r"2 of 4 shards are damaged") as error:
+        ShardSet(source)
+    assert "000001.tar after 4 samples" in str(error.value)
+    assert "000003.tar after 2 samples" in str(error.value)
+    # The way out that the message names: somebody says what there is.
+    counts = {"000000.tar": 10, "000001.tar": 4, "000002.tar": 10, "000003.tar": 2}
+    (source / "sizes.json").write_text(json.dumps(counts))
+    loader = corpus.loader(source, limits=LENIENT)
+    assert {n for b in corpus.read(loader) for n in b} <= set(range(40)) - set(range(13, 20)) - set(range(32, 40))
+    (source / "sizes.json").unlink()
     (source / "000002.tar").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match=r"000002\.tar is not a tar file"), pytest.warns(UserWarning, match="damaged"):
+    with pytest.raises(ValueError, match=r"000002\.tar is not a tar file"):
         ShardSet(source)
 
 
