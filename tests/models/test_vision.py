@@ -271,3 +271,9 @@ def test_the_block_takes_any_factory():
     block = vision.Block(48, 4, attn_layer=partial(diffnn.build_attention, "v1", lambda_init=0.8), qkv_bias=True)
     assert block(torch.randn(2, 5, 48)).shape == (2, 5, 48)
     assert block.attn.q_proj.bias is not None
+
+
+def test_a_setting_that_the_variant_has_no_use_for_is_refused():
+    with pytest.raises(TypeError, match="diffv2_vit_debug has 'v2' attention, which takes no lambda_init"):
+        timm.create_model("diffv2_vit_debug", lambda_init=0.5)
+    assert timm.create_model("diff_vit_debug", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
