@@ -58,7 +58,7 @@ def diff_attention(
     _check(q, k, v, lam, mask, dropout)
     if mask is not None:  # backends and torch's kernels want all four axes
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-    problem = describe(q, k, v, causal=causal, mask=mask, dropout=dropout)
+    problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
     if backend == "auto":
         backend = _choose(problem)
     elif backend not in BACKENDS:

@@ -25,9 +25,12 @@ class Problem(NamedTuple):
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    grad: bool = True  # gradients will be asked for
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, dropout: float) -> Problem:
+def describe(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, dropout: float
+) -> Problem:
     """The `Problem` that these tensors pose (shapes as in `diff_attention`)."""
     return Problem(
         batch=q.shape[0],
@@ -43,4 +46,5 @@ def describe(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | No
         dropout=dropout,
         dtype=q.dtype,
         device=q.device.type,
+        grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam)),
     )
