@@ -1,0 +1,199 @@
+"""torch's FlexAttention: a compiled kernel that takes values of another size than keys, and any mask, by blocks.
+
+Where the maps have their own keys (V1) there is one call a map: a single call over stacked maps would need the values
+copied, since queries of one key head read one value head. Where they share their key (V2) the maps are stacked as
+heads, a view of the queries: one call reads keys and values once.
+
+Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 2412.05496.
+"""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from diffvision.ops.attention.problem import Problem
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BLOCK = 128  # FlexAttention's own block of queries and of keys
+
+# FlexAttention compiles anew for each dtype, head count, size and kind of mask, and dynamo gives up after 8 of them
+# (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
+RECOMPILE_LIMIT = 64
+
+# The kernels choose their blocks by D alone, so wide values would not fit Hopper's 227 KiB of shared memory at D 128
+# (backward: k, v, three stages of q and do: 240 KiB). Counted, not measured.
+WIDE = {
+    "fwd_BLOCK_N": 32,
+    "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 32,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1,
+}
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def limit(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem."""
+    p = problem
+    if p.device not in ("cpu", "cuda"):
+        return f"FlexAttention is used on cpu and cuda here, not on {p.device}"
+    if p.dropout > 0:
+        return f"dropout {p.dropout} was asked for and FlexAttention has none; pass 0"
+    if p.dtype not in DTYPES:
+        return f"dtype {p.dtype}: FlexAttention takes float32, float16 and bfloat16"
+    if p.device == "cpu" and p.grad:
+        return "gradients are asked for and FlexAttention has no backward on a CPU; use torch.no_grad()"
+    if p.device == "cpu" and torch.compiler.is_compiling():
+        # Inductor's C++ template (torch 2.15) reads the tensor behind a view, and cannot fuse the subtraction after it.
+        return "inside torch.compile or torch.export FlexAttention is unreliable on a CPU; call it outside"
+    if p.device == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return f"CPU capability {torch.backends.cpu.get_cpu_capability()}: FlexAttention needs AVX2 or more"
+    if p.device == "cuda" and min(p.head_dim, p.value_dim) < 16:
+        return f"head size {p.head_dim} and value size {p.value_dim}: FlexAttention needs at least 16 on CUDA"
+    if 0 in (p.batch, p.queries, p.keys):
+        return f"batch {p.batch}, {p.queries} queries, {p.keys} keys: FlexAttention takes no empty tensor"
+    return None
+
+
+def diff_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
+    if not q.is_cuda:  # on a CPU it refuses whatever requires gradients, even where none are recorded
+        q, k, v = q.detach(), k.detach(), v.detach()
+    stacked = k.shape[2] == 1
+    blocks = _block_mask(q, k, causal=causal, mask=mask, maps_a_head=2 if stacked else 1)
+    if stacked:
+        maps = _attend(q.flatten(1, 2), k[:, :, 0], v, blocks, scale).unflatten(1, (-1, 2))
+        first, second = maps[:, :, 0], maps[:, :, 1]
+    else:
+        first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale) for m in range(2))
+    return (first - lam * second).to(q.dtype)  # a float32 lam lifts half precision to float32 for the subtraction
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float | None) -> Tensor:
+    options = {
+        "block_mask": blocks,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "kernel_options": WIDE if q.is_cuda and q.shape[3] + v.shape[3] > 256 else None,
+    }
+    with torch.autocast(q.device.type, enabled=False):  # it would cast float32 queries, keys and values down
+        if torch.compiler.is_compiling():
+            return cast(Callable[..., Tensor], flex_attention)(q, k, v, **options)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return _compiled(q.device.type)(q, k, v, **options)
+
+
+@cache
+def _compiled(device: str) -> Callable[..., Tensor]:
+    # Inductor's C++ for a mask read from a tensor does not compile with symbolic lengths (torch 2.15): static on a CPU.
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
+
+
+def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Tensor | None, maps_a_head: int) -> BlockMask | None:
+    """The mask in FlexAttention's terms, or None where every query sees every key."""
+    queries, keys = q.shape[3], k.shape[3]
+    if mask is not None:
+        return _build(queries, keys, q.device, causal=causal, mask=mask, maps_a_head=maps_a_head)
+    if not causal or queries == 1:  # one query, aligned to the last key, sees them all
+        return None
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):  # a cache would keep symbolic or fake tensors
+        return _build(queries, keys, q.device, causal=True)
+    return _causal_blocks(queries, keys, q.device)
+
+
+@lru_cache(maxsize=16)
+def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):  # an inference tensor would break the training that finds it here later
+        return _build(queries, keys, device, causal=True)
+
+
+def _build(
+    queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None = None, maps_a_head: int = 1
+) -> BlockMask:
+    """Which blocks of keys a block of queries sees in part, and which as a whole, without an [M, N] tensor of its own.
+
+    A block counts as seen where each mask lets something through; `mask_mod` finds out if nothing is left of it.
+    """
+    q_blocks, k_blocks = -(-queries // BLOCK), -(-keys // BLOCK)
+    seen = torch.ones(1, 1, q_blocks, k_blocks, dtype=torch.bool, device=device)
+    # A last block that reaches past the queries counts as partial, as torch's own `create_block_mask` has it.
+    whole = seen & (torch.arange(1, q_blocks + 1, device=device)[:, None] * BLOCK <= queries)
+    if causal:
+        below, inside = _causal_coverage(queries, keys, device)
+        seen, whole = seen & below, whole & inside
+    if mask is not None:
+        some, every = _mask_coverage(mask, queries, keys)
+        seen, whole = seen & some, whole & every
+        seen, whole = (t.repeat_interleave(maps_a_head, dim=1) if t.shape[1] > 1 else t for t in (seen, whole))
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~whole),
+        *_ordered(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(queries, keys, device, causal=causal, mask=mask, maps_a_head=maps_a_head),
+        seq_lengths=(queries, keys),
+    )
+
+
+def _causal_coverage(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    first = torch.arange(-(-queries // BLOCK), device=device)[:, None] * BLOCK  # [q blocks, 1]
+    start = torch.arange(-(-keys // BLOCK), device=device)[None] * BLOCK  # [1, k blocks]
+    last = (first + BLOCK - 1).clamp(max=queries - 1)
+    seen = start <= last + keys - queries
+    whole = start + BLOCK - 1 <= first + keys - queries
+    return seen[None, None], whole[None, None]
+
+
+def _mask_coverage(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """[b, h, 1 or q blocks, k blocks]: does a block let something through, and everything? Sizes of 1 stay."""
+    if mask.shape[3] == 1:
+        mask = mask.expand(-1, -1, -1, keys)
+    mask = F.pad(mask, (0, -keys % BLOCK, 0, 0 if mask.shape[2] == 1 else -queries % BLOCK))
+    tiles = mask.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, 1 if mask.shape[2] == 1 else BLOCK))
+    return tiles.any(5).any(3), tiles.all(5).all(3)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[.., k blocks] of booleans -> how many are true, and the indices with the true ones first, in order."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    return count, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
+
+
+def _mask_mod(
+    queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None, maps_a_head: int
+) -> MaskMod:
+    """May query i of head h see key j? The offset is a tensor, so that another length needs no other kernel."""
+    offset = torch.full((), keys - queries, dtype=torch.int32, device=device)
+
+    def aligned_to_the_last_key(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + offset
+
+    if mask is None:
+        return aligned_to_the_last_key
+    table, steps = mask, [int(size > 1) for size in mask.shape]  # axes of size 1 are read at 0
+
+    def may_attend(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return table[b * steps[0], (h // maps_a_head) * steps[1], i * steps[2], j * steps[3]]
+
+    def both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return may_attend(b, h, i, j) & aligned_to_the_last_key(b, h, i, j)
+
+    return both if causal else may_attend

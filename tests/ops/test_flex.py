@@ -1,0 +1,252 @@
+"""FlexAttention: limits, masks by themselves, the pairing of heads without a compiler; the kernels when slow or gpu."""
+
+import pytest
+import torch
+
+from diffvision.ops import diff_attention
+from diffvision.ops.attention import Problem, eager, flex
+
+PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
+
+LIMITS = {
+    "dropout": ({"dropout": 0.1}, "dropout 0.1"),
+    "float64": ({"dtype": torch.float64}, "float64"),
+    "device": ({"device": "mps"}, "not on mps"),
+    "backward on a CPU": ({"grad": True}, "no backward on a CPU"),
+    "narrow heads on CUDA": ({"device": "cuda", "head_dim": 8}, "head size 8"),
+    "narrow values on CUDA": ({"device": "cuda", "value_dim": 8}, "value size 8"),
+    "no keys": ({"keys": 0}, "0 keys"),
+    "no queries": ({"queries": 0}, "0 queries"),
+    "no batch": ({"batch": 0}, "batch 0"),
+}
+TAKEN = {
+    "grad on CUDA": {"device": "cuda", "grad": True},
+    "value size of its own": {"value_dim": 5},
+    "masked, causal, grouped, shared": {"masked": True, "causal": True, "kv_heads": 2, "shared_keys": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_limit_names_the_value(case):
+    change, message = LIMITS[case]
+    assert message in flex.limit(PROBLEM._replace(**change))
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_takes(case):
+    assert flex.limit(PROBLEM._replace(**TAKEN[case])) is None
+
+
+def test_is_refused_inside_a_compiled_graph_on_a_cpu():
+    assert torch.compile(lambda: flex.limit(PROBLEM) is not None, backend="eager", fullgraph=True)()
+
+
+def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, dtype=torch.float32, device="cpu"):
+    """Queries lie in memory as a projection leaves them: [B, M, H, 2, D]."""
+    q = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4)
+    k = torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
+    value = torch.randn(b, n, hk, v).transpose(1, 2)
+    return [*(t.to(device, dtype) for t in (q, k, value)), torch.rand(b, h, m, 1, device=device)]
+
+
+def masks(b, h, m, n):
+    full = torch.rand(b, h, m, n) > 0.4
+    full[0, :, m // 2] = False  # a row without any key
+    padding = torch.arange(n) < torch.tensor([n, n // 2 + 1])[:, None, None, None]
+    return {"none": None, "full": full, "shared by heads": full[:, :1], "padding": padding, "all": padding[..., :1]}
+
+
+MASKS = ["none", "full", "shared by heads", "padding", "all"]
+LENGTHS = [(1, 1), (1, 300), (7, 7), (128, 128), (129, 129), (130, 300), (300, 130), (256, 257)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(("m", "n"), LENGTHS)
+def test_the_mask_and_its_blocks(m, n, causal, name):
+    """`mask_mod` is our mask; a block left out holds nothing, and one called whole holds everything."""
+    b, h, maps = 2, 3, 2
+    mask = masks(b, h, m, n)[name]
+    allowed = torch.ones(b, h, m, n, dtype=torch.bool) if mask is None else mask.expand(b, h, m, n)
+    allowed = allowed & torch.ones(m, n, dtype=torch.bool).tril(n - m) if causal else allowed
+    allowed = allowed.repeat_interleave(maps, dim=1)
+    q, k = torch.empty(b, h, 2, m, 16), torch.empty(b, h, 1, n, 16)
+    blocks = flex._block_mask(q, k, causal=causal, mask=mask, maps_a_head=maps)
+    if blocks is None:
+        assert allowed.all()
+        return
+    grid = torch.meshgrid(*(torch.arange(size) for size in (b, h * maps, m, n)), indexing="ij")
+    assert torch.equal(blocks.mask_mod(*grid), allowed)
+
+    def tokens(numbers, indices):
+        listed = torch.arange(indices.shape[3]) < numbers[..., None]
+        listed = torch.zeros_like(listed).scatter(3, indices.long(), listed)
+        return listed.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :m, :n].expand_as(allowed)
+
+    partial = tokens(blocks.kv_num_blocks, blocks.kv_indices)
+    whole = tokens(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert not (partial & whole).any()
+    assert allowed[whole].all()
+    assert not allowed[~(partial | whole)].any()
+
+
+def test_causal_block_masks_are_kept_but_not_without_bound():
+    flex._causal_blocks.cache_clear()
+    q, k = torch.empty(1, 1, 2, 7, 16), torch.empty(1, 1, 2, 9, 16)
+    first = flex._block_mask(q, k, causal=True, mask=None, maps_a_head=1)
+    assert flex._block_mask(q, k, causal=True, mask=None, maps_a_head=2) is first
+    assert flex._causal_blocks.cache_info().maxsize == 16
+
+
+def test_a_block_mask_first_made_in_inference_serves_training():
+    flex._causal_blocks.cache_clear()
+    q, k = torch.empty(1, 1, 2, 7, 16), torch.empty(1, 1, 2, 9, 16)
+    with torch.inference_mode():
+        blocks = flex._block_mask(q, k, causal=True, mask=None, maps_a_head=1)
+    assert not blocks.kv_indices.is_inference()
+
+
+def plain_flex(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
+    """What `flex_attention` computes, written out; as strict as it is about heads."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
+    grid = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
+    allowed = torch.ones((), dtype=torch.bool) if block_mask is None else block_mask.mask_mod(*grid)
+    weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) * allowed
+    return weights @ v.repeat_interleave(groups, 1)
+
+
+SHAPES = {
+    "v1": {},
+    "v1 grouped": {"hk": 2},
+    "v2": {"keys": 1, "v": 16},
+    "v2 grouped": {"hk": 2, "keys": 1, "v": 16},
+    "a cache of keys": {"m": 3, "n": 9},
+    "more queries than keys": {"m": 9, "n": 4},
+    "one query": {"m": 1, "n": 9},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_maps_and_masks_go_where_they_belong(shape, causal, name, monkeypatch):
+    monkeypatch.setattr(flex, "_compiled", lambda device: plain_flex)
+    inputs = tensors(**SHAPES[shape])
+    mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
+    settings = {"causal": causal, "mask": mask, "scale": 0.3, "dropout": 0.0}
+    expected = eager.diff_attention(*inputs, **settings)
+    torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected)
+
+
+def test_nothing_is_copied_on_the_way_in(monkeypatch):
+    seen = []
+
+    def look(q, k, v, **_):
+        seen.append((q, k, v))
+        return q
+
+    monkeypatch.setattr(flex, "_compiled", lambda device: look)
+    for keys in (1, 2):
+        q, k, v, lam = tensors(keys=keys)
+        flex.diff_attention(q, k, v, lam, causal=False, mask=None, scale=None, dropout=0.0)
+        for own, given in zip((q, k, v), seen[-1], strict=True):
+            assert given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    assert len(seen) == 3  # one call where the key is shared, two where it is not
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+def test_traces_whole_within_another_graph(keys):
+    """Past its limit on a CPU, with a compiler that makes no kernels: what a CUDA graph would hold."""
+    q, k, v, lam = tensors(keys=keys)
+    settings = {"causal": True, "mask": torch.rand(2, 1, 1, 7) > 0.3, "scale": None, "dropout": 0.0}
+    compiled = torch.compile(flex.diff_attention, fullgraph=True, backend="aot_eager")
+    expected = eager.diff_attention(q, k, v, lam, **settings)
+    torch.testing.assert_close(compiled(q, k, v, lam, **settings), expected)
+
+
+COMPILED = {
+    "v1 causal": ({"m": 130, "n": 200}, True, "none"),
+    "v1 grouped, masked": ({"hk": 2, "m": 33, "n": 45}, False, "full"),
+    "v2 grouped, causal and padded": ({"hk": 2, "keys": 1, "v": 16, "m": 40, "n": 40}, True, "padding"),
+    "one query, a cache": ({"m": 1, "n": 129}, True, "none"),
+    "more queries than keys": ({"m": 9, "n": 4}, True, "none"),
+    "half precision": ({"dtype": torch.float16, "m": 17, "n": 17}, False, "none"),
+    "bfloat16": ({"dtype": torch.bfloat16, "m": 17, "n": 17}, True, "padding"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_compiled_kernel_on_a_cpu_equals_the_formula(case):
+    shape, causal, name = COMPILED[case]
+    inputs = tensors(**shape)
+    mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
+    settings = {"causal": causal, "mask": mask, "scale": None, "dropout": 0.0}
+    expected = eager.diff_attention(*inputs, **settings)
+    tolerance = {} if inputs[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected, **tolerance)
+
+
+@pytest.mark.slow
+def test_another_mask_of_one_shape_needs_no_other_kernel():
+    q, k, v, lam = tensors(m=12, n=12)
+    for _ in range(3):
+        mask = torch.rand(2, 1, 12, 12) > 0.5
+        settings = {"causal": True, "mask": mask, "scale": None, "dropout": 0.0}
+        with torch.compiler.set_stance("fail_on_recompile" if _ else "default"):
+            out = flex.diff_attention(q, k, v, lam, **settings)
+        torch.testing.assert_close(out, eager.diff_attention(q, k, v, lam, **settings))
+
+
+GPU = {
+    "vision": {"m": 197, "n": 197, "d": 64, "v": 128},
+    "text": {"m": 77, "n": 77, "d": 64, "v": 128},
+    "language, grouped": {"hk": 2, "m": 300, "n": 300, "d": 128, "v": 256},
+    "shared keys, grouped": {"hk": 2, "keys": 1, "m": 257, "n": 257, "d": 64, "v": 64},
+    "a cache": {"m": 5, "n": 300, "d": 64, "v": 128},
+    "one query": {"m": 1, "n": 300, "d": 64, "v": 128},
+    "more queries than keys": {"m": 150, "n": 40, "d": 64, "v": 128},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["none", "full", "padding"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", GPU)
+def test_forward_and_backward_on_a_gpu(shape, dtype, causal, name):
+    inputs = [t.detach().requires_grad_() for t in tensors(**GPU[shape], dtype=dtype, device="cuda")]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
+    mask = None if mask is None else mask.cuda()
+    out = diff_attention(*inputs, causal=causal, mask=mask, backend="flex")
+    expected = diff_attention(*exact, causal=causal, mask=mask, backend="eager")
+    tolerance = 1e-2 if dtype == torch.float32 else 4e-2  # float32 within TF32, should a setting allow it
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, weight)
+    exact_grads = torch.autograd.grad(expected, exact, weight.double())
+    for own, oracle in zip(grads, exact_grads, strict=True):
+        error = (own.double() - oracle).norm() / oracle.norm()
+        assert error < tolerance
+        assert own.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_inside_a_compiled_graph_on_a_gpu():
+    inputs = [
+        t.detach().requires_grad_() for t in tensors(m=65, n=65, d=64, v=128, device="cuda", dtype=torch.bfloat16)
+    ]
+
+    def call(*tensors):
+        return diff_attention(*tensors, causal=True, backend="flex")
+
+    out = torch.compile(call, fullgraph=True)(*inputs)
+    out.float().sum().backward()
+    torch.testing.assert_close(out, call(*inputs), rtol=2e-2, atol=2e-2)
+    assert all(t.grad.isfinite().all() for t in inputs)
