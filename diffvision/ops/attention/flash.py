@@ -1,0 +1,287 @@
+"""The flash-attn package: FlashAttention-4 (`flash_attn.cute`, Hopper and later) or flash-attn 2; variable lengths too.
+
+Both want queries, keys and values of one size here. flash-attn 2 requires it. FlashAttention-4's kernels for Hopper
+accept others, but its own tests never run values wider than keys; its backward then refuses grouped heads, and by count
+needs more shared memory than there is. V1's wide values are therefore met as in `sdpa`: queries and keys are widened
+with zeros (one call a map), or the values are cut into pieces (one call a piece and map, as unilm's
+multihead_flashdiff_2.py does). Where both come to the same matrix work, widening computes half as many exponentials and
+is taken up to size 128; beyond it pieces are, since the kernels above 128 hold smaller blocks and their backward is the
+less tested.
+Where the maps share their key (V2) they are stacked as heads: one call.
+
+Source: Dao-AILab/flash-attention, flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8.4), and
+flash_attn/cute/interface.py (4.0.0b36). Neither was run by the author of this file: tests stand in for both.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffvision.ops.attention.problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16)
+KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
+INSTALL = "install flash-attn (Ampere and later) or, for Hopper and later, `pip install --pre 'diffvision[flash]'`"
+
+
+class Library(NamedTuple):
+    """What is used of an installed package."""
+
+    name: str
+    attend: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [B, N, H, D], softmax_scale, causal
+    attend_varlen: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [T, H, D], cu_seqlens_q, ...
+    largest: int  # head size
+    traceable: bool  # by torch.compile
+
+
+_found: dict[str, Library] = {}
+
+
+def find_library() -> Library | str:
+    """The installed package that suits the GPU, or a sentence that says why there is none. Imports it, once."""
+    answer = _search()
+    return _found.get(answer, answer)
+
+
+@torch.compiler.assume_constant_result  # nobody wants imports traced; of constants only text is allowed
+def _search() -> str:
+    return _search_once()
+
+
+@cache
+def _search_once() -> str:
+    """The name of what was found, which is then in `_found`, or why nothing was."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is not None and capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]}: flash-attn needs 8.0 or more"
+    problems = []
+    if capability is None or capability >= (9, 0):
+        found = _import_functions("flash_attn.cute")
+        if not isinstance(found, str):
+            # Larger sizes exist, but their backward is skipped by its own tests; it is no registered operator.
+            return _keep(Library("FlashAttention-4", *found, largest=128, traceable=False))
+        problems.append(found)
+    found = _import_functions("flash_attn")
+    if not isinstance(found, str):
+        return _keep(Library("flash-attn 2", *found, largest=256, traceable=True))
+    return "; ".join([*problems, found, INSTALL])
+
+
+def _keep(library: Library) -> str:
+    _found[library.name] = library
+    return library.name
+
+
+def _import_functions(module: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | str:
+    """`flash_attn_func` and `flash_attn_varlen_func` of a module, or why there are none."""
+    try:
+        spec = importlib.util.find_spec(module)
+        # FlashAttention-4 makes `flash_attn` a namespace package, a folder without a file: that is no flash-attn 2.
+        if spec is None or spec.origin is None:
+            return f"{module} is not installed"
+        loaded = importlib.import_module(module)
+        return loaded.flash_attn_func, loaded.flash_attn_varlen_func
+    except ModuleNotFoundError as error:
+        return f"{module} is not installed" if error.name in ("flash_attn", module) else f"{module} needs {error.name}"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, or another package
+        return f"{module} is installed but cannot be used ({error})"
+
+
+def limit(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem."""
+    p = problem
+    if p.device != "cuda":
+        return f"flash-attn runs on cuda, not on {p.device}"
+    if p.dtype not in DTYPES:
+        return f"dtype {p.dtype}: flash-attn takes float16 and bfloat16; cast, or use autocast"
+    if p.dropout > 0:
+        return f"dropout {p.dropout}: it would be drawn for each piece of the values, not for each map; pass 0"
+    if p.masked:
+        return "flash-attn takes no mask; pack the tokens that count and call diff_attention_varlen"
+    if 0 in (p.batch, p.queries, p.keys):
+        return f"batch {p.batch}, {p.queries} queries, {p.keys} keys: flash-attn takes no empty tensor"
+    library = find_library()
+    if isinstance(library, str):
+        return library
+    if p.head_dim > library.largest:
+        return f"head size {p.head_dim}: {library.name} is used up to {library.largest}"
+    if not library.traceable and torch.compiler.is_compiling():
+        return f"{library.name} is no registered operator, so torch.compile cannot trace it; call it outside"
+    return None
+
+
+def diff_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
+    # Queries before the first key see nothing: zeros, without asking what the library's backward makes of such rows.
+    blind = max(q.shape[3] - k.shape[3], 0) if causal else 0
+    if blind:
+        lam = lam.expand(*q.shape[:2], q.shape[3], 1)[:, :, blind:]
+        q = q[:, :, :, blind:]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        # [B, H, N, D] -> [B, N, H, D], which is how projections left them in memory: views, no copies.
+        out = _library().attend(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    first, second = _two_maps(call, q, k, v, scale)
+    out = (first - lam * second).to(q.dtype)  # a float32 lam lifts half precision to float32 for the subtraction
+    return F.pad(out, (0, 0, blind, 0)) if blind else out
+
+
+def diff_attention_varlen(
+    q: Float[Tensor, "T H 2 D"],
+    k: Float[Tensor, "S Hk P D"],
+    v: Float[Tensor, "S Hk V"],
+    lam: Float[Tensor, "..."] | float,
+    cu_seqlens_q: Int[Tensor, "B1"],
+    cu_seqlens_k: Int[Tensor, "B1"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Float[Tensor, "T H V"]:
+    """`diff_attention` over sequences of different lengths, packed one behind the other without padding.
+
+    Args:
+        q: queries of both maps [T, H, 2, D], T tokens of all sequences.
+        k: keys [S, Hk, 2, D], or [S, Hk, 1, D] where both maps share them.
+        v: values [S, Hk, V].
+        lam: broadcastable to [T, H, 1].
+        cu_seqlens_q: where each sequence starts, and the end: int32 [B + 1], on the same device.
+        cu_seqlens_k: the same of keys.
+        max_seqlen_q: the longest sequence of queries; max_seqlen_k: of keys.
+        causal: within each sequence, aligned to its last key.
+        scale: of the logits; D**-0.5 if None.
+
+    Returns:
+        [T, H, V] in q's dtype; a query that sees no key gives zeros (both libraries say so of their kernels).
+
+    Raises:
+        ValueError: shapes that do not fit, or a limit of this backend.
+    """
+    lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device)
+    problem = _check_varlen(q, k, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if (reason := limit(problem._replace(causal=causal))) is not None:
+        raise ValueError(f"diff_attention_varlen cannot take this call: {reason}")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out = _library().attend_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            softmax_scale=scale,
+            causal=causal,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    first, second = _two_maps(call, q, k, v, scale)
+    return (first - lam * second).to(q.dtype)
+
+
+def _two_maps(
+    call: Callable[[Tensor, Tensor, Tensor, float], Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Each map's output by as few calls as the sizes allow. Heads are axis 1 and the maps of q and k axis 2."""
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    scale = head_dim**-0.5 if scale is None else scale
+    pieces, size = plan(head_dim, value_dim, _library().largest)
+    width = -(-value_dim // pieces)
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        q, k = _widen(q, size), _widen(k, size)
+        outs = [call(q, k, _widen(piece, size), scale)[..., : piece.shape[-1]] for piece in v.split(width, dim=-1)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+    if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
+        both = attend(q.flatten(1, 2), k[:, :, 0]).unflatten(1, (-1, 2))
+        return both[:, :, 0], both[:, :, 1]
+    return attend(q[:, :, 0], k[:, :, 0]), attend(q[:, :, 1], k[:, :, 1])
+
+
+def plan(head_dim: int, value_dim: int, largest: int) -> tuple[int, int]:
+    """Into how many pieces the values are cut, and the one size that queries, keys and pieces are widened to.
+
+    The least matrix work; among equals a size of at most 128, then the fewest calls.
+    """
+    choices = []
+    for pieces in range(1, -(-value_dim // 8) + 1):
+        size = -(-max(head_dim, -(-value_dim // pieces)) // 8) * 8  # both libraries want multiples of 8
+        if size <= largest:
+            kernel = next(k for k in KERNELS if k >= size)
+            choices.append((pieces * kernel, kernel > 128, pieces, size))
+    return min(choices)[2:]
+
+
+def _widen(t: Tensor, size: int) -> Tensor:
+    return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
+
+
+def _library() -> Library:
+    library = find_library()
+    assert isinstance(library, Library), library  # `limit` has said so before
+    return library
+
+
+def _check_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> Problem:
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 3 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
+        raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
+    if q.shape[3] != k.shape[3] or k.shape[:2] != v.shape[:2] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q and k need one head size, k and v the same tokens and heads, which divide q's; {shapes}")
+    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+        raise ValueError(
+            f"q, k and v need one dtype and device; got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, ..."
+        )
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts.dim() != 1 or starts.dtype != torch.int32 or starts.device != q.device:
+            raise ValueError(f"{name} must be int32 [B + 1] on {q.device}; got {starts.dtype} {tuple(starts.shape)}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(f"{len(cu_seqlens_q)} starts of queries and {len(cu_seqlens_k)} of keys: need the same")
+    try:
+        lam.expand(*q.shape[:2], 1)
+    except RuntimeError:
+        raise ValueError(f"lam of shape {tuple(lam.shape)} does not broadcast to {[*q.shape[:2], 1]}") from None
+    return Problem(
+        batch=len(cu_seqlens_q) - 1,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        queries=min(max_seqlen_q, q.shape[0]),
+        keys=min(max_seqlen_k, k.shape[0]),
+        head_dim=q.shape[3],
+        value_dim=v.shape[2],
+        shared_keys=k.shape[2] == 1,
+        dtype=q.dtype,
+        device=q.device.type,
+        grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam)),
+    )

@@ -1,0 +1,424 @@
+"""The flash-attn backend. Neither library runs without a GPU: functions with their signatures and refusals stand in, so
+that layout, pairing, widening and pieces are compared with the formula; what is installed is tested where it is."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from diffvision.ops import diff_attention
+from diffvision.ops.attention import Problem, eager, flash
+
+PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, dtype=torch.bfloat16, device="cuda")
+
+
+def plain(q, k, v, scale, causal):
+    """[B, N, H, D] as the libraries have it; causal to the last key, rows without a key are zeros."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+    scores = q @ k.mT * scale
+    allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    allowed = allowed.tril(k.shape[2] - q.shape[2]) if causal else allowed
+    weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) * allowed
+    return (weights @ v).transpose(1, 2)
+
+
+def refuse_what_both_refuse(q, k, v, largest):
+    for t in (q, k, v):
+        assert t.stride(-1) == 1, "a copy would be made"
+        assert t.shape[-1] % 8 == 0
+        assert t.shape[-1] <= largest
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "flash-attn 2 wants one size"
+    assert k.shape[:-1] == v.shape[:-1]
+    assert q.shape[-2] % k.shape[-2] == 0
+
+
+class StandIn:
+    """Both functions of one library, by its own signature and return type; remembers what it was given."""
+
+    def __init__(self, largest, returns_tuple):
+        self.largest, self.returns_tuple, self.calls = largest, returns_tuple, []
+
+    def library(self):
+        return flash.Library("a stand-in", self.attend, self.attend_varlen, self.largest, traceable=True)
+
+    def attend(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+        assert q.dim() == k.dim() == v.dim() == 4
+        assert q.shape[0] == k.shape[0]
+        assert not causal or q.shape[1] <= k.shape[1], "rows without a key are not handed over"
+        refuse_what_both_refuse(q, k, v, self.largest)
+        self.calls.append((q, k, v))
+        out = plain(q, k, v, softmax_scale, causal)
+        return (out, None) if self.returns_tuple else out
+
+    def attend_varlen(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False
+    ):
+        assert q.dim() == k.dim() == v.dim() == 3
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        refuse_what_both_refuse(q, k, v, self.largest)
+        self.calls.append((q, k, v))
+        ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        assert max_seqlen_q >= max(b - a for a, b in pairwise(ends_q))
+        assert max_seqlen_k >= max(b - a for a, b in pairwise(ends_k))
+        outs = []
+        for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+            outs.append(plain(q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, causal)[0])
+        out = torch.cat(outs)
+        return (out, None) if self.returns_tuple else out
+
+
+@pytest.fixture(params=["flash-attn 2", "FlashAttention-4"])
+def stand_in(request, monkeypatch):
+    made = StandIn(256, False) if request.param == "flash-attn 2" else StandIn(128, True)
+    monkeypatch.setattr(flash, "find_library", made.library)
+    return made
+
+
+def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, lam=(2, 4, 7, 1), dtype=torch.float64, device="cpu"):
+    """Memory as projections leave it: [B, M, H, 2, D]."""
+    q = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4)
+    k = torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
+    value = torch.randn(b, n, hk, v).transpose(1, 2)
+    lam = torch.rand(lam, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    return [*(t.to(device, dtype).requires_grad_() for t in (q, k, value)), lam.requires_grad_()]
+
+
+SHAPES = {
+    "v1, widened": ({}, 2),
+    "v1, widened, grouped": ({"hk": 2}, 2),
+    "v1, in pieces": ({"d": 128, "v": 256}, 4),
+    "v1, in uneven pieces": ({"d": 104, "v": 250}, 4),
+    "v1, equal": ({"v": 16}, 2),
+    "v1, narrow values": ({"v": 5}, 2),
+    "v1, odd sizes": ({"d": 6, "v": 19}, 2),
+    "v2": ({"keys": 1, "v": 16}, 1),
+    "v2, grouped": ({"keys": 1, "v": 16, "hk": 2}, 1),
+    "v2, wide values in pieces": ({"keys": 1, "d": 128, "v": 256, "hk": 2}, 2),
+    "a cache of keys": ({"m": 3, "n": 9, "lam": (4, 1, 1)}, 2),
+    "more queries than keys": ({"m": 7, "n": 4}, 2),
+    "more queries than keys, one lam": ({"m": 7, "n": 4, "lam": (1,)}, 2),
+    "more queries than keys, lam a head": ({"m": 7, "n": 4, "lam": (4, 1, 1), "keys": 1}, 1),
+    "one token": ({"m": 1, "n": 1, "lam": (1,)}, 2),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layout_pairs_and_sizes_equal_the_formula(shape, causal, stand_in):
+    sizes, calls = SHAPES[shape]
+    inputs = tensors(**sizes)
+    settings = {"causal": causal, "mask": None, "scale": None, "dropout": 0.0}
+    out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, eager))
+    torch.testing.assert_close(out, expected)
+    assert len(stand_in.calls) == calls
+    weight = torch.randn_like(out)
+    grads, exact = (torch.autograd.grad(o, inputs, weight) for o in (out, expected))
+    torch.testing.assert_close(grads, exact)
+
+
+def test_rows_without_a_key_are_zeros(stand_in):
+    q, k, v, lam = tensors(m=7, n=4)
+    out = flash.diff_attention(q, k, v, lam, causal=True, mask=None, scale=None, dropout=0.0)
+    assert (out[:, :, :3] == 0).all()
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert (gradient[:, :, :, :3] == 0).all()
+    assert (gradient[:, :, :, 4:] != 0).any()
+
+
+def test_a_scale_is_handed_on_and_survives_widening(stand_in):
+    inputs = tensors()
+    settings = {"causal": True, "mask": None, "scale": 0.7, "dropout": 0.0}
+    torch.testing.assert_close(flash.diff_attention(*inputs, **settings), eager.diff_attention(*inputs, **settings))
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+def test_equal_sizes_are_views_of_what_came(keys, stand_in):
+    q, k, v, lam = tensors(keys=keys, v=16)
+    flash.diff_attention(q, k, v, lam, causal=False, mask=None, scale=None, dropout=0.0)
+    for given in stand_in.calls:
+        for own, seen in zip((q, k, v), given, strict=True):
+            assert seen.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+
+
+PLANS = {
+    (64, 64): (1, 64),
+    (64, 128): (1, 128),  # widened: as much matrix work as two pieces, half the exponentials
+    (128, 256): (2, 128),  # in pieces: the kernels of size 256 are the slower
+    (16, 32): (1, 32),
+    (96, 192): (2, 96),
+    (32, 33): (1, 40),
+    (80, 160): (2, 80),
+    (256, 256): (1, 256),
+    (256, 512): (2, 256),
+}
+
+
+@pytest.mark.parametrize("sizes", PLANS)
+def test_the_least_work_is_chosen(sizes):
+    assert flash.plan(*sizes, largest=256) == PLANS[sizes]
+    if max(sizes[0], 128) == 128:
+        assert flash.plan(*sizes, largest=128) == PLANS[sizes]
+
+
+PACKED = {
+    "v1": {},
+    "v1, grouped": {"hk": 2},
+    "v1, in pieces": {"d": 128, "v": 256},
+    "v2, grouped": {"keys": 1, "v": 16, "hk": 2},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", PACKED)
+def test_packed_sequences_equal_each_by_itself(shape, causal, stand_in, monkeypatch):
+    monkeypatch.setattr(flash, "limit", lambda problem: None)  # float32 on a CPU, to be compared exactly
+    lengths_q, lengths_k = [3, 1, 6], [5, 4, 2]  # the last has more queries than keys
+    each = [
+        tensors(b=1, m=m, n=n, lam=(1, 4, m, 1), dtype=torch.float32, **PACKED[shape])
+        for m, n in zip(lengths_q, lengths_k, strict=True)
+    ]
+
+    def pack(i):
+        return torch.cat([one[i][0].detach().movedim(-2, 0) for one in each]).requires_grad_()  # [T, H, .., D]
+
+    q, k, v, lam = (pack(i) for i in range(4))
+    starts_q, starts_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32) for lengths in (lengths_q, lengths_k)
+    )
+    out = flash.diff_attention_varlen(q, k, v, lam, starts_q, starts_k, 6, 5, causal=causal)
+    expected = torch.cat(
+        [
+            eager.diff_attention(*one, causal=causal, mask=None, scale=None, dropout=0.0)[0].transpose(0, 1)
+            for one in each
+        ]
+    )
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v, lam))
+    exact = torch.autograd.grad(expected.square().sum(), [t for one in each for t in one])
+    for i, own in enumerate(grads):
+        oracle = torch.cat([g[0].movedim(-2, 0) for g in exact[i::4]])
+        torch.testing.assert_close(own, oracle, rtol=1e-4, atol=1e-5)
+
+
+BAD_PACKED = {
+    "axes": (lambda q, k, v, lam, a, b: (q[None], k, v, lam, a, b), r"expected q \[T, H, 2, D\]"),
+    "heads": (lambda q, k, v, lam, a, b: (q, k[:, :3], v[:, :3], lam, a, b), "which divide q's"),
+    "dtype": (lambda q, k, v, lam, a, b: (q.half(), k, v, lam, a, b), "one dtype"),
+    "starts": (lambda q, k, v, lam, a, b: (q, k, v, lam, a.long(), b), "cu_seqlens_q must be int32"),
+    "sequences": (lambda q, k, v, lam, a, b: (q, k, v, lam, a, b[:2]), "3 starts of queries and 2 of keys"),
+    "lam": (lambda q, k, v, lam, a, b: (q, k, v, torch.ones(3, 1, 1), a, b), r"lam of shape \(3, 1, 1\)"),
+    "device": (lambda *t: t, "runs on cuda, not on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PACKED)
+def test_bad_packed_input_is_named(case):
+    change, message = BAD_PACKED[case]
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    tensors = torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 8), torch.randn(5, 4, 16), 0.2, starts, starts
+    with pytest.raises(ValueError, match=message):
+        flash.diff_attention_varlen(*change(*tensors), 3, 3)
+
+
+LIMITS = {
+    "device": ({"device": "cpu"}, "cuda, not on cpu"),
+    "dtype": ({"dtype": torch.float32}, "torch.float32"),
+    "dropout": ({"dropout": 0.1}, "dropout 0.1"),
+    "mask": ({"masked": True}, "diff_attention_varlen"),
+    "no keys": ({"keys": 0}, "0 keys"),
+    "head size": ({"head_dim": 264}, "head size 264: a stand-in is used up to"),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_limit_names_the_value(case, stand_in):
+    change, message = LIMITS[case]
+    assert flash.limit(PROBLEM) is None
+    assert message in flash.limit(PROBLEM._replace(**change))
+
+
+def test_what_cannot_be_traced_is_refused_in_a_compiled_graph(monkeypatch):
+    made = StandIn(128, True)
+    monkeypatch.setattr(flash, "find_library", lambda: made.library()._replace(traceable=False))
+    assert flash.limit(PROBLEM) is None
+    assert torch.compile(lambda: flash.limit(PROBLEM) is not None, backend="eager", fullgraph=True)()
+
+
+# What is installed
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder on the path of its own, where a test writes packages; what was found before is forgotten."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "flash" not in p)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(flash, "_found", {})
+    flash._search_once.cache_clear()
+
+    def write(file, text=""):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    yield write
+    flash._search_once.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+FUNCTIONS = "def flash_attn_func(): return __name__\ndef flash_attn_varlen_func(): return __name__\n"
+
+
+def test_nothing_installed(packages):
+    found = flash.find_library()
+    assert "flash_attn.cute is not installed; flash_attn is not installed" in found
+    assert "pip install" in found
+    assert flash.limit(PROBLEM) == found
+
+
+def test_a_namespace_package_is_no_flash_attn_2(packages):
+    packages("flash_attn/other/__init__.py")
+    assert "flash_attn is not installed" in flash.find_library()
+
+
+def test_a_package_without_the_function_is_none(packages):
+    packages("flash_attn/__init__.py", "")
+    assert "flash_attn is installed but cannot be used" in flash.find_library()
+    assert "flash_attn_func" in flash.find_library()
+
+
+def test_a_package_for_another_torch_is_none(packages):
+    packages("flash_attn/__init__.py", "raise ImportError('undefined symbol: _ZN3c105')")
+    assert "undefined symbol" in flash.find_library()
+
+
+def test_a_missing_dependency_is_named(packages):
+    packages("flash_attn/cute/__init__.py", "import no_such_compiler")
+    assert "flash_attn.cute needs no_such_compiler" in flash.find_library()
+
+
+def test_flash_attn_2(packages):
+    packages("flash_attn/__init__.py", FUNCTIONS)
+    found = flash.find_library()
+    assert (found.name, found.attend(), found.largest) == ("flash-attn 2", "flash_attn", 256)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside flash-attn 2"])
+def test_flash_attention_4(packages, beside):
+    packages("flash_attn/cute/__init__.py", FUNCTIONS)
+    if beside:
+        packages("flash_attn/__init__.py", FUNCTIONS)
+    found = flash.find_library()
+    assert (found.name, found.attend(), found.largest) == ("FlashAttention-4", "flash_attn.cute", 128)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((7, 5), "7.5"), ((8, 0), "flash-attn 2"), ((9, 0), "FlashAttention-4")]
+)
+def test_the_gpu_decides_between_them(packages, capability, name, monkeypatch):
+    packages("flash_attn/__init__.py", FUNCTIONS)
+    packages("flash_attn/cute/__init__.py", FUNCTIONS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = flash.find_library()
+    assert name in (found if isinstance(found, str) else found.name)
+
+
+def test_looking_is_done_once_and_not_on_import(packages):
+    packages("flash_attn/__init__.py", FUNCTIONS)
+    assert flash.find_library() is flash.find_library()
+    assert flash._search_once.cache_info().misses == 1
+
+
+TRACEABLE = """
+import torch
+
+def flash_attn_func(q, k, v, softmax_scale, causal):
+    weights = (torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale).softmax(-1)
+    return torch.einsum("bhmn,bnhd->bmhd", weights, v)
+
+flash_attn_varlen_func = flash_attn_func
+"""
+
+
+def test_a_compiled_graph_finds_it_and_stays_whole(packages):
+    packages("flash_attn/__init__.py", TRACEABLE)
+    inputs = tensors(dtype=torch.float32)
+
+    def call(*inputs):
+        assert flash.limit(PROBLEM) is None
+        return flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
+
+    out = torch.compile(call, backend="aot_eager", fullgraph=True)(*inputs)
+    expected = eager.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
+    torch.testing.assert_close(out, expected)
+
+
+# On a GPU, the library that is installed
+
+GPU = {
+    "vision": {"m": 197, "n": 197, "d": 64, "v": 128, "lam": (1,)},
+    "text, grouped": {"hk": 2, "m": 77, "n": 77, "d": 64, "v": 128, "lam": (1,)},
+    "language, grouped": {"hk": 2, "m": 300, "n": 300, "d": 128, "v": 256, "lam": (1,)},
+    "shared keys, grouped": {"hk": 2, "keys": 1, "m": 257, "n": 257, "d": 64, "v": 64, "lam": (2, 4, 257, 1)},
+    "a cache": {"m": 5, "n": 300, "d": 64, "v": 128, "lam": (1,)},
+    "one query": {"m": 1, "n": 300, "d": 64, "v": 128, "lam": (1,)},
+    "more queries than keys": {"m": 150, "n": 40, "d": 64, "v": 128, "lam": (1,)},
+}
+
+
+@pytest.fixture
+def real():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if isinstance(found := flash.find_library(), str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", GPU)
+def test_forward_and_backward_on_a_gpu(shape, dtype, causal, real):
+    inputs = [t.detach().requires_grad_() for t in tensors(**GPU[shape], dtype=dtype, device="cuda")]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out = diff_attention(*inputs, causal=causal, backend="flash")
+    expected = diff_attention(*exact, causal=causal, backend="eager")
+    torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, weight)
+    for own, oracle in zip(grads, torch.autograd.grad(expected, exact, weight.double()), strict=True):
+        assert own.isfinite().all()
+        assert (own.double() - oracle).norm() / oracle.norm() < 4e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_packed_sequences_on_a_gpu(causal, real):
+    lengths_q, lengths_k = [30, 1, 170], [50, 40, 90]
+    starts_q, starts_k = (
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+        for lengths in (lengths_q, lengths_k)
+    )
+    q = torch.randn(sum(lengths_q), 4, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(sum(lengths_k), 2, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    v = torch.randn(sum(lengths_k), 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = flash.diff_attention_varlen(q, k, v, 0.4, starts_q, starts_k, 170, 90, causal=causal)
+    pieces = []
+    for i in range(3):
+        own_q = q[starts_q[i] : starts_q[i + 1]].permute(1, 2, 0, 3)[None].double()
+        own_k = k[starts_k[i] : starts_k[i + 1]].permute(1, 2, 0, 3)[None].double()
+        own_v = v[starts_k[i] : starts_k[i + 1]].transpose(0, 1)[None].double()
+        pieces.append(diff_attention(own_q, own_k, own_v, 0.4, causal=causal, backend="eager")[0].transpose(0, 1))
+    expected = torch.cat(pieces)
+    torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), weight)
+    for own, oracle in zip(grads, torch.autograd.grad(expected, (q, k, v), weight.double()), strict=True):
+        assert own.isfinite().all()
+        assert (own.double() - oracle.double()).norm() / oracle.double().norm() < 4e-2
