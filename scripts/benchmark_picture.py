@@ -16,8 +16,11 @@ class Panel(NamedTuple):
     floors: dict[str, float]
 
 
-def draw(path: Path, title: str, panels: list[Panel], ours: set[str], note: str = "") -> None:
-    """Draws the panels side by side, in rows of the same order; the ways in `ours` are larger and on top."""
+def draw(
+    path: Path, title: str, panels: list[Panel], ours: set[str], note: str = "", than: str = "plain attention's"
+) -> None:
+    """Draws the panels side by side, in rows of the same order; the ways in `ours` are larger and on top. The ratios
+    are to the time `than`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -29,6 +32,7 @@ def draw(path: Path, title: str, panels: list[Panel], ours: set[str], note: str 
     figure, axes = plt.subplots(1, len(panels), figsize=(1.8 + 5.2 * len(panels), height), sharey=True, squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
         _draw_panel(axis, panel, rows, ways, ours)
+        axis.set_xlabel(f"time / {than} (lower is better)", fontsize=9)
     axes[0][0].set_yticks(range(len(rows)), rows)
     axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -67,12 +71,13 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
         axis.scatter(x, y, marker="|", s=230, color="black", linewidths=2, zorder=2, label="floor")
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    ticks = [t for t in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 10, 20, 50, 100) if low <= t <= high]
+    ticks = [
+        t for t in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.4, 2, 3, 4, 6, 10, 20, 50, 100) if low <= t <= high
+    ]
     axis.set_xticks(ticks)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)
     axis.set_title(panel.title, fontsize=10)
-    axis.set_xlabel("time / plain attention's (lower is better)", fontsize=9)
     axis.tick_params(labelsize=8.5)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,307 @@
+"""Times training steps and inference of differential models against their matched plain models, on one device.
+
+    python scripts/bench_models.py [--quick] [--device cpu] [--threads 2] [--compile] [--output DIR]
+
+writes models-<device>-<dtype>.md, .json (every time of every round) and .png.
+
+A training step is forward, backward and AdamW: cross entropy over 1,000 classes for a ViT, the contrastive loss for
+CLIP. Inference is the forward pass in evaluation, for CLIP both towers. On CUDA weights are float32 and the forward
+pass runs in bfloat16 autocast; on a CPU all is float32. Weights are random, and so are images and texts, made on the
+device once: nothing of data loading is in the times. `benchmark.py` tells how times and memory are taken. With --compile
+each model is also timed as compiled by torch.compile with its default settings, against the compiled plain model.
+"""
+
+import gc
+import logging
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from benchmark import (
+    Way,
+    add_ratios,
+    arguments,
+    describe_machine,
+    environment,
+    in_turns,
+    parse,
+    peak_memory,
+    progress,
+    reasons,
+    table,
+    write,
+)
+from benchmark_picture import Panel, draw
+from torch import Tensor, nn
+
+import diffvision  # noqa: F401  (registers the models)
+
+
+class Model(NamedTuple):
+    """A model of a family. The one of role "plain" is the family's baseline."""
+
+    name: str
+    role: str
+    create: Callable[[], nn.Module]
+
+
+class Family(NamedTuple):
+    """Models to be compared; `loss` and `infer` take a model and a batch."""
+
+    name: str
+    models: list[Model]
+    batch: Callable[[int, str], tuple[Tensor, ...]]
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    infer: Callable[[nn.Module, tuple[Tensor, ...]], Any]
+
+
+def vit_batch(size: int, device: str, image: int = 224) -> tuple[Tensor, ...]:
+    return torch.randn(size, 3, image, image, device=device), torch.randint(1000, (size,), device=device)
+
+
+def vit_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def clip_batch(size: int, device: str, image: int = 224) -> tuple[Tensor, ...]:
+    return torch.randn(size, 3, image, image, device=device), torch.randint(1, 49000, (size, 77), device=device)
+
+
+def clip_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    image, text, scale = model(*batch)[:3]
+    logits = scale * image @ text.T
+    target = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def open_clip_model(name: str) -> nn.Module:
+    import open_clip
+
+    logging.disable(logging.WARNING)  # it warns of random weights, which are meant
+    try:
+        return open_clip.create_model(name)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def vit(name: str, models: list[tuple[str, str, dict[str, Any]]], image: int = 224) -> Family:
+    """A family of timm's: (what it is called here and in timm, role, arguments)."""
+    made = []
+    for title, role, settings in models:
+        own = dict(settings)
+        made.append(Model(title, role, partial(timm.create_model, own.pop("model", title), **own)))
+    return Family(name, made, partial(vit_batch, image=image), vit_loss, lambda model, batch: model(batch[0]))
+
+
+def clip(name: str, models: list[tuple[str, str]], image: int = 224) -> Family:
+    """A family of OpenCLIP's: (name, role)."""
+    made = [Model(title, role, partial(open_clip_model, title)) for title, role in models]
+    return Family(name, made, partial(clip_batch, image=image), clip_loss, lambda model, batch: model(*batch))
+
+
+# timm's differential ViT keeps the plain model's 12 heads, of half the size; with 6 its heads are as large as the plain
+# ones, which is what diff_vit_base has.
+FAMILIES = [
+    clip("CLIP", [("CLIP-ViT-B-16", "plain"), ("DiffCLIP-ViT-B-16", "ours"), ("DiffCLIP-V2-ViT-B-16", "ours")]),
+    vit(
+        "ViT",
+        [
+            ("vit_base_patch16_224", "plain", {}),
+            ("timm's diff, 12 heads", "peer", {"model": "vit_base_patch16_224", "attn_layer": "diff"}),
+            ("timm's diff, 6 heads", "peer", {"model": "vit_base_patch16_224", "attn_layer": "diff", "num_heads": 6}),
+            ("diff_vit_base", "ours", {}),
+            ("diffv2_vit_base", "ours", {}),
+        ],
+    ),
+]
+# A tiny one, to try the benchmark itself; only by name.
+DEBUG = vit("debug", [("plain_vit_debug", "plain", {}), ("diff_vit_debug", "ours", {})], image=32)
+BATCHES = {("cpu", False): 8, ("cpu", True): 2, ("cuda", False): 256, ("cuda", True): 64}  # device, --quick
+QUICK_SECONDS = 12.0  # for the rounds of a family's training or inference
+TASKS = ("training step", "inference")
+METHOD = """Ratios are time over the plain model's in the same run (lower is better): all models of a family take turns
+within each round, and a cell is the median over rounds of the ratio in one round. "throughput" is the plain model's
+time over a model's own. Peak memory is what a step or a forward pass holds beyond weights, optimiser state and batch.
+Quartiles and every single time are in the JSON."""
+
+
+def autocast(device: str, dtype: torch.dtype) -> Callable[[], AbstractContextManager]:
+    if dtype == torch.float32:
+        return nullcontext
+    return partial(torch.autocast, device.partition(":")[0], dtype)
+
+
+def training(family: Family, model: nn.Module, size: int, args: Any) -> Callable[[], Any]:
+    """One training step of a model."""
+    cast, batch = autocast(args.device, args.dtype), family.batch(size, args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device.startswith("cuda"))
+
+    def step() -> None:
+        with cast():
+            loss = family.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def inference(family: Family, model: nn.Module, size: int, args: Any) -> Callable[[], Any]:
+    cast, batch = autocast(args.device, args.dtype), family.batch(size, args.device)
+
+    def infer() -> Any:
+        with torch.no_grad(), cast():
+            return family.infer(model, batch)
+
+    return infer
+
+
+class Built:
+    """The models of the families, each built when it is first asked for and kept."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.models: dict[str, nn.Module] = {}
+
+    def __getitem__(self, own: Model) -> nn.Module:
+        if own.name not in self.models:
+            self.models[own.name] = own.create().to(self.device)
+        return self.models[own.name]
+
+
+def ways(family: Family, task: str, compiled: bool, size: int, built: Built, args: Any) -> list[Way]:
+    """Each model of a family at a task; a model that cannot be built says why."""
+    found = []
+    for own in family.models:
+        try:
+            model = built[own].train(task == "training step")
+            model = torch.compile(model) if compiled else model
+            call = (training if task == "training step" else inference)(family, model, size, args)
+            found.append(Way(own.name, own.role, call))
+        except Exception as error:
+            found.append(Way(own.name, own.role, None, cannot=f"{type(error).__name__}: {error}"[:300]))
+    return found
+
+
+def measure(family: Family, task: str, compiled: bool, built: Built, args: Any) -> dict[str, Any]:
+    """One table: a family at a task."""
+    size = args.batch or BATCHES["cuda" if args.device.startswith("cuda") else "cpu", args.quick]
+    if compiled:
+        torch._dynamo.reset()  # what was compiled for the other families and tasks counts against no limit here
+    made = ways(family, task, compiled, size, built, args)
+
+    def peak(way: Way) -> int:
+        assert way.call is not None
+        return peak_memory(way.call, args.device)
+
+    seconds = QUICK_SECONDS if args.quick else math.inf
+    found = in_turns(made, args.device, args.rounds, seconds=seconds, peak=peak)
+    del made
+    gc.collect()
+    if args.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    for own in family.models:
+        if own.name in built.models:
+            found[own.name]["parameters"] = sum(p.numel() for p in built.models[own.name].parameters())
+    entry = {"family": family.name, "task": task, "compiled": compiled, "batch": size}
+    return {**entry, "baseline": add_ratios(found), "models": found}
+
+
+def title(entry: dict[str, Any]) -> str:
+    return f"{entry['family']}, {entry['task']}{', compiled' if entry['compiled'] else ''}, batch {entry['batch']}"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    parts = [f"# Models, {report['dtype']}", describe_machine(report), METHOD]
+    columns = ["model", "parameters", "images/s", "time", "quartiles", "throughput", "peak memory, MiB"]
+    for entry in report["tables"]:
+        rows = []
+        for own in entry["models"].values():
+            row = [own["group"], f"{own['parameters'] / 1e6:.1f} M" if "parameters" in own else "–"]
+            if "ratio" in own:
+                low, high = own["ratio_quartiles"]
+                rate = 1e3 * entry["batch"] / own["median_ms"]
+                row += [f"{rate:,.1f}", f"{own['ratio']:.3f}", f"{low:.3f}–{high:.3f}", f"{100 / own['ratio']:.1f}%"]
+            else:
+                row += ["–"] * 4
+            rows.append([*row, f"{own['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in own else "–"])
+        parts += [f"## {title(entry)}", table(columns, rows)]
+    if why := reasons([(title(entry), entry["models"]) for entry in report["tables"]]):
+        parts += ["## Dashes", why]
+    if report["left_out"]:
+        parts.append(f"Not reached in the time given: {'; '.join(report['left_out'])}.")
+    return "\n\n".join(parts)
+
+
+def picture(path: Path, report: dict[str, Any]) -> None:
+    """A panel a task, a row a model, plain models left out."""
+    panels = []
+    for task in TASKS:
+        ratios: dict[str, dict[str, float]] = {}
+        for entry in report["tables"]:
+            if entry["task"] != task:
+                continue
+            way = "compiled" if entry["compiled"] else "as it is"
+            for own in entry["models"].values():
+                if "ratio" in own and own["role"] != "plain":
+                    ratios.setdefault(own["group"], {})[way] = own["ratio"]
+        panels.append(Panel(task.capitalize(), ratios, {}))
+    own = report["hardware"]
+    where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
+    note = f"torch {report['versions']['torch']}; each model against the plain one of its family"
+    draw(path, f"Models, {report['dtype']}, {where}", panels, {"as it is", "compiled"}, note, "the plain model's")
+
+
+def run(args: Any, families: list[Family]) -> dict[str, Any]:
+    """Measures the families and writes the files, anew after each table."""
+    dtype = str(args.dtype).removeprefix("torch.")
+    name = f"models-{args.device.partition(':')[0]}-{dtype}"
+    torch.manual_seed(0)
+    settings = [
+        (family, task, c)
+        for c in ((False, True) if args.compile else (False,))
+        for family in families
+        for task in TASKS
+    ]
+    built = Built(args.device)
+    report: dict[str, Any] = {"benchmark": "models", "dtype": dtype, **environment(args.device), "rounds": args.rounds}
+    words = [f"{family.name}, {task}{', compiled' if c else ''}" for family, task, c in settings]
+    report |= {"tables": [], "left_out": list(words)}
+    with progress(len(settings), args.minutes) as following:
+        for word, (family, task, compiled) in zip(words, settings, strict=True):
+            if not following(word):
+                break
+            report["tables"].append(measure(family, task, compiled, built, args))
+            report["left_out"].remove(word)
+            write(args.output, name, report, markdown(report))
+            picture(args.output / f"{name}.png", report)
+    return report
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", metavar="FAMILY", help=f"of {[f.name for f in FAMILIES]}, or debug")
+    parser.add_argument("--batch", type=int, help="8 on a CPU (2 with --quick), 256 on CUDA (64)")
+    parser.add_argument("--compile", action="store_true", help="also as compiled by torch.compile")
+    args = parse(parser, given)
+    families = [f for f in [*FAMILIES, DEBUG] if f.name in (args.models or [own.name for own in FAMILIES])]
+    if not families:
+        parser.error(
+            f"no family is called {' or '.join(args.models)}: there are {[f.name for f in [*FAMILIES, DEBUG]]}"
+        )
+    report = run(args, families)
+    if not report["tables"]:
+        return 1
+    print(markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# The check of a machine with a GPU in under nine minutes: the GPU tests and both benchmarks.
+#
+#     scripts/gpu_check.sh OUT              writes OUT/gpu_check.json, the benchmarks' pages and pictures, one log
+#     WHEELS=folder scripts/gpu_check.sh OUT       puts the wheels of a folder on the path first (nothing is downloaded)
+#     DEVICE=cpu QUICK=1 scripts/gpu_check.sh OUT  tries the script itself without a GPU: few tests, shapes and models
+#
+# Each part has its time and its own failure, and stops no other; what matters most comes first, and gpu_check.json is
+# written anew after each part, so that a run that is cut short leaves what it had. PYTHON chooses the interpreter,
+# DIFFVISION_COMMIT names the code where a copy of it has no git folder.
+set -u
+
+if [ $# -ne 1 ]; then
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
+device=${DEVICE:-cuda}
+python=${PYTHON:-python3}
+mkdir -p "$1" || exit 1
+out=$(cd "$1" && pwd)
+if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "gpu_check: no GPU here (nvidia-smi finds none); DEVICE=cpu QUICK=1 tries the script without one" >&2
+    exit 1
+fi
+cd "$(dirname "$0")/.." || exit 1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+: >"$out/gpu_check.log"
+
+# part NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
+part() {
+    local name=$1 seconds=$2 signal=$3 start=$SECONDS code
+    shift 3
+    echo "== $name, at most $seconds s" | tee -a "$out/gpu_check.log"
+    timeout --signal="$signal" --kill-after=15 "$seconds" "$@" >"$work/$name.log" 2>&1
+    code=$?
+    cat "$work/$name.log" >>"$out/gpu_check.log"
+    printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
+    cp "$work"/*.md "$work"/*.png "$out" 2>/dev/null
+    "$python" scripts/gpu_report.py "$work" "$out/gpu_check.json"
+    echo "   exit status $code after $((SECONDS - start)) s"
+}
+
+if [ -n "${WHEELS:-}" ]; then
+    part wheels 60 TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$WHEELS"/*.whl
+    export PYTHONPATH=$PWD:$work/site:$PYTHONPATH
+fi
+pytest=("$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml")
+bench=(--device "$device" --output "$work")
+if [ -n "${QUICK:-}" ]; then
+    tests=(-m "not slow" tests/ops/test_rotary.py) # none of the GPU tests can run on a CPU
+    [ "$device" = cpu ] || tests=(-m gpu tests)
+    part tests 120 INT "${pytest[@]}" "${tests[@]}"
+    part attention-op 60 TERM "$python" scripts/bench_attention.py "${bench[@]}" --quick --rounds 3 --minutes 0.1
+    part attention-module 60 TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --quick --rounds 3 --minutes 0.1
+    part models 60 TERM "$python" scripts/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
+else
+    part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
+    part attention-op 160 TERM "$python" scripts/bench_attention.py "${bench[@]}" --rounds 9 --minutes 2.3
+    part attention-module 70 TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --rounds 9 --minutes 0.9
+    part models 150 TERM "$python" scripts/bench_models.py "${bench[@]}" --compile --rounds 9 --minutes 2.2
+fi
+echo "gpu_check: $out/gpu_check.json"
+[ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]
