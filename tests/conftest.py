@@ -1,9 +1,13 @@
 """Settings of every test: one thread a worker (two workers share two cores) and a fixed seed."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ASSETS = Path(__file__).parent / "assets"
 

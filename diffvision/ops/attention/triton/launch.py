@@ -1,0 +1,269 @@
+"""From tensors to launches: which kernel, which blocks, which arguments. Nothing here looks at a tensor's values.
+
+A `Launch` is data, so the test that compiles every configuration for Hopper without a GPU reads what a call would run.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from diffvision.ops.attention.triton import rows, streaming
+from diffvision.ops.attention.triton.tiles import FULL_MASK, KEY_MASK, NO_MASK
+
+LOG2E = 1.4426950408889634
+
+
+class Sequences(NamedTuple):
+    """Packed sequences: q [1, H, 2, T, D] holds sequence i in rows cu_q[i] to cu_q[i + 1], keys and values likewise."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
+class Inputs(NamedTuple):
+    """Checked: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lam: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    packed: Sequences | None = None
+
+
+class Tiles(NamedTuple):
+    """Block sizes along queries and keys, and how a program is run."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    tiles: Tiles
+
+    def run(self) -> None:
+        if self.programs:
+            self.kernel[(self.programs,)](**self.arguments, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Multiplications and additions fused: triton's default, and from 3.9 a warning where it is not spelled out."""
+        return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "enable_fp_fusion": True}
+
+
+def run(launches: list[Launch], device: torch.device) -> None:
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for launch in launches:
+            launch.run()
+
+
+def block(size: int) -> int:
+    """The tile that holds `size` rows or columns: a power of two, 16 at least (a matrix product's smallest side)."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
+    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()))
+    arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
+    return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
+
+
+def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
+    tiles = _tiles(x, streaming_forward_tiles(x.q.shape[4], x.v.shape[3], x.q.element_size()))
+    arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
+    arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
+    return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
+
+
+def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: tuple[Tensor, ...]) -> list[Launch]:
+    """Writes grads = (dq, dk, dv) and D2 into deltas[:, :, 1]."""
+    dq, dk, dv = grads
+    tensors = _strided("grad", grad, "bh.m", x) | _strided("dq", dq, "bhpm", x)
+    tensors |= _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | _lse(lse, x)
+    tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale}
+    programs = _sequences(x) * x.k.shape[1]
+    launches = []
+    for parts in rows_passes(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.k.shape[2], x.q.element_size()):
+        tiles = _tiles(x, rows_backward_tiles(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size(), parts))
+        arguments = _inputs(x, tiles) | tensors | {"H": x.k.shape[1]} | parts
+        launches.append(Launch(rows.backward, programs, arguments, tiles))
+    return launches
+
+
+def backward_streaming(
+    x: Inputs, grad: Tensor, out: Tensor, o2: Tensor, lse: Tensor, deltas: Tensor, grads: tuple[Tensor, ...]
+) -> list[Launch]:
+    """Writes grads = (dq, dk, dv) and (D1, D2) into deltas [B, H, 2, M]."""
+    dq, dk, dv = grads
+    d, v, size = x.q.shape[4], x.v.shape[3], x.q.element_size()
+    given = _strided("grad", grad, "bh.m", x) | _lse(lse, x)
+    sums = Tiles(32, 16, 4, 1)
+    both = _inputs(x, sums)
+    names = ("lam", "cu_q", "H", "M", "V", "BLOCK_V", "BLOCK_M", "VARLEN", "lam_b", "lam_h", "lam_m")
+    arguments = {name: both[name] for name in names} | given | _strided("out", out, "bh.m", x)
+    arguments |= {"o2": o2, "result": deltas, "GUARD": x.causal or x.mask is not None}
+    del arguments["lse"]
+    launches = [Launch(streaming.delta, _grid(x, sums, arguments), arguments, sums)]
+
+    given |= {"deltas": deltas, "grad_scale": x.scale}
+    for parts in streaming_passes(d, v, x.k.shape[2], size):
+        tiles = _tiles(x, streaming_keys_tiles(d, v, x.k.shape[2], size))
+        arguments = _inputs(x, tiles) | given | _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | parts
+        arguments |= {"H": x.k.shape[1], "blocks": triton.cdiv(_longest(x)[1], tiles.n)}
+        programs = arguments["blocks"] * _sequences(x) * x.k.shape[1]
+        launches.append(Launch(streaming.backward_keys, programs, arguments, tiles))
+
+    tiles = _tiles(x, streaming_queries_tiles(d, v, size))
+    arguments = _inputs(x, tiles) | given | _strided("dq", dq, "bhpm", x)
+    launches.append(Launch(streaming.backward_queries, _grid(x, tiles, arguments), arguments, tiles))
+    return launches
+
+
+# --- block sizes -----------------------------------------------------------------------------------------------------
+# Chosen so that nothing spills and a program's tiles fit Hopper's shared memory (tests/ops/test_triton_compiles.py
+# compiles every one). Half types run on tensor cores from shared memory; float32 is multiplied exactly (IEEE), by plain
+# arithmetic whose operands are held in registers, so its tiles are small.
+
+
+TOGETHER, APART = [{"KEYS": True, "VALUES": True}], [{"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True}]
+
+
+def rows_limit(d: int, v: int, maps: int, size: int) -> int:
+    """The longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element)."""
+    return min(256, _accumulators(size) // max(maps * block(d), block(v)))
+
+
+def rows_passes(n: int, d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
+    """One pass where dk and dv of all keys fit the registers together, else one for dq, dk and one for dv."""
+    return TOGETHER if block(n) * (maps * block(d) + block(v)) <= _accumulators(size) else APART
+
+
+def streaming_passes(d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
+    """Likewise for a block of 128 keys."""
+    return TOGETHER if size == 4 or 128 * (maps * block(d) + block(v)) <= _accumulators(size) else APART
+
+
+def _accumulators(size: int) -> int:
+    """Float32 numbers of accumulators that leave a program room for scores: half of the registers."""
+    return 32768 if size == 2 else 8192
+
+
+def rows_forward_tiles(n: int, d: int, v: int, size: int) -> Tiles:
+    n = block(n)
+    if size == 4:
+        return Tiles(16, n, 4, 1)
+    return Tiles(64, n, 8 if n > 64 else 4, 1)
+
+
+def rows_backward_tiles(n: int, d: int, v: int, size: int, parts: dict[str, bool]) -> Tiles:
+    n = block(n)
+    if size == 4:
+        return Tiles(16, n, 8, 1)
+    return Tiles(32 if n <= 128 else 16, n, 8 if n > 64 else 4, 2)
+
+
+def streaming_forward_tiles(d: int, v: int, size: int) -> Tiles:
+    if size == 4:
+        return Tiles(32, 32, 4, 1) if block(v) <= 128 else Tiles(16, 32, 4, 1)
+    return Tiles(128, 64, 8, 3 if block(v) <= 128 else 2)
+
+
+def streaming_keys_tiles(d: int, v: int, maps: int, size: int) -> Tiles:
+    if size == 4:
+        return Tiles(16, 32, 4, 1)
+    return Tiles(32, 128, 8, 2)
+
+
+def streaming_queries_tiles(d: int, v: int, size: int) -> Tiles:
+    if size == 4:
+        return Tiles(16, 32, 4, 1)
+    return Tiles(128, 64 if block(v) <= 128 else 32, 8, 2)
+
+
+def _tiles(x: Inputs, tiles: Tiles) -> Tiles:
+    """The GPU's tiles; in the interpreter, where only the number of steps costs time, larger ones."""
+    return tiles if x.q.device.type != "cpu" else Tiles(64, max(64, tiles.n), 1, 1)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _sequences(x: Inputs) -> int:
+    return x.q.shape[0] if x.packed is None else x.packed.cu_q.shape[0] - 1
+
+
+def _longest(x: Inputs) -> tuple[int, int]:
+    return (x.q.shape[3], x.k.shape[3]) if x.packed is None else (x.packed.longest_q, x.packed.longest_k)
+
+
+def _grid(x: Inputs, tiles: Tiles, arguments: dict[str, Any]) -> int:
+    """Programs of a kernel that runs over blocks of queries of every head; also sets its argument `blocks`."""
+    arguments["blocks"] = triton.cdiv(_longest(x)[0], tiles.m)
+    return arguments["blocks"] * _sequences(x) * x.q.shape[1]
+
+
+def _strided(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
+    """A tensor and the strides of its axes: `axes` spells them, a dot for an axis that the tensor does not have."""
+    strides = dict(zip(axes.replace(".", ""), tensor.stride(), strict=False))
+    if x.packed is not None:  # every sequence starts from the same pointer, at its own row
+        strides["b"] = 0
+    return {name: tensor} | {f"{name}_{axis}": stride for axis, stride in strides.items()}
+
+
+def _lse(lse: Tensor | None, x: Inputs) -> dict[str, Any]:
+    if lse is None:
+        return {"lse": None, "lse_b": 0, "lse_h": 0, "lse_p": 0}
+    arguments = _strided("lse", lse, "bhp", x)
+    return arguments
+
+
+def _mask(mask: Tensor | None) -> tuple[dict[str, Any], int]:
+    if mask is None:
+        return {"mask": None, "mask_b": 0, "mask_h": 0, "mask_m": 0, "mask_n": 0}, NO_MASK
+    strides = dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), mask.stride(), strict=True))
+    return {"mask": mask.view(torch.uint8)} | strides, KEY_MASK if mask.stride(2) == 0 else FULL_MASK
+
+
+def _inputs(x: Inputs, tiles: Tiles) -> dict[str, Any]:
+    """What every kernel is told about the inputs."""
+    mask, kind = _mask(x.mask)
+    m, n = _longest(x)
+    d, v = x.q.shape[4], x.v.shape[3]
+    return (
+        _strided("q", x.q, "bhpm", x)
+        | _strided("k", x.k, "bhpn", x)
+        | _strided("v", x.v, "bh.n", x)
+        | _strided("lam", x.lam, "bh.m", x)
+        | mask
+        | {
+            "cu_q": None if x.packed is None else x.packed.cu_q,
+            "cu_k": None if x.packed is None else x.packed.cu_k,
+            "scale": x.scale * LOG2E,
+            "H": x.q.shape[1],
+            "G": x.q.shape[1] // x.k.shape[1],
+            "M": m,
+            "N": n,
+            "D": d,
+            "V": v,
+            "BLOCK_D": block(d),
+            "BLOCK_V": block(v),
+            "BLOCK_M": tiles.m,
+            "BLOCK_N": tiles.n,
+            "CAUSAL": x.causal,
+            "MASK": kind,
+            "SHARED": x.k.shape[2] == 1,
+            "VARLEN": x.packed is not None,
+            "PRECISION": "ieee",
+        }
+    )
