@@ -120,23 +120,20 @@ def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tenso
     shape = (batch, queries, heads, v.shape[3])
     out = make(shape).transpose(1, 2)
     o2 = make(shape).transpose(1, 2) if keep == "streaming" else q.new_empty(0)
-    # int() of a symbol would pin it: the shapes stay as they are.
-    lse = (
-        q.new_empty(0, dtype=torch.float32)
-        if keep == "nothing"
-        else q.new_zeros((batch, heads, 2, queries), dtype=torch.float32)
-        if packed
-        else q.new_empty((batch, heads, 2, queries), dtype=torch.float32)
-    )
+    lse = make(0 if keep == "nothing" else q.shape[:4], dtype=torch.float32)
     return out, lse, o2
 
 
 def _backward_empty(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients lie as their inputs do, so that projections take them without a copy."""
-    make = torch.zeros_like if packed else torch.empty_like
-    shape = (*q.shape[:3], q.shape[3])
-    deltas = (q.new_zeros if packed else q.new_empty)(shape, dtype=torch.float32)
-    return make(q), make(k), make(v), deltas
+    """Gradients lie as their inputs do, so that projections take them without a copy, but for a scattered last axis."""
+
+    def like(t: Tensor) -> Tensor:
+        make = torch.zeros_like if packed else torch.empty_like
+        made = make(t)
+        return made if made.stride(-1) == 1 else make(t, memory_format=torch.contiguous_format)
+
+    deltas = (q.new_zeros if packed else q.new_empty)(q.shape[:4], dtype=torch.float32)
+    return like(q), like(k), like(v), deltas
 
 
 def _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -> Inputs:
