@@ -35,6 +35,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FLEX_KEYS = 4096  # plain FlexAttention is timed from here on: compiling it takes longer than timing all the rest
 
 
 class Shape(NamedTuple):
@@ -128,11 +129,16 @@ def four_calls(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, causal: bool) -> Te
     return merge_heads(one - lam.to(q.dtype) * two)
 
 
+def half_split(t: Tensor) -> Tensor:
+    """The same [B, H, 2, M, D] in the order of Hugging Face's projections, all first maps before all second ones."""
+    return t.detach().permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4).requires_grad_(t.requires_grad)
+
+
 def wide_calls(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, causal: bool) -> Tensor:
-    """Hugging Face orders the maps by halves of the heads and we adjacently, which is the same work."""
-    halves = (half.repeat_interleave(2, dim=1) for half in v.chunk(2, dim=-1))
-    both = torch.cat([sdpa(q.flatten(1, 2), k.flatten(1, 2), half, causal) for half in halves], dim=-1)
-    one, two = both.unflatten(1, (-1, 2)).unbind(2)
+    """Expects q and k as `half_split` lays them out."""
+    q, k = (t.transpose(1, 2).flatten(1, 2) for t in (q, k))
+    halves = (half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=-1))
+    one, two = torch.cat([sdpa(q, k, half, causal) for half in halves], dim=-1).chunk(2, dim=1)
     return merge_heads(one - lam.to(q.dtype) * two)
 
 
@@ -189,7 +195,7 @@ def plain_flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Te
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, keys, device=q.device.type)
     torch._dynamo.config.recompile_limit = 64  # a shape each; beyond the limit it would run uncompiled, unasked
-    attend = torch.compile(flex_attention)
+    attend = torch.compile(flex_attention, dynamic=False)  # its fastest: a kernel for these sizes
     grouped = q.shape[1] != k.shape[1] or k.shape[2] == 1
 
     def call() -> Tensor:
@@ -228,10 +234,13 @@ def operation_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool
     causal = shape.causal and shape.queries > 1  # one query attends to the whole cache
 
     def run(way: Callable[..., Tensor], **more: Any) -> Callable[[], Any]:
-        return step(partial(way, *inputs, causal=causal, **more), list(inputs), backward)
+        own = inputs
+        if way is wide_calls:
+            own = inputs._replace(q=half_split(inputs.q), k=half_split(inputs.k))
+        return step(partial(way, *own, causal=causal, **more), list(own), backward)
 
     ways = by_kernel("plain", "plain", run(plain), device)
-    if device.startswith("cuda"):
+    if device.startswith("cuda") and causal and shape.keys >= FLEX_KEYS:
         ways.append(_flex_way(inputs, causal, backward))
     for group, (way, variants) in PEERS.items():
         if shape.variant not in variants:

@@ -296,11 +296,14 @@ def run(args: Any, shapes: list[Shape]) -> dict[str, Any]:
     }
     report: dict[str, Any] = {"benchmark": "attention", "level": args.level, "dtype": dtype, **environment(args.device)}
     report |= {"rounds": args.rounds, "rates": rates, "shapes": [], "left_out": [shape.name for shape in shapes]}
-    with progress(len(shapes), args.minutes) as following:
-        for shape in itertools.takewhile(lambda shape: following(shape.name), shapes):
-            report["shapes"].append(measure(shape, args, rates))
-            report["left_out"].remove(shape.name)
-            write(args.output, name, report, markdown(report))
+    try:
+        with progress(len(shapes), args.minutes) as following:
+            for shape in itertools.takewhile(lambda shape: following(shape.name), shapes):
+                report["shapes"].append(measure(shape, args, rates))
+                report["left_out"].remove(shape.name)
+                write(args.output, name, report, markdown(report))
+    finally:  # drawn once, and also of what was measured when the run is stopped
+        if report["shapes"]:
             picture(args.output / f"{name}.png", report)
     return report
 

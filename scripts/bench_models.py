@@ -7,8 +7,9 @@ writes models-<device>-<dtype>.md, .json (every time of every round) and .png.
 A training step is forward, backward and AdamW: cross entropy over 1,000 classes for a ViT, the contrastive loss for
 CLIP. Inference is the forward pass in evaluation, for CLIP both towers. On CUDA weights are float32 and the forward
 pass runs in bfloat16 autocast; on a CPU all is float32. Weights are random, and so are images and texts, made on the
-device once: nothing of data loading is in the times. `benchmark.py` tells how times and memory are taken. With --compile
-each model is also timed as compiled by torch.compile with its default settings, against the compiled plain model.
+device once: nothing of data loading is in the times. `benchmark.py` tells how times and memory are taken. With
+--compile each model is also timed as compiled by torch.compile with its default settings, against the plain model so
+compiled.
 """
 
 import gc
@@ -274,13 +275,16 @@ def run(args: Any, families: list[Family]) -> dict[str, Any]:
     report: dict[str, Any] = {"benchmark": "models", "dtype": dtype, **environment(args.device), "rounds": args.rounds}
     words = [f"{family.name}, {task}{', compiled' if c else ''}" for family, task, c in settings]
     report |= {"tables": [], "left_out": list(words)}
-    with progress(len(settings), args.minutes) as following:
-        for word, (family, task, compiled) in zip(words, settings, strict=True):
-            if not following(word):
-                break
-            report["tables"].append(measure(family, task, compiled, built, args))
-            report["left_out"].remove(word)
-            write(args.output, name, report, markdown(report))
+    try:
+        with progress(len(settings), args.minutes) as following:
+            for word, (family, task, compiled) in zip(words, settings, strict=True):
+                if not following(word):
+                    break
+                report["tables"].append(measure(family, task, compiled, built, args))
+                report["left_out"].remove(word)
+                write(args.output, name, report, markdown(report))
+    finally:  # drawn once, and also of what was measured when the run is stopped
+        if report["tables"]:
             picture(args.output / f"{name}.png", report)
     return report
 
