@@ -10,10 +10,11 @@ SDPA with two heads of size D for each differential head; on CUDA each of SDPA's
 fastest counts, for other projects' formulations too. `benchmark.py` tells how times and memory are taken.
 
 The floor is the matrix work that cannot be avoided, for V1 per head and query-key pair, in units of D: 8 forward (12
-where a row of scores does not fit on chip: above 256 keys) and 20 backward; plain attention has 8 and 20. "floor" is
-that work at the rate of one big matrix product, measured in the same run, over the baseline's time; "counts" is the
-work over plain attention's work: what a kernel as efficient as plain attention's would reach. Decoding (one query) is
-bound by reading the cache: its floor is keys and values read once at the measured rate of a sum.
+where a row of scores does not fit on chip: on a GPU above 256 keys; it always fits in a CPU's cache) and 20 backward;
+plain attention has 8 and 20. "floor" is that work at the rate of one big matrix product, which takes its turn in each
+round with the rest, over the baseline's time; "counts" is the work over plain attention's work: what a kernel as
+efficient as plain attention's would reach. Decoding (one query) is bound by reading the cache: its floor is keys and
+values read once, at the rate of a sum over a large array.
 """
 
 import itertools
@@ -33,19 +34,19 @@ from benchmark import (
     environment,
     fastest,
     in_turns,
-    matrix_rate,
+    matrix_product,
     parse,
     peak_memory,
     progress,
     ratios_to,
-    read_rate,
+    reading,
     reasons,
     table,
     write,
 )
 from benchmark_picture import Panel, draw
 
-SHORT_ROW = 256  # keys up to which a whole row of both maps' scores fits on chip
+SHORT_ROW = 256  # keys up to which a whole row of both maps' scores fits on a GPU's chip
 
 # Ordered by importance: a run that is stopped has what matters most.
 # name, batch, heads, kv heads, queries, keys, D, causal, variant, backward
@@ -87,8 +88,8 @@ CPU_MODULE = [
     Shape("8 x 197", 8, 6, 6, 197, 197, 64),
     Shape("1 x 1024", 1, 6, 6, 1024, 1024, 64),
     Shape("16 x 77 causal", 16, 6, 6, 77, 77, 64, True),
-    Shape("2 x 577", 2, 6, 6, 577, 577, 64),
     Shape("1 x 4096 causal", 1, 6, 6, 4096, 4096, 64, True),
+    Shape("2 x 577", 2, 6, 6, 577, 577, 64),
     Shape("1 x 1024 causal", 1, 6, 6, 1024, 1024, 64, True),
     Shape("1 x 2048 causal", 1, 6, 6, 2048, 2048, 64, True),
 ]
@@ -106,7 +107,7 @@ SHAPES = {
     ("cpu", "module"): CPU_MODULE,
     ("cuda", "module"): CUDA_MODULE,
 }
-QUICK = {"op": 8, "module": 5}  # so many of the first
+QUICK = {"op": 8, "module": 4}  # so many of the first
 QUICK_SECONDS = 5.0  # for the rounds of a shape's pass
 PASSES = {"forward": False, "forward and backward": True}
 METHOD = """Ratios are time over plain attention's in the same run (lower is better): all ways take turns within each
@@ -116,7 +117,7 @@ least matrix work at the measured matrix rate, over plain attention's time; "cou
 work. Reasons for dashes stand below; quartiles and every single time are in the JSON."""
 
 
-def floor_counts(shape: Shape, backward: bool) -> tuple[float, float]:
+def floor_counts(shape: Shape, backward: bool, device: str) -> tuple[float, float]:
     """Floating-point operations of differential and of plain attention, forward alone or forward and backward.
 
     A head's pair of query and key costs 4D for the scores of both maps and 2V for a value product, which is done once
@@ -124,7 +125,8 @@ def floor_counts(shape: Shape, backward: bool) -> tuple[float, float]:
     (2V each), and dQ and dK (4D each).
     """
     d, v, pairs = shape.head_dim, shape.value_dim, shape.pairs
-    own = 4 * d + (2 * v if shape.keys <= SHORT_ROW else 4 * v)
+    whole_rows = shape.keys <= SHORT_ROW or not device.startswith("cuda")
+    own = 4 * d + (2 * v if whole_rows else 4 * v)
     plain = 8 * d
     if backward:
         own += 12 * d + 4 * v
@@ -137,19 +139,26 @@ def projections(shape: Shape, backward: bool) -> float:
     return 8.0 * shape.batch * shape.keys * WIDTH**2 * (3 if backward else 1)
 
 
-def floors(shape: Shape, level: str, backward: bool, rates: dict[str, float], itemsize: int) -> dict[str, float]:
-    """The floor in milliseconds, and its work over plain attention's."""
-    own, plain = floor_counts(shape, backward)
-    if level == "module":
-        own, plain = (count + projections(shape, backward) for count in (own, plain))
+def cache_bytes(shape: Shape, itemsize: int) -> int:
+    """Keys and values, each once."""
+    maps = 2 if shape.variant == "v1" else 1
+    return shape.batch * shape.kv_heads * shape.keys * (maps * shape.head_dim + shape.value_dim) * itemsize
+
+
+def rate_way(shape: Shape, args: Any, backward: bool) -> tuple[Way, float, float, float]:
+    """What measures the device's rate at this shape, what a call of it does (operations, or bytes of a cache), what the
+    floor has to do, and the floor's work over plain attention's."""
     if shape.queries == 1:
-        maps = 2 if shape.variant == "v1" else 1
-        cache = shape.batch * shape.kv_heads * shape.keys * (maps * shape.head_dim + shape.value_dim) * itemsize
-        return {"floor_ms": 1e3 * cache / rates["read_bytes_per_second"], "counts": 1.0}
-    return {"floor_ms": 1e3 * own / rates["matrix_flops_per_second"], "counts": own / plain}
+        way, amount = reading(args.device)
+        return way, amount, cache_bytes(shape, args.dtype.itemsize), 1.0
+    own, plain = floor_counts(shape, backward, args.device)
+    if args.level == "module":
+        own, plain = (count + projections(shape, backward) for count in (own, plain))
+    way, amount = matrix_product(args.device, args.dtype)
+    return way, amount, own, own / plain
 
 
-def measure(shape: Shape, args: Any, rates: dict[str, float]) -> dict[str, Any]:
+def measure(shape: Shape, args: Any) -> dict[str, Any]:
     """Both passes at one shape."""
     make = operation_ways if args.level == "op" else module_ways
     entry: dict[str, Any] = {**shape._asdict(), "words": shape.words(), "passes": {}}
@@ -165,13 +174,14 @@ def measure(shape: Shape, args: Any, rates: dict[str, float]) -> dict[str, Any]:
 
         seconds = QUICK_SECONDS if args.quick else math.inf
         ways = make(shape, args.device, args.dtype, backward)
-        found = in_turns(ways, args.device, args.rounds, seconds=seconds, peak=peak if last else None)
+        rate, amount, work, counts = rate_way(shape, args, backward)
+        found = in_turns([*ways, rate], args.device, args.rounds, seconds=seconds, peak=peak if last else None)
         del ways
-        entry["passes"][name] = {
-            "baseline": add_ratios(found),
-            **floors(shape, args.level, backward, rates, args.dtype.itemsize),
-            "ways": found,
-        }
+        own = {"baseline": add_ratios(found), "counts": counts, "floor": None, "rate_per_second": None, "ways": found}
+        if "ratio" in found[rate.name]:
+            own["floor"] = work / amount * found[rate.name]["ratio"]
+            own["rate_per_second"] = amount / found[rate.name]["median_ms"] * 1e3
+        entry["passes"][name] = own
     return entry
 
 
@@ -207,7 +217,7 @@ def groups(report: dict[str, Any]) -> list[str]:
     """The columns: every group but the baseline, in the order of the ways, `auto` or ours last."""
     found = [way for shape in report["shapes"] for own in shape["passes"].values() for way in own["ways"].values()]
     order = {"peer": 1, "other": 0, "ours": 2}
-    names = {own["group"]: order[own["role"]] for own in found if own["role"] != "plain"}
+    names = {own["group"]: order[own["role"]] for own in found if own["role"] in order}
     return sorted(names, key=lambda name: (names[name], name == "auto"))
 
 
@@ -215,11 +225,6 @@ def markdown(report: dict[str, Any]) -> str:
     """The report as a page: a table of ratios a pass, one of memory, and why there are dashes."""
     columns = groups(report)
     parts = [f"# Attention, {report['level']} level, {report['dtype']}", describe_machine(report), METHOD]
-    rates = report["rates"]
-    parts.append(
-        f"Measured in this run: {rates['matrix_flops_per_second'] / 1e12:.3g} TFLOP/s of one big matrix product, "
-        f"{rates['read_bytes_per_second'] / 1e9:.3g} GB/s read by a sum."
-    )
     flex = "plain flex" in columns
     for name in PASSES:
         rows = [
@@ -238,6 +243,13 @@ def markdown(report: dict[str, Any]) -> str:
         "## Peak memory beyond the inputs, MiB (forward and backward; decoding: forward)",
         table(["shape", "B x H x N x D", "plain", *columns], rows),
     ]
+    if rates := [
+        own["rate_per_second"] / 1e12
+        for shape in report["shapes"]
+        for own in shape["passes"].values()
+        if shape["queries"] > 1 and own["rate_per_second"]
+    ]:
+        parts.append(f"The big matrix product ran at {statistics.median(rates):.3g} TFLOP/s (median over shapes).")
     passes = [(s["name"], own["ways"]) for s in report["shapes"] for own in s["passes"].values()]
     if why := reasons(passes):
         parts += ["## Dashes", why]
@@ -254,8 +266,7 @@ def _row(shape: dict[str, Any], own: dict[str, Any], columns: list[str], level: 
     for other in ["fastest peer", *(["plain flex"] if flex else [])]:
         value, name = compared.get(other, (None, ""))
         row.append("–" if value is None else f"{value:.2f}{f' ({name})' if name else ''}")
-    floor = f"{own['floor_ms'] / plain['median_ms']:.2f}" if plain else "–"
-    return [*row, floor, f"{own['counts']:.2f}"]
+    return [*row, "–" if own["floor"] is None else f"{own['floor']:.2f}", f"{own['counts']:.2f}"]
 
 
 def picture(path: Any, report: dict[str, Any]) -> None:
@@ -269,7 +280,8 @@ def picture(path: Any, report: dict[str, Any]) -> None:
                 continue
             best = ((group, fastest(own["ways"], group=group)) for group in groups(report))
             ratios[shape["name"]] = {group: way["ratio"] for group, way in best if way}
-            marks[shape["name"]] = own["floor_ms"] / own["ways"][own["baseline"]]["median_ms"]
+            if own["floor"] is not None:
+                marks[shape["name"]] = own["floor"]
         panels.append(Panel(name.capitalize(), ratios, marks))
     own = report["hardware"]
     where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
@@ -290,16 +302,12 @@ def run(args: Any, shapes: list[Shape]) -> dict[str, Any]:
     device, dtype = args.device.partition(":")[0], str(args.dtype).removeprefix("torch.")
     name = f"attention-{device}-{dtype}-{args.level}"
     torch.manual_seed(0)
-    rates = {
-        "matrix_flops_per_second": matrix_rate(args.device, args.dtype),
-        "read_bytes_per_second": read_rate(args.device),
-    }
     report: dict[str, Any] = {"benchmark": "attention", "level": args.level, "dtype": dtype, **environment(args.device)}
-    report |= {"rounds": args.rounds, "rates": rates, "shapes": [], "left_out": [shape.name for shape in shapes]}
+    report |= {"rounds": args.rounds, "shapes": [], "left_out": [shape.name for shape in shapes]}
     try:
         with progress(len(shapes), args.minutes) as following:
             for shape in itertools.takewhile(lambda shape: following(shape.name), shapes):
-                report["shapes"].append(measure(shape, args, rates))
+                report["shapes"].append(measure(shape, args))
                 report["left_out"].remove(shape.name)
                 write(args.output, name, report, markdown(report))
     finally:  # drawn once, and also of what was measured when the run is stopped

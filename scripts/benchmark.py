@@ -36,7 +36,8 @@ class Way(NamedTuple):
     """One way to compute the same thing.
 
     `call` is None where the way cannot, and `cannot` says why. Ways of one group share a column of the table, which
-    shows the fastest. `role` is "plain" (the fastest of these is the baseline), "peer", "ours" or "other".
+    shows the fastest. `role` is "plain" (the fastest of these is the baseline), "peer", "ours", "other", or "rate" for
+    what measures the device and is in no table.
     """
 
     group: str
@@ -68,9 +69,19 @@ def _seconds(way: Way, repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def _repeats(way: Way, device: str, least: float) -> int:
-    """Warms a way up; how often to call it so that one timing lasts at least `least` seconds."""
+def _warm(way: Way, device: str, least: float, peak: Callable[[Way], int] | None, own: dict[str, Any]) -> None:
+    """Calls a way for the first times: adds its peak memory, and how often to call it for one timing."""
     _seconds(way, 1, device)
+    start = time.perf_counter()
+    if peak is not None:
+        own["peak_bytes"] = peak(way)
+    # Recording memory slows a call down a little; one that takes far longer than need be is not called once more.
+    slow = peak is not None and time.perf_counter() - start > 10 * max(least, LEAST_SECONDS)
+    own["repeats"] = 1 if slow else _repeats(way, device, least)
+
+
+def _repeats(way: Way, device: str, least: float) -> int:
+    """How often to call a way so that one timing lasts at least `least` seconds."""
     first = _seconds(way, 1, device)
     if first >= least:
         return 1
@@ -110,9 +121,7 @@ def in_turns(
             own["cannot"] = way.cannot
             continue
         try:
-            own["repeats"] = _repeats(way, device, least)
-            if peak is not None:
-                own["peak_bytes"] = peak(way)
+            _warm(way, device, least, peak, own)
         except Exception as error:  # whatever a kernel may raise is a result, not the end of the benchmark
             own.update(_failure(error))
             _forget(device)
@@ -210,20 +219,18 @@ def peak_memory(call: Callable[[], Any], device: str) -> int:
     return peak
 
 
-def matrix_rate(device: str, dtype: torch.dtype) -> float:
-    """Multiplications and additions a second of one big matrix product."""
+def matrix_product(device: str, dtype: torch.dtype) -> tuple[Way, float]:
+    """One big matrix product, and its multiplications and additions: the device's rate, timed in turns too."""
     size = 8192 if device.startswith("cuda") else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    way = Way("matrix product", "other", lambda: a @ b)
-    return 2 * size**3 / statistics.median(in_turns([way], device, 5)[way.name]["times_ms"]) * 1e3
+    return Way("matrix product", "rate", lambda: a @ b), 2.0 * size**3
 
 
-def read_rate(device: str) -> float:
-    """Bytes a second that a sum over a large array reads."""
+def reading(device: str) -> tuple[Way, float]:
+    """A sum over a large array, and the bytes that it reads."""
     size = 1 << (30 if device.startswith("cuda") else 26)
     array = torch.ones(size, device=device, dtype=torch.float32)
-    way = Way("sum", "other", array.sum)
-    return 4 * size / statistics.median(in_turns([way], device, 5)[way.name]["times_ms"]) * 1e3
+    return Way("sum", "rate", array.sum), 4.0 * size
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -71,10 +71,9 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
         axis.scatter(x, y, marker="|", s=230, color="black", linewidths=2, zorder=2, label="floor")
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    ticks = [
-        t for t in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.4, 2, 3, 4, 6, 10, 20, 50, 100) if low <= t <= high
-    ]
-    axis.set_xticks(ticks)
+    wide = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+    ticks = wide if high > 10 * low else (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 9)
+    axis.set_xticks([tick for tick in ticks if low <= tick <= high])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)

@@ -85,23 +85,23 @@ def test_the_maps_module_computes_our_layer():
 
 def test_counts_of_the_floor():
     from attention_ways import Shape
-    from bench_attention import floor_counts, floors
+    from bench_attention import cache_bytes, floor_counts
 
-    def counts(keys: int, backward: bool, variant: str = "v1") -> tuple[float, float]:
+    def counts(keys: int, backward: bool, variant: str = "v1", device: str = "cuda") -> tuple[float, float]:
         shape = Shape("", 1, 1, 1, keys, keys, 64, variant=variant)
-        own, plain = floor_counts(shape, backward)
+        own, plain = floor_counts(shape, backward, device)
         return own / (keys**2 * 64), plain / (keys**2 * 64)
 
     assert counts(197, False) == (8, 8)
     assert counts(197, True) == (28, 28)
     assert counts(1024, False) == (12, 8)
     assert counts(1024, True) == (32, 28)  # 1.14
+    assert counts(1024, True, device="cpu") == (28, 28)
     assert counts(197, True, "v2") == (22, 28)  # scores 4, value 2; backward 4 + 2 + 2 + 4 + 4
     causal = Shape("", 2, 3, 3, 4, 6, 64, causal=True)
     assert causal.pairs == 2 * 3 * (3 + 4 + 5 + 6)
     decode = Shape("", 2, 4, 2, 1, 100, 64, backward=False)
-    rates = {"matrix_flops_per_second": 1.0, "read_bytes_per_second": 1e3}
-    assert floors(decode, "op", False, rates, 2)["floor_ms"] == 2 * 2 * 100 * 256 * 2
+    assert cache_bytes(decode, 2) == 2 * 2 * 100 * (2 * 64 + 128) * 2
 
 
 def test_ways_take_turns_and_failures_are_told():
@@ -160,12 +160,13 @@ def test_commands_are_recorded_without_folders():
 
 @pytest.fixture
 def _quick(monkeypatch):
-    """Rates that are not measured, and timings of single calls."""
+    """Timings of single calls, and a small array and matrix product in place of large ones."""
     import bench_attention
     import benchmark
 
-    monkeypatch.setattr(bench_attention, "matrix_rate", lambda *_: 1e11)
-    monkeypatch.setattr(bench_attention, "read_rate", lambda *_: 1e10)
+    way = benchmark.Way("small", "rate", lambda: torch.ones(8, 8) @ torch.ones(8, 8))
+    monkeypatch.setattr(bench_attention, "matrix_product", lambda *_: (way, 1024.0))
+    monkeypatch.setattr(bench_attention, "reading", lambda *_: (way, 256.0))
     monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)
 
 
@@ -193,6 +194,7 @@ def test_the_attention_benchmark_writes_its_files(level, monkeypatch, tmp_path, 
     found = report["shapes"][0]["passes"]["forward and backward"]
     assert found["baseline"] == "plain"
     assert found["ways"]["plain"]["ratio"] == 1.0
+    assert found["floor"] > 0
     assert not [own for own in found["ways"].values() if "failed" in own]
     mine = [own for own in found["ways"].values() if own["group"] in ("auto", "ours, V1")]
     assert len(mine) == 1
