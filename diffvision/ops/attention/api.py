@@ -1,21 +1,15 @@
 """The one operation: arguments checked once, a backend chosen, one call."""
 
-from types import ModuleType
+import itertools
+from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffvision.ops.attention import eager, sdpa
-from diffvision.ops.attention.problem import Problem, describe
-
-# name -> module that has `limit(problem) -> reason or None` and
-# `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
-BACKENDS: dict[str, ModuleType] = {"eager": eager, "sdpa": sdpa}
-
-# On a CPU the plain formula wins for short rows: it computes each map once and multiplies by V once. The crossing lies
-# between 577 and 1,024 keys (docs/benchmarks/attention.md); below it, because the formula keeps its maps for backward.
-EAGER_MAX_KEYS_CPU = 512
+from diffvision.ops.attention.choice import choose
+from diffvision.ops.attention.contained import contained
+from diffvision.ops.attention.problem import describe
 
 
 def diff_attention(
@@ -59,43 +53,77 @@ def diff_attention(
     if mask is not None:  # backends and torch's kernels want all four axes
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
-    if backend == "auto":
-        backend = _choose(problem)
-    elif backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}, or 'auto'")
-    elif (reason := BACKENDS[backend].limit(problem)) is not None:
-        raise ValueError(f"backend {backend!r} cannot take this call: {reason}; use another, or backend='auto'")
-    return BACKENDS[backend].diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
+    module = choose(backend, problem)
+    attend = partial(module.diff_attention, lam=lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
+    if getattr(module, "CONTAINS_NAN", False):
+        return attend(q, k, v)
+    return contained(attend, q, k, v, causal=causal, mask=mask)
 
 
-def supported_backends(problem: Problem) -> dict[str, str]:
-    """What "auto" would choose for a problem, and why the others were passed over.
+def diff_attention_varlen(
+    q: Float[Tensor, "T H 2 D"],
+    k: Float[Tensor, "S Hk P D"],
+    v: Float[Tensor, "S Hk V"],
+    lam: Float[Tensor, "..."] | float,
+    cu_seqlens: Int[Tensor, "B1"],
+    *,
+    cu_seqlens_k: Int[Tensor, "B1"] | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "T H V"]:
+    """`diff_attention` of sequences of unequal length, packed one behind the other without padding.
+
+    The layout is that of flash-attn's variable-length functions, which is also what a projection gives. `triton` and
+    `flash` compute all sequences in one launch; the other backends take them one by one.
+
+    Args:
+        q: queries of all sequences [T, H, 2, D].
+        k: keys [S, Hk, 2, D], or [S, Hk, 1, D] where both maps share them.
+        v: values [S, Hk, V].
+        lam: broadcastable to [T, H, 1].
+        cu_seqlens: where each sequence of queries starts, and the end: int32 [B + 1], from 0 to T.
+        cu_seqlens_k: the same of keys and values, from 0 to S; as the queries' if None.
+        max_seqlen: the longest sequence's queries, believed if given; finding it waits for the device.
+        max_seqlen_k: the longest sequence's keys, likewise.
+        causal: within each sequence, aligned to its last key.
+        scale, backend: as `diff_attention`.
 
     Returns:
-        backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
+        [T, H, V] in q's dtype; zeros where a query has no key.
+
+    Raises:
+        ValueError: shapes or offsets that do not fit, or a limit of the backend asked for.
     """
-    chosen = _choose(problem)
-    reasons = {chosen: f"chosen: {_why(chosen, problem)}"}
-    for name, module in BACKENDS.items():
-        if name != chosen:
-            reason = module.limit(problem)
-            reasons[name] = f"cannot: {reason}" if reason else f"passed over: {chosen} is faster here"
-    return reasons
+    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    _check_packed(q, k, v, lam, cu_seqlens, cu_seqlens_k)
+    # One batch of all tokens: the operation's own layout, as views.
+    packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
+    lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
+    _check(*packed, lam.transpose(0, 1), None, 0.0)
+    if max_seqlen is None:
+        max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    if max_seqlen_k is None:
+        max_seqlen_k = int(cu_seqlens_k.diff().max()) if len(cu_seqlens) > 1 else 0
+    problem = describe(*packed, lam, causal=causal, mask=None, dropout=0.0)
+    module = choose(backend, problem._replace(queries=max_seqlen, keys=max_seqlen_k))
+    if hasattr(module, "diff_attention_varlen"):
+        lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
+        return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
+    out = []
+    for (q0, q1), (k0, k1) in zip(_spans(cu_seqlens), _spans(cu_seqlens_k), strict=True):
+        own = (packed[0][:, :, :, q0:q1], packed[1][:, :, :, k0:k1], packed[2][:, :, k0:k1])
+        own_lam = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
+        out.append(diff_attention(*own, own_lam, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
+    return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
 
 
-def _choose(problem: Problem) -> str:
-    # A compiled or exported graph must not depend on a length that may be symbolic.
-    if problem.device == "cpu" and not torch.compiler.is_compiling() and problem.keys <= EAGER_MAX_KEYS_CPU:
-        return "eager"
-    return "sdpa"
-
-
-def _why(chosen: str, problem: Problem) -> str:
-    if chosen == "eager":
-        return f"on a CPU the plain formula is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
-    if problem.device == "cpu":
-        return f"above {EAGER_MAX_KEYS_CPU} keys torch's blocked kernel is faster and keeps no maps"
-    return "torch's fused kernels keep no maps"
+def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    ends = cu_seqlens.tolist()
+    return list(itertools.pairwise(ends))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dropout: float) -> None:
@@ -124,6 +152,23 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dr
                 f"mask must be boolean (True = may attend), got {mask.dtype}: pass `mask == 0` of a 0/-inf one"
             )
         _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 3:
+        raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
+    _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
+    for name, cu, total in (("cu_seqlens", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
+        if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) != len(cu_q) or len(cu) < 1 or cu.device != q.device:
+            raise ValueError(
+                f"{name} must be int32 [sequences + 1] on {q.device}, got {cu.dtype} {list(cu.shape)} on {cu.device}"
+            )
+        # Values are looked at only where that does not wait for a device.
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
+            ends = cu.tolist()
+            if ends[0] != 0 or ends[-1] != total or sorted(ends) != ends:
+                raise ValueError(f"{name} must rise from 0 to the number of tokens, {total}; got {ends}")
 
 
 def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:

@@ -1,0 +1,94 @@
+"""The backends, and which of them `backend="auto"` takes: the fastest that was measured for device, dtype and shape."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, triton
+from diffvision.ops.attention.problem import Problem
+
+# name -> module that has `limit(problem) -> reason or None` and
+# `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
+BACKENDS: dict[str, ModuleType] = {
+    "eager": eager,
+    "blocked": blocked,
+    "sdpa": sdpa,
+    "flex": flex,
+    "flash": flash,
+    "triton": triton,
+}
+
+# On a CPU the plain formula wins for very short rows, where the blocks' many small calls cost more than they save
+# (docs/benchmarks/attention.md).
+EAGER_MAX_KEYS_CPU = 96
+
+_preferred = "auto"
+
+
+@contextmanager
+def attention_backend(name: str) -> Iterator[None]:
+    """Every call of `backend="auto"` within takes this backend, layers and whole models included.
+
+    It never falls back: a call that the backend cannot take is a ValueError that names the limit. For the process as a
+    whole, not for one thread.
+
+    Args:
+        name: of `BACKENDS`, or "auto".
+    """
+    global _preferred
+    _known(name)
+    before, _preferred = _preferred, name
+    try:
+        yield
+    finally:
+        _preferred = before
+
+
+def choose(asked: str, problem: Problem) -> ModuleType:
+    """The backend for a call that asked for `asked`.
+
+    Raises:
+        ValueError: an unknown name, or a limit of the backend that was asked for by name.
+    """
+    _known(asked)
+    name = _preferred if asked == "auto" else asked
+    if name == "auto":
+        return BACKENDS[_fastest(problem)[0]]
+    if (reason := BACKENDS[name].limit(problem)) is not None:
+        raise ValueError(f"backend {name!r} cannot take this call: {reason}; use another, or backend='auto'")
+    return BACKENDS[name]
+
+
+def supported_backends(problem: Problem) -> dict[str, str]:
+    """What "auto" would choose for a problem, and why the others were passed over.
+
+    Returns:
+        backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
+    """
+    chosen, why = _fastest(problem)
+    reasons = {chosen: f"chosen: {why}"}
+    for name, module in BACKENDS.items():
+        if name != chosen:
+            reason = module.limit(problem)
+            reasons[name] = f"cannot: {reason}" if reason else f"passed over: {chosen} was chosen, {why}"
+    return reasons
+
+
+def _fastest(problem: Problem) -> tuple[str, str]:
+    """(backend, why)."""
+    if problem.device != "cpu":
+        return "sdpa", f"nothing else was measured on {problem.device} yet (name another to use it)"
+    if problem.dropout:
+        return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
+    if torch.compiler.is_exporting():
+        return "sdpa", "an exported graph is to hold torch's own operations, for any length"
+    if problem.keys <= EAGER_MAX_KEYS_CPU:
+        return "eager", f"on a CPU the plain formula is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
+    return "blocked", f"on a CPU its blocks are the fastest above {EAGER_MAX_KEYS_CPU} keys, and its memory is linear"
+
+
+def _known(name: str) -> None:
+    if name not in BACKENDS and name != "auto":
+        raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}, or 'auto'")
