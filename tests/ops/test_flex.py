@@ -58,7 +58,7 @@ def masks(b, h, m, n):
 
 
 MASKS = ["none", "full", "shared by heads", "padding", "all"]
-LENGTHS = [(1, 1), (1, 300), (7, 7), (128, 128), (129, 129), (130, 300), (300, 130), (256, 257)]
+LENGTHS = [(1, 1), (1, 300), (7, 7), (128, 128), (129, 129), (130, 256), (130, 257), (130, 300), (300, 130), (256, 257)]
 
 
 @pytest.mark.parametrize("name", MASKS)

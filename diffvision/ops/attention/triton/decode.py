@@ -45,7 +45,7 @@ def _add(scores, top, total, product, values, PRECISION: tl.constexpr):
 def _split(
     q, k, v, mask, tops, totals, products,
     q_b, q_h, q_p, q_m, q_d, k_b, k_h, k_p, k_n, k_d, v_b, v_h, v_n, v_v, mask_b, mask_h, mask_m, mask_n,
-    scale, HK, G, M, N, R, keys_a_split,
+    scale, HK, G, M, N, R, splits, keys_a_split,
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
@@ -54,10 +54,11 @@ def _split(
 
     tops, totals [splits, 2, R] and products [splits, 2, R, V] in float32; R = B * H * M.
     """
-    split = tl.program_id(0)
-    b = (tl.program_id(1) // HK).to(tl.int64)
-    kv = (tl.program_id(1) % HK).to(tl.int64)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(0) % splits
+    head = tl.program_id(0) // splits  # all in the grid's first axis: the others end at 65,535
+    b = (head // HK).to(tl.int64)
+    kv = (head % HK).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     rows_ok = rows < G * M
     heads, queries = kv * G + rows // M, rows % M
 
@@ -197,9 +198,9 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, c
         seen_strides = mask.expand(batch, heads, queries, keys).stride()
     lam = lam.float().expand(batch, heads, queries, 1)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        _split[(splits, batch * kv_heads, blocks)](
+        _split[(splits * batch * kv_heads, blocks)](
             q, k, v, seen, tops, totals, products, *q.stride(), *k.stride(), *v.stride(), *seen_strides,
-            scale * LOG2E, kv_heads, heads // kv_heads, queries, keys, rows, keys_a_split,
+            scale * LOG2E, kv_heads, heads // kv_heads, queries, keys, rows, splits, keys_a_split,
             CAUSAL=causal and queries > 1, MASK=mask is not None, SHARED=k.shape[2] == 1, **x, **options,
         )  # fmt: skip
         _join[(rows,)](
