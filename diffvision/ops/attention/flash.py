@@ -28,7 +28,7 @@ from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
 KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
-INSTALL = "install flash-attn (Ampere and later) or, for Hopper and later, `pip install --pre 'diffvision[flash]'`"
+INSTALL = "install flash-attn (Ampere and later) or, for Hopper and later, `pip install 'diffvision[flash]'`"
 
 
 class Library(NamedTuple):

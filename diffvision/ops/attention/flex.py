@@ -26,11 +26,11 @@ BLOCK = 128  # FlexAttention's own block of queries and of keys
 # (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
 RECOMPILE_LIMIT = 64
 
-# The kernels choose their blocks by D alone, so wide values would not fit Hopper's 227 KiB of shared memory at D 128
-# (backward: k, v, three stages of q and do: 240 KiB). Counted, not measured.
-WIDE = {
-    "fwd_BLOCK_N": 32,
-    "fwd_num_stages": 2,
+# The kernels choose their blocks by D alone, so wide values would not fit Hopper's 227 KiB of shared memory at D 128:
+# forward float32 k and v in three stages, 288 KiB; backward half precision k, v and three stages of q and do, 240 KiB.
+# Counted, not measured.
+WIDE = {"fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+WIDE_HALF = WIDE | {
     "bwd_BLOCK_M1": 32,
     "bwd_BLOCK_N1": 64,
     "bwd_BLOCK_M2": 64,
@@ -93,13 +93,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: fl
         "block_mask": blocks,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
-        "kernel_options": WIDE if q.is_cuda and q.shape[3] + v.shape[3] > 256 else None,
+        "kernel_options": _kernel_options(q, v),
     }
     with torch.autocast(q.device.type, enabled=False):  # it would cast float32 queries, keys and values down
         if torch.compiler.is_compiling():
             return cast(Callable[..., Tensor], flex_attention)(q, k, v, **options)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             return _compiled(q.device.type)(q, k, v, **options)
+
+
+def _kernel_options(q: Tensor, v: Tensor) -> dict[str, int] | None:
+    if not q.is_cuda or q.shape[3] + v.shape[3] <= 256:
+        return None
+    return WIDE if q.dtype == torch.float32 else WIDE_HALF
 
 
 @cache
