@@ -28,6 +28,9 @@ trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 : >"$out/gpu_check.log"
 
+TOTAL=520 MODULE=60 MODELS=140 # seconds: of all, and kept for the last two parts
+minutes() { awk -v seconds="$1" 'BEGIN { print (seconds - 20) / 60 }'; }
+
 # part NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
 part() {
     local name=$1 seconds=$2 signal=$3 start=$SECONDS code
@@ -56,10 +59,15 @@ if [ -n "${QUICK:-}" ]; then
     part attention-module 60 TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --quick --rounds 3 --minutes 0.1
     part models 60 TERM "$python" scripts/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
 else
+    # What a part leaves of its time goes to those after it; a benchmark starts nothing new in its last 20 seconds.
     part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
-    part attention-op 160 TERM "$python" scripts/bench_attention.py "${bench[@]}" --rounds 9 --minutes 2.3
-    part attention-module 70 TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --rounds 9 --minutes 0.9
-    part models 150 TERM "$python" scripts/bench_models.py "${bench[@]}" --compile --rounds 9 --minutes 2.2
+    own=$((TOTAL - SECONDS - MODULE - MODELS))
+    part attention-op $own TERM "$python" scripts/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $own)"
+    own=$((TOTAL - SECONDS - MODELS))
+    part attention-module $own TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --rounds 7 \
+        --minutes "$(minutes $own)"
+    own=$((TOTAL - SECONDS))
+    part models $own TERM "$python" scripts/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $own)"
 fi
 echo "gpu_check: $out/gpu_check.json"
 [ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]
