@@ -2,7 +2,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from diffvision.ops import attention_backend, attention_maps, diff_attention, supported_backends

@@ -33,8 +33,8 @@ def contained(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, 
         v.masked_fill(bad_key[..., None], 0.0),
     )
     bad_key = bad_key.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    spoiled = _reached(bad_key, q.shape[3], causal, mask)
-    spoiled |= bad_query & _reached(torch.ones_like(bad_key), q.shape[3], causal, mask)
+    any_key = torch.ones_like(bad_key)
+    spoiled = _reached(bad_key, q.shape[3], causal, mask) | bad_query & _reached(any_key, q.shape[3], causal, mask)
     return out.masked_fill(spoiled[..., None], torch.nan)
 
 

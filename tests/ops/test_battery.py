@@ -1,0 +1,389 @@
+"""The numerical battery: every backend, in every dtype that it takes, against the formula in float64.
+
+On a CPU Triton's kernels run in its interpreter, whose bfloat16 is wrong and which is slow: float32 and float16, up to
+257 tokens. FlexAttention has no backward on a CPU and compiles each shape for seconds (its own tests). The rest needs
+a GPU: `pytest -m gpu`.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+from diffvision.ops import diff_attention, diff_attention_varlen
+from diffvision.ops.attention import BACKENDS
+from diffvision.ops.attention.problem import describe
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LENGTHS = (1, 2, 3, 17, 31, 33, 63, 65, 127, 129, 197, 257, 577, 1023, 1025)
+UNEQUAL = ((1, 65), (3, 130), (63, 17), (65, 127), (129, 33))  # queries, keys
+INTERPRETED = 257  # tokens
+
+# (backend, device, dtypes)
+EVERY = [
+    ("eager", "cpu", (FP32, FP16, BF16)),
+    ("blocked", "cpu", (FP32, FP16, BF16)),
+    ("sdpa", "cpu", (FP32, FP16, BF16)),
+    ("triton", "cpu", (FP32, FP16)),
+    ("eager", "cuda", (FP32, FP16, BF16)),
+    ("sdpa", "cuda", (FP32, FP16, BF16)),
+    ("flex", "cuda", (FP32, FP16, BF16)),
+    ("flash", "cuda", (FP16, BF16)),
+    ("triton", "cuda", (FP32, FP16, BF16)),
+]
+
+
+def _param(*values):
+    backend, device = values[:2]
+    # On a machine with a GPU the kernels are no longer interpreted, and refuse a CPU.
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    if backend == "triton" and device == "cpu" and torch.cuda.is_available():
+        marks = [pytest.mark.skip(reason="compiled on this machine: tested on its GPU")]
+    return pytest.param(*values, marks=marks, id="-".join(str(v).removeprefix("torch.") for v in values))
+
+
+WITH_DTYPE = [_param(b, d, dtype) for b, d, dtypes in EVERY for dtype in dtypes]
+# The first dtype that the kernels are made for: where rounding is not the point.
+BACKEND = [_param(b, d, dtypes[0]) for b, d, dtypes in EVERY]
+
+
+def tensors(device, dtype, b=1, h=2, hk=None, m=17, n=None, d=32, v=64, maps=2, lam=(1,), grad=True):
+    """q, k, v of `dtype` and lam of at least float32, as a layer hands them: heads behind tokens in memory."""
+    hk, n = hk or h, n or m
+    q = torch.randn(b, m, h, 2, d, device=device).to(dtype).permute(0, 2, 3, 1, 4)
+    k = torch.randn(b, n, hk, maps, d, device=device).to(dtype).permute(0, 2, 3, 1, 4)
+    values = torch.randn(b, n, hk, v, device=device).to(dtype).transpose(1, 2)
+    made = [q, k, values, torch.rand(lam, device=device) * 0.6 + 0.2]
+    return [t.requires_grad_(grad) for t in made]
+
+
+def attend(backend, q, k, v, lam, causal=False, mask=None):
+    problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=0.0)
+    if q.is_cuda and (reason := BACKENDS[backend].limit(problem)):
+        pytest.skip(reason)  # a library that is not installed, or a size that it does not take
+    return diff_attention(q, k, v, lam, causal=causal, mask=mask, backend=backend)
+
+
+def exact(inputs, causal=False, mask=None):
+    """(output, gradients of its sum of squares) by the formula in float64, of the same rounded numbers."""
+    inputs = [t.detach().double().requires_grad_() for t in inputs]
+    out = diff_attention(*inputs, causal=causal, mask=mask, backend="eager")
+    return out, torch.autograd.grad(out.square().sum(), inputs)
+
+
+def plain_errors(inputs, causal):
+    """(of the output, of each gradient): plain SDPA's largest errors at this dtype on (q1, k1, v)."""
+    q, k, v, _ = inputs
+    own = [t.detach() for t in (q[:, :, 0], k[:, :, 0], v)]
+    found = []
+    for dtype in (q.dtype, torch.float64):
+        leaves = [t.to(dtype).requires_grad_() for t in own]
+        mask = None
+        if causal:
+            mask = torch.ones(q.shape[3], k.shape[3], dtype=torch.bool, device=q.device).tril(k.shape[3] - q.shape[3])
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        found.append((out, torch.autograd.grad(out.square().sum(), leaves)))
+    (out, grads), (true, true_grads) = found
+    return largest(out, true), [largest(a, b) for a, b in zip(grads, true_grads, strict=True)]
+
+
+def largest(a, b):
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+
+def rounding(dtype, like):
+    """One rounding of the largest number: plain attention may happen to be exact, in a row of one key for instance."""
+    return (1e-6 if dtype == FP32 else torch.finfo(dtype).eps) * max(1.0, like.abs().max().item())
+
+
+ACCURACY = [
+    _param(b, d, dtype, m, n, (m + n) % 4 == 2)
+    for b, d, dtypes in EVERY
+    for dtype in dtypes
+    for m, n in (*((n, n) for n in LENGTHS), *UNEQUAL)
+    if d == "cuda" or (b != "triton" and (dtype == FP32 or n < 1000)) or n <= INTERPRETED
+]
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype", "m", "n", "causal"), ACCURACY)
+def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal, record_property):
+    """Output at most 2.5 times and gradients at most 3 times the error of plain SDPA at the same dtype."""
+    causal = causal and m <= n  # a row without keys has no error to compare with
+    inputs = tensors(device, dtype, m=m, n=n, h=1 if n > 500 else 2)
+    out = attend(backend, *inputs, causal=causal)
+    grads = torch.autograd.grad(out.double().square().sum(), inputs)
+    true, true_grads = exact(inputs, causal)
+    plain, plain_grads = plain_errors(inputs, causal)
+    error, floor = largest(out, true), rounding(dtype, true)
+    record_property("output_ratio", error / max(plain, floor))
+    assert error <= 2.5 * plain + floor
+    ratios = []
+    floor = max(rounding(dtype, want) for want in true_grads[:3])  # a gradient that cancels to 0 rounds as its terms do
+    for got, want, base in zip(grads[:3], true_grads[:3], plain_grads, strict=True):
+        ratios.append(largest(got, want) / max(base, floor))
+        assert largest(got, want) <= 3 * base + 2 * floor
+    record_property("gradient_ratio", max(ratios))
+    # lam's gradient sums over every row and column: relative to the sum of what it adds up.
+    terms = (2 * true.abs() * true.abs()).sum().item() + (2 * true.abs()).sum().item()
+    assert largest(grads[3], true_grads[3]) <= 4 * (1e-6 if dtype == FP32 else torch.finfo(dtype).eps) * terms
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), WITH_DTYPE)
+@pytest.mark.parametrize("lam", [0.0, 0.2, 0.8, 1.0, 1.5])
+def test_cancelling_maps_lose_nothing_absolute(backend, device, dtype, lam):
+    q, k, v, _ = tensors(device, dtype, m=65, grad=False)
+    q = torch.stack([q[:, :, 0], 0.99 * q[:, :, 0] + 0.1 * q[:, :, 1]], dim=2)
+    k = torch.stack([k[:, :, 0], 0.99 * k[:, :, 0] + 0.1 * k[:, :, 1]], dim=2)
+    inputs = [q, k, v, torch.tensor([lam], device=device)]
+    plain, _ = plain_errors(inputs, False)
+    true, _ = exact(inputs)
+    assert largest(attend(backend, *inputs), true) <= 2.5 * plain + rounding(dtype, true)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+def test_lambda_zero_is_plain_attention_and_equal_maps_leave_one_minus_lambda(backend, device, dtype):
+    q, k, v, lam = tensors(device, dtype, m=33, grad=False)
+    plain = F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v)
+    close = {"rtol": 0, "atol": 2e-5 if dtype == FP32 else 4e-3}
+    torch.testing.assert_close(attend(backend, q, k, v, torch.zeros(1, device=device)), plain, **close)
+    q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)
+    torch.testing.assert_close(attend(backend, q, k, v, lam), (1 - lam.item()) * plain, **close)
+    one = [t[..., :1, :] for t in (q, k, v)]
+    torch.testing.assert_close(attend(backend, *one, lam), (1 - lam.item()) * one[2], **close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), WITH_DTYPE)
+@pytest.mark.parametrize("logit", [1e2, 1e3, 1e4, 6e4])
+def test_extreme_logits_stay_finite(backend, device, dtype, logit):
+    inputs = tensors(device, dtype, m=33, d=16)
+    q = (inputs[0].detach().sign() * logit**0.5 * 0.5).requires_grad_()
+    k = (inputs[1].detach().sign() * logit**0.5 * 0.5).requires_grad_()
+    out = attend(backend, q, k, *inputs[2:])
+    grads = torch.autograd.grad(out.float().sum(), [q, k, *inputs[2:]])
+    assert all(t.isfinite().all() for t in (out, *grads))
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), WITH_DTYPE)
+def test_a_row_without_keys_is_zeros_forward_and_backward(backend, device, dtype):
+    inputs = tensors(device, dtype, b=2, m=17)
+    mask = torch.ones(2, 1, 17, 17, dtype=torch.bool, device=device)
+    mask[0, :, 3] = False
+    out = attend(backend, *inputs, mask=mask)
+    assert (out[0, :, 3] == 0).all()
+    assert (out[1, :, 3] != 0).any()
+    grads = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][0, :, :, 3] == 0).all()
+    inputs = tensors(device, dtype, m=40, n=17)  # under causal the first 23 queries see no key
+    out = attend(backend, *inputs, causal=True)
+    grads = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert (out[:, :, :23] == 0).all()
+    assert (out[:, :, 23] != 0).any()
+    assert (grads[0][:, :, :, :23] == 0).all()
+
+
+def _with_nan(tensor, dim, rows):
+    tensor = tensor.detach().clone()
+    tensor.index_fill_(dim, rows.to(tensor.device), torch.nan)
+    return tensor.requires_grad_()
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("form", ["keys", "rows"])
+def test_padding_filled_with_nan_changes_nothing(backend, device, dtype, side, form):
+    pads = torch.tensor({"left": [0, 1, 2], "right": [60, 61, 62, 63, 64], "both": [0, 1, 63, 64]}[side])
+    q, k, v, lam = tensors(device, dtype, m=65)
+    keep = torch.ones(65, dtype=torch.bool, device=device)
+    keep[pads] = False
+    mask = keep[None, None, None] if form == "keys" else (keep[:, None] & keep)[None, None]
+    results = []
+    for spoil in (False, True):
+        inputs = [q, k, v, lam]
+        if spoil:
+            inputs = [q, _with_nan(k, 3, pads), _with_nan(v, 2, pads), lam]
+            if form == "rows":  # whose own rows are masked too
+                inputs[0] = _with_nan(q, 3, pads)
+        out = attend(backend, *inputs, mask=mask)
+        results.append((out, torch.autograd.grad(out[:, :, keep].float().square().sum(), inputs)))
+    (clean, clean_grads), (padded, padded_grads) = results
+    close = {"rtol": 0, "atol": 1e-5 if dtype == FP32 else 2e-3}
+    torch.testing.assert_close(padded[:, :, keep], clean[:, :, keep], **close)
+    for got, want, dim in zip(padded_grads, clean_grads, (3, 3, 2, 0), strict=True):
+        kept = keep.nonzero().flatten() if dim else torch.zeros(1, dtype=torch.long, device=device)
+        torch.testing.assert_close(got.index_select(dim, kept), want.index_select(dim, kept), **close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+@pytest.mark.parametrize("m", [65, 12])
+def test_a_future_filled_with_nan_changes_nothing_before(backend, device, dtype, m):
+    n, seen = 65, 50
+    q, k, v, lam = tensors(device, dtype, m=m, n=n)
+    future, rows = torch.arange(seen, n), seen - (n - m)  # the first query that sees the future
+    results = []
+    for spoil in (False, True):
+        inputs = [q, k, v, lam]
+        if spoil and rows >= 0:
+            inputs = [_with_nan(q, 3, torch.arange(rows, m)), _with_nan(k, 3, future), _with_nan(v, 2, future), lam]
+        elif spoil:
+            inputs = [q, _with_nan(k, 3, future), _with_nan(v, 2, future), lam]
+        out = attend(backend, *inputs, causal=True)
+        before = out[:, :, : max(rows, 0)]
+        results.append((before, out, torch.autograd.grad(before.float().square().sum(), inputs)))
+    (clean, _, clean_grads), (before, out, grads) = results
+    close = {"rtol": 0, "atol": 1e-5 if dtype == FP32 else 2e-3}
+    torch.testing.assert_close(before, clean, **close)
+    assert out[:, :, max(rows, 0) :].isnan().any(-1).all(), "a row that does attend to it must show it"
+    torch.testing.assert_close(grads[0][..., : max(rows, 0), :], clean_grads[0][..., : max(rows, 0), :], **close)
+    torch.testing.assert_close(grads[1][..., :seen, :], clean_grads[1][..., :seen, :], **close)
+    torch.testing.assert_close(grads[2][..., :seen, :], clean_grads[2][..., :seen, :], **close)
+
+
+FORMS = {
+    "grouped": {"h": 4, "hk": 2},
+    "shared keys": {"maps": 1, "v": 32},
+    "shared keys, grouped": {"h": 4, "hk": 2, "maps": 1, "v": 32},
+    "lam a head": {"lam": (2, 1, 1)},
+    "lam a token": {"lam": (1, 2, 33, 1)},
+    "a cache": {"n": 70},
+    "odd sizes": {"d": 24, "v": 40},
+    "two samples": {"b": 2},
+}
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_forward_and_backward(backend, device, dtype, form):
+    inputs = tensors(device, dtype, m=33, **FORMS[form])
+    mask = torch.rand(inputs[0].shape[0], 1, 1, inputs[1].shape[3], device=device) > 0.3
+    for causal, own in itertools.product((False, True), (None, mask)):
+        out = attend(backend, *inputs, causal=causal, mask=own)
+        true, true_grads = exact(inputs, causal, own)
+        close = 2e-5 if dtype == FP32 else 2e-2
+        torch.testing.assert_close(out.double(), true, rtol=close, atol=close)
+        grads = torch.autograd.grad(out.double().square().sum(), inputs)
+        for got, want in zip(grads, true_grads, strict=True):
+            close = (1e-5 if dtype == FP32 else 1e-2) * max(1.0, want.abs().max().item())
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=4 * close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+def test_views_copies_and_expanded_tensors_give_the_same(backend, device, dtype):
+    q, k, v, lam = tensors(device, dtype, b=2, m=33, grad=False)
+    expected = attend(backend, q, k, v, lam)
+    close = {"rtol": 0, "atol": 1e-6 if dtype == FP32 else 1e-3}
+    for change in (
+        lambda t: t.contiguous(),
+        lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+        lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    ):
+        torch.testing.assert_close(attend(backend, *(change(t) for t in (q, k, v)), lam), expected, **close)
+    one = [t[:1].expand_as(t) for t in (q, k, v)]
+    torch.testing.assert_close(attend(backend, *one, lam.expand(2, 2, 33, 1))[1], expected[0], **close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+def test_keys_heads_and_samples_may_be_permuted(backend, device, dtype):
+    q, k, v, lam = tensors(device, dtype, b=3, h=3, m=33, grad=False)
+    out = attend(backend, q, k, v, lam)
+    close = {"rtol": 0, "atol": 1e-5 if dtype == FP32 else 2e-3}
+    order = torch.randperm(33, device=device)
+    torch.testing.assert_close(attend(backend, q, k[:, :, :, order], v[:, :, order], lam), out, **close)
+    order = torch.tensor([2, 0, 1], device=device)
+    torch.testing.assert_close(attend(backend, q[order], k[order], v[order], lam), out[order], **close)
+    heads = [t[:, order] for t in (q, k, v)]
+    torch.testing.assert_close(attend(backend, *heads, lam), out[:, order], **close)
+    torch.testing.assert_close(attend(backend, q[1:2], k[1:2], v[1:2], lam), out[1:2], **close)
+    assert attend(backend, q[:0], k[:0], v[:0], lam).shape == (0, 3, 33, 64) if backend != "flex" else True
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+def test_the_same_call_twice_is_bit_equal(backend, device, dtype):
+    inputs = tensors(device, dtype, m=65, h=4, hk=2)
+    twice = []
+    for _ in range(2):
+        out = attend(backend, *inputs, causal=True)
+        twice.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    if backend == "sdpa" and device == "cuda":
+        assert torch.equal(twice[0][0], twice[1][0])  # torch's backward adds in any order on a GPU
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2)])
+def test_gradients_of_some_inputs_only(backend, device, dtype, wanted):
+    inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors(device, dtype, m=17))]
+    out = attend(backend, *inputs)
+    grads = torch.autograd.grad(out.double().square().sum(), [inputs[i] for i in wanted])
+    _, true = exact(inputs)
+    for i, got in zip(wanted, grads, strict=True):
+        close = (4e-5 if dtype == FP32 else 4e-2) * max(1.0, true[i].abs().max().item())
+        torch.testing.assert_close(got.double(), true[i], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[0] != "flex"])
+def test_compiles_whole(backend, device, dtype):
+    inputs = tensors(device, dtype, m=33)
+    attend(backend, *inputs, causal=True)  # skips where it cannot
+
+    def loss(*t):
+        return diff_attention(*t, causal=True, backend=backend).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == FP32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(compiled(*inputs), loss(*inputs), **close)
+    grads = torch.autograd.grad(compiled(*inputs), inputs)
+    for got, want in zip(grads, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        torch.testing.assert_close(got, want, **close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[0] != "flex"])
+def test_exports_with_a_dynamic_batch(backend, device, dtype):
+    inputs = tensors(device, dtype, b=2, m=33, grad=False)
+    attend(backend, *inputs, causal=True)
+
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, lam):
+            return diff_attention(q, k, v, lam, causal=True, backend=backend)
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(Call(), tuple(inputs), dynamic_shapes=({0: batch}, {0: batch}, {0: batch}, None))
+    more = [torch.cat([t, t]) for t in inputs[:3]]
+    close = {"rtol": 0, "atol": 1e-6 if dtype == FP32 else 1e-3}
+    torch.testing.assert_close(exported.module()(*more, inputs[3]), attend(backend, *more, inputs[3], True), **close)
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[0] != "flex"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_equal_each_alone(backend, device, dtype, causal):
+    lengths, cached = [1, 17, 40, 3], [5, 17, 66, 3]
+    cu, cu_k = (
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in (lengths, cached)
+    )
+    q, k, v, _ = tensors(device, dtype, h=4, hk=2, m=sum(lengths), n=sum(cached))
+    lam = torch.rand(sum(lengths), 4, 1, device=device, requires_grad=True)
+    attend(backend, q, k, v, lam.detach().transpose(0, 1), causal)  # skips where it cannot
+    leaves = [q, k, v, lam]
+    tokens = [q[0].permute(2, 0, 1, 3), k[0].permute(2, 0, 1, 3), v[0].transpose(0, 1), lam]
+    out = diff_attention_varlen(*tokens, cu, cu_seqlens_k=cu_k, causal=causal, backend=backend)
+    assert out.shape == (sum(lengths), 4, 64)
+    parts = []
+    for i in range(4):
+        rows, keys = slice(cu[i], cu[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        own = (q[:, :, :, rows], k[:, :, :, keys], v[:, :, keys], lam[rows].transpose(0, 1))
+        parts.append(diff_attention(*(t.double() for t in own), causal=causal, backend="eager")[0].transpose(0, 1))
+    true = torch.cat(parts)
+    close = 2e-5 if dtype == FP32 else 2e-2
+    torch.testing.assert_close(out.double(), true, rtol=close, atol=close)
+    grads = torch.autograd.grad(out.double().square().sum(), leaves)
+    for got, want in zip(grads, torch.autograd.grad(true.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=2 * close, atol=2 * close)
+
+
+def test_the_oracle_s_gradients_are_the_formula_s():
+    made = tensors("cpu", torch.float64, m=5, d=3, v=4, lam=(1, 2, 1, 1))
+    inputs = [t.detach().double().requires_grad_() for t in made]
+    assert gradcheck(lambda *t: diff_attention(*t, backend="eager"), inputs, eps=1e-6, atol=1e-5)
