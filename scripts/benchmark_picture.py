@@ -72,7 +72,7 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
     axis.set_xscale("log")
     low, high = axis.get_xlim()
     wide = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-    ticks = wide if high > 10 * low else (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 4, 6, 9)
+    ticks = wide if high > 10 * low else (0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6, 9)
     axis.set_xticks([tick for tick in ticks if low <= tick <= high])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
