@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from diffvision.ops.attention.problem import Problem
 
 MAX_HEAD_DIM, MAX_VALUE_DIM = 128, 256  # what one program's tiles may hold
+DECODE_MAX_QUERIES, DECODE_MIN_KEYS = 16, 512  # few queries, many keys: the keys are split among programs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,7 +68,13 @@ def diff_attention(
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
     lam = lam.reshape((1,) * (4 - lam.dim()) + lam.shape)
-    return _call(q, k, v, lam, mask, None, None, q.shape[3], k.shape[3], causal, scale)
+    queries, keys = q.shape[3], k.shape[3]
+    few = statically_known_true(queries <= DECODE_MAX_QUERIES) and statically_known_true(keys >= DECODE_MIN_KEYS)
+    if few and not _wants_gradients(q, k, v, lam):
+        from diffvision.ops.attention.triton.decode import decode
+
+        return decode(q, k, v, lam, causal=causal, mask=mask, scale=scale)
+    return _call(q, k, v, lam, mask, None, None, queries, keys, causal, scale)
 
 
 def diff_attention_varlen(
@@ -129,10 +136,13 @@ def _call(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -
     if scale < 0:  # the running maximum is taken before scaling
         q, scale = -q, -scale
     keep = "nothing"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam)):
-        # Where a length is symbolic the graph must serve every length, and the streaming kernels do.
-        keep = "rows" if statically_known_true(fits_rows(q, k, v, longest_q, longest_k)) else "streaming"
+    if _wants_gradients(q, k, v, lam):
+        keep = "rows" if fits_rows(q, k, v, longest_q, longest_k) else "streaming"
     return attention(q, k, v, lam.float(), mask, cu_q, cu_k, longest_q, longest_k, causal, scale, keep)[0]
+
+
+def _wants_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> None:

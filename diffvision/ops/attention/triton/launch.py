@@ -87,13 +87,13 @@ def block(size: int) -> int:
 
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()))
+    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size()))
     arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
     return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
 
 
 def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, streaming_forward_tiles(x.q.shape[4], x.v.shape[3], x.q.element_size()))
+    tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size()))
     arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
     arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
     return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
@@ -102,16 +102,16 @@ def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | N
 def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: tuple[Tensor, ...]) -> list[Launch]:
     """Writes grads = (dq, dk, dv) and D2 into deltas[:, :, 1]."""
     dq, dk, dv = grads
+    n, d, v, size = _longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()
     tensors = _strided("grad", grad, "bh.m", x) | _strided("dq", dq, "bhpm", x)
     tensors |= _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | _lse(lse, x)
-    tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale}
+    tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale, "H": x.k.shape[1]}
+    tiles = _tiles(x, rows_backward_tiles(n, d, v, size))
     programs = _sequences(x) * x.k.shape[1]
-    launches = []
-    for parts in rows_passes(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.k.shape[2], x.q.element_size()):
-        tiles = _tiles(x, rows_backward_tiles(_longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size(), parts))
-        arguments = _inputs(x, tiles) | tensors | {"H": x.k.shape[1]} | parts
-        launches.append(Launch(rows.backward, programs, arguments, tiles))
-    return launches
+    return [
+        Launch(rows.backward, programs, _inputs(x, tiles) | tensors | parts, tiles)
+        for parts in rows_passes(n, d, v, x.k.shape[2], size)
+    ]
 
 
 def backward_streaming(
@@ -131,7 +131,7 @@ def backward_streaming(
 
     given |= {"deltas": deltas, "grad_scale": x.scale}
     for parts in streaming_passes(d, v, x.k.shape[2], size):
-        tiles = _tiles(x, streaming_keys_tiles(d, v, x.k.shape[2], size))
+        tiles = _tiles(x, streaming_keys_tiles(size))
         arguments = _inputs(x, tiles) | given | _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | parts
         arguments |= {"H": x.k.shape[1], "blocks": triton.cdiv(_longest(x)[1], tiles.n)}
         programs = arguments["blocks"] * _sequences(x) * x.k.shape[1]
@@ -154,54 +154,59 @@ TOGETHER, APART = [{"KEYS": True, "VALUES": True}], [{"KEYS": True, "VALUES": Fa
 
 def rows_limit(d: int, v: int, maps: int, size: int) -> int:
     """The longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element)."""
-    return min(256, _accumulators(size) // max(maps * block(d), block(v)))
+    longest = 256 if block(d) <= 64 else 128  # beyond, keys and values of D 128 crowd out everything else
+    return min(longest, _accumulators(longest, size) // max(maps * block(d), block(v)))
 
 
 def rows_passes(n: int, d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
     """One pass where dk and dv of all keys fit the registers together, else one for dq, dk and one for dv."""
-    return TOGETHER if block(n) * (maps * block(d) + block(v)) <= _accumulators(size) else APART
+    return TOGETHER if block(n) * (maps * block(d) + block(v)) <= _accumulators(block(n), size) else APART
 
 
 def streaming_passes(d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
-    """Likewise for a block of 128 keys."""
-    return TOGETHER if size == 4 or 128 * (maps * block(d) + block(v)) <= _accumulators(size) else APART
+    """Likewise for a block of keys; float32's blocks are small enough for both."""
+    return TOGETHER if size == 4 or 128 * (maps * block(d) + block(v)) <= _accumulators(128, size) else APART
 
 
-def _accumulators(size: int) -> int:
-    """Float32 numbers of accumulators that leave a program room for scores: half of the registers."""
-    return 32768 if size == 2 else 8192
-
-
-def rows_forward_tiles(n: int, d: int, v: int, size: int) -> Tiles:
-    n = block(n)
+def _accumulators(n: int, size: int) -> int:
+    """Float32 numbers that a program over n keys may add up in: half of its registers; scores take the rest."""
     if size == 4:
-        return Tiles(16, n, 4, 1)
-    return Tiles(64, n, 8 if n > 64 else 4, 1)
+        return 8192
+    return 128 * 32 * (4 if n <= 64 else 8)
 
 
-def rows_backward_tiles(n: int, d: int, v: int, size: int, parts: dict[str, bool]) -> Tiles:
+def rows_forward_tiles(n: int, size: int) -> Tiles:
     n = block(n)
     if size == 4:
         return Tiles(16, n, 8, 1)
-    return Tiles(32 if n <= 128 else 16, n, 8 if n > 64 else 4, 2)
+    return Tiles(64, n, 8 if n > 64 else 4, 1)
 
 
-def streaming_forward_tiles(d: int, v: int, size: int) -> Tiles:
+def rows_backward_tiles(n: int, d: int, v: int, size: int) -> Tiles:
+    n = block(n)
     if size == 4:
-        return Tiles(32, 32, 4, 1) if block(v) <= 128 else Tiles(16, 32, 4, 1)
+        return Tiles(16, n, 16 if n > 32 else 8, 1)
+    # Keys and values of all rows fill the shared memory where D is large: no second stage then.
+    stages = 1 if n > 64 and block(d) > 64 else 2
+    return Tiles(32 if n <= 128 and block(v) <= 128 else 16, n, 8 if n > 64 else 4, stages)
+
+
+def streaming_forward_tiles(v: int, size: int) -> Tiles:
+    if size == 4:
+        return Tiles(32 if block(v) <= 128 else 16, 32, 8, 1)
     return Tiles(128, 64, 8, 3 if block(v) <= 128 else 2)
 
 
-def streaming_keys_tiles(d: int, v: int, maps: int, size: int) -> Tiles:
+def streaming_keys_tiles(size: int) -> Tiles:
     if size == 4:
-        return Tiles(16, 32, 4, 1)
+        return Tiles(16, 32, 8, 1)
     return Tiles(32, 128, 8, 2)
 
 
 def streaming_queries_tiles(d: int, v: int, size: int) -> Tiles:
     if size == 4:
-        return Tiles(16, 32, 4, 1)
-    return Tiles(128, 64 if block(v) <= 128 else 32, 8, 2)
+        return Tiles(16, 32, 8, 1)
+    return Tiles(128, 64 if block(d) <= 64 and block(v) <= 128 else 32, 8, 2)
 
 
 def _tiles(x: Inputs, tiles: Tiles) -> Tiles:
@@ -237,8 +242,7 @@ def _strided(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
 def _lse(lse: Tensor | None, x: Inputs) -> dict[str, Any]:
     if lse is None:
         return {"lse": None, "lse_b": 0, "lse_h": 0, "lse_p": 0}
-    arguments = _strided("lse", lse, "bhp", x)
-    return arguments
+    return _strided("lse", lse, "bhp", x)
 
 
 def _mask(mask: Tensor | None) -> tuple[dict[str, Any], int]:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
@@ -105,9 +106,12 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -> bool:
-    """Whether the whole-row kernels take the call: short keys, and few enough queries for one program a head."""
+    """Whether the whole-row kernels take the call: short keys, and few enough queries for one program a head.
+
+    Not where a length is symbolic: such a graph must serve every length, and the streaming kernels do.
+    """
     limit = launch.rows_limit(q.shape[4], v.shape[3], k.shape[2], q.element_size())
-    return longest_k <= limit and longest_q <= 1024
+    return statically_known_true(longest_k <= limit) and statically_known_true(longest_q <= 1024)
 
 
 def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tensor, Tensor, Tensor]:
