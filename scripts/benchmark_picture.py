@@ -71,12 +71,21 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
         axis.scatter(x, y, marker="|", s=230, color="black", linewidths=2, zorder=2, label="floor")
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    wide = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
-    ticks = wide if high > 10 * low else (0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6, 9)
-    axis.set_xticks([tick for tick in ticks if low <= tick <= high])
+    axis.set_xticks(_ticks(low, high))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="x", color="#dddddd", linewidth=0.6, zorder=0)
     axis.set_title(panel.title, fontsize=10)
     axis.tick_params(labelsize=8.5)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers on a logarithmic axis: few on a wide one, evenly spaced ones on a narrow one."""
+    if high > 2 * low:
+        wide = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
+        ticks = wide if high > 10 * low else [0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 4, 6, 9]
+    else:
+        step = next((step for step in (0.01, 0.02, 0.05, 0.1) if high - low < 8 * step), 0.2)
+        ticks = [round(step * count, 2) for count in range(int(low / step), int(high / step) + 1)]
+    return [tick for tick in ticks if low <= tick <= high]
