@@ -61,7 +61,11 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
         points = [(panel.ratios[row][way], y) for y, row in enumerate(rows) if way in panel.ratios.get(row, {})]
         if points:
             x, y = zip(*points, strict=True)
-            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            # the eleventh way has the first one's colour with another marker
+            look = {
+                "color": COLOURS[index % len(COLOURS)],
+                "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+            }
             own = way in ours
             edge = {"edgecolors": "black", "linewidths": 0.9} if own else {"alpha": 0.85, "linewidths": 0}
             axis.scatter(x, y, s=75 if own else 38, zorder=4 if own else 3, label=way, **look, **edge)
