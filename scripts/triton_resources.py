@@ -24,7 +24,7 @@ from diffvision.ops.attention.triton import launch
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
 HALF, FULL = torch.bfloat16, torch.float32
 
-# name -> (family, queries and keys, D, V, maps of keys, dtype, causal, mask)
+# name -> (family, queries and keys, D, V, maps of keys, dtype, causal, mask or "packed")
 CASES = {
     "ViT": ("rows", 197, 64, 128, 2, HALF, False, None),
     "ViT, 50 tokens": ("rows", 50, 64, 128, 2, HALF, False, None),
@@ -46,6 +46,11 @@ CASES = {
     "language": ("streaming", 1024, 128, 256, 2, HALF, True, None),
     "language, any mask": ("streaming", 1024, 128, 256, 2, HALF, False, "pairs"),
     "language V2": ("streaming", 1024, 128, 128, 1, HALF, True, None),
+    "three tokens": ("rows", 3, 64, 128, 2, HALF, True, None),
+    "odd sizes": ("rows", 77, 20, 40, 2, HALF, True, "pairs"),
+    "long, odd sizes": ("streaming", 1000, 20, 40, 2, HALF, True, "keys"),
+    "packed": ("rows", 197, 64, 128, 2, HALF, False, "packed"),
+    "packed, long": ("streaming", 1024, 128, 256, 2, HALF, True, "packed"),
     "long, float32": ("streaming", 1024, 64, 128, 2, FULL, False, None),
     "language, float32": ("streaming", 1024, 128, 256, 2, FULL, True, None),
 }
@@ -57,13 +62,17 @@ def launches(family, n, d, v, maps, dtype, causal, mask, *, batch=2, heads=8) ->
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    if mask is not None:
+    packed = None
+    if mask == "packed":
+        starts = empty(batch + 1, dtype=torch.int32)
+        mask, packed = None, launch.Sequences(starts, starts, n, n)
+    elif mask is not None:
         mask = empty(batch, 1, n if mask == "pairs" else 1, n, dtype=torch.bool).expand(batch, heads, n, n)
     q = empty(batch, n, heads, 2, d).permute(0, 2, 3, 1, 4)
     k = empty(batch, n, heads, maps, d).permute(0, 2, 3, 1, 4)
     value = empty(batch, n, heads, v).transpose(1, 2)
     lam = empty(1, 1, 1, 1, dtype=torch.float32).expand(batch, heads, n, 1)
-    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5)
+    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5, packed)
     out = empty(batch, n, heads, v).transpose(1, 2)
     lse = empty(batch, heads, 2, n, dtype=torch.float32)
     if family == "rows":

@@ -249,7 +249,8 @@ def _mask(mask: Tensor | None) -> tuple[dict[str, Any], int]:
     if mask is None:
         return {"mask": None, "mask_b": 0, "mask_h": 0, "mask_m": 0, "mask_n": 0}, NO_MASK
     strides = dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), mask.stride(), strict=True))
-    return {"mask": mask.view(torch.uint8)} | strides, KEY_MASK if mask.stride(2) == 0 else FULL_MASK
+    every_query_alike = mask.stride(2) == 0 or mask.shape[2] == 1
+    return {"mask": mask.view(torch.uint8)} | strides, KEY_MASK if every_query_alike else FULL_MASK
 
 
 def _inputs(x: Inputs, tiles: Tiles) -> dict[str, Any]:
