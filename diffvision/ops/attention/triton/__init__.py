@@ -10,7 +10,6 @@ import os
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from diffvision.ops.attention.problem import Problem
 
@@ -67,6 +66,8 @@ def diff_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy: not at import
+
     lam = lam.reshape((1,) * (4 - lam.dim()) + lam.shape)
     queries, keys = q.shape[3], k.shape[3]
     few = statically_known_true(queries <= DECODE_MAX_QUERIES) and statically_known_true(keys >= DECODE_MIN_KEYS)
