@@ -141,7 +141,7 @@ def test_sdpa_never_takes_the_math_path_on_a_cpu_without_dropout():
 
 
 def test_auto_is_what_supported_backends_says():
-    short = Problem(2, 4, 4, 65, 65, 16, 32)
+    short = Problem(2, 4, 4, 33, 33, 16, 32)
     chosen = {
         "eager": short,
         "blocked": short._replace(queries=4096, keys=4096),

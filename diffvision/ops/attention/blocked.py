@@ -9,6 +9,7 @@ shares dP = dO V' and dV = P' dO between the maps; it computes the maps again, b
 Half precision is computed in float32 and rounded once at the end.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,12 +19,15 @@ from torch import Tensor
 
 from diffvision.ops.attention.problem import Problem
 
-# Scores of one map in a block: about the fastest from 77 to 4,096 keys on cores with 1 MiB of L2 each.
-BLOCK_SCORES = 2**18
-MIN_BLOCK_ROWS = 32
+# Scores of one map in a block, query rows of a block, and scores up to which whole samples share a block: the fastest,
+# or nearly, from 17 to 4,096 keys on two cores (docs/benchmarks/attention.md). Fewer rows would fit a smaller cache,
+# but pack each key anew for too few of them.
+BLOCK_SCORES = 2**19
+BLOCK_ROWS = 256
+JOINED_SCORES = 2**18
 
-# Up to here the maps are kept for backward: a third less time at 197 keys, for the memory that the formula takes.
-KEEP_MAPS_MAX_KEYS = 256
+# Up to here the maps are kept for backward: an eighth less time, for less memory than the formula takes.
+KEEP_MAPS_MAX_KEYS = 512
 
 
 def limit(problem: Problem) -> str | None:
@@ -57,13 +61,14 @@ def diff_attention(
 
 
 class _Block(NamedTuple):
-    """Some whole samples, or a run of query rows of one; and the keys that its rows may attend to."""
+    """Some whole samples, or some heads' run of query rows of one; and the keys that its rows may attend to."""
 
     samples: slice
+    heads: slice  # key/value heads
     rows: slice
     keys: slice  # from the first key to the last that any row may attend to
     masked_from: int = 0  # columns before this one are open to every row
-    forbidden: Tensor | None = None  # broadcastable to [samples, H, rows, columns from masked_from]
+    forbidden: Tensor | None = None  # broadcastable to [samples, heads, rows, columns from masked_from]
     may_be_dead: bool = False  # a row without any key is possible
 
 
@@ -72,26 +77,34 @@ def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator
     (batch, heads, _, queries, _), keys = q.shape, k.shape[3]
     if not (batch and heads and queries and keys):
         return
-    rows = max(MIN_BLOCK_ROWS, BLOCK_SCORES // (heads * keys))
-    step = max(1, rows // queries)  # samples
+    kv_heads, group = k.shape[1], heads // k.shape[1]
+    samples_a_block = max(1, JOINED_SCORES // (heads * queries * keys))
+    rows = min(queries, max(BLOCK_ROWS // group, 1))
     rows = -(-queries // -(-queries // rows))  # blocks of nearly equal size
+    heads_a_block = min(kv_heads, max(2, BLOCK_SCORES // (group * rows * keys)))
+    if samples_a_block > 1:
+        rows, heads_a_block = queries, kv_heads
     past = keys - queries  # query i attends to keys up to i + past
-    for first in range(0, batch, step):
-        samples = slice(first, min(batch, first + step))
+    for first, head in itertools.product(range(0, batch, samples_a_block), range(0, kv_heads, heads_a_block)):
+        samples = slice(first, min(batch, first + samples_a_block))
+        some = slice(head, min(kv_heads, head + heads_a_block))
         for lo in reversed(range(0, queries, rows)):
             hi = min(queries, lo + rows)
             end = max(0, min(keys, hi + past)) if causal else keys
-            block = _Block(samples, slice(lo, hi), slice(0, end))
+            block = _Block(samples, some, slice(lo, hi), slice(0, end))
             if mask is not None or causal:
-                block = _masked(block, mask, past if causal else None)
+                block = _masked(block, mask, group, past if causal else None)
             yield block
 
 
-def _masked(block: _Block, mask: Tensor | None, past: int | None) -> _Block:
+def _masked(block: _Block, mask: Tensor | None, group: int, past: int | None) -> _Block:
     """The block with what its rows may not attend to; row i attends to keys up to i + past, or to all if None."""
     lo, hi, end, start, forbidden = block.rows.start, block.rows.stop, block.keys.stop, 0, None
     if mask is not None:
         forbidden = ~mask[block.samples if mask.shape[0] > 1 else slice(None)]
+        forbidden = (
+            forbidden[:, block.heads.start * group : block.heads.stop * group] if mask.shape[1] > 1 else forbidden
+        )
         forbidden = forbidden[:, :, lo:hi] if mask.shape[2] > 1 else forbidden
         forbidden = forbidden[..., :end] if mask.shape[3] > 1 else forbidden.expand(-1, -1, -1, end)
     if past is not None:
@@ -117,35 +130,39 @@ class _Scratch:
         return self._held[name][:size].view(shape)
 
 
+def _part(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
+    """A block's part of x [B, H, ...] as [S, K, G, ...]: K key/value heads, the G heads of each side by side."""
+    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))[block.samples, block.heads]
+
+
 def _queries(q: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """A block's queries [2, S * Hk, G * rows, D]: heads that share keys are more rows of one product."""
-    q = q[block.samples, :, :, block.rows].unflatten(1, (kv_heads, q.shape[1] // kv_heads))
-    return q.permute(3, 0, 1, 2, 4, 5).flatten(3, 4).flatten(1, 2)
+    """A block's queries [2, S * K, G * rows, D]: heads that share keys are more rows of one product."""
+    return _part(q, kv_heads, block)[:, :, :, :, block.rows].permute(3, 0, 1, 2, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 def _rows(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """A block's rows of x [B, H, M, X] as [S * Hk, G * rows, X]."""
-    x = x[block.samples, :, block.rows].unflatten(1, (kv_heads, x.shape[1] // kv_heads))
-    return x.flatten(2, 3).flatten(0, 1)
+    """A block's rows of x [B, H, M, X] as [S * K, G * rows, X]."""
+    return _part(x, kv_heads, block)[:, :, :, block.rows].flatten(2, 3).flatten(0, 1)
 
 
 def _keys(k: Tensor, block: _Block) -> Tensor:
-    """A block's keys [P, S * Hk, n, D]."""
-    return k[block.samples, :, :, block.keys].movedim(2, 0).flatten(1, 2)
+    """A block's keys [P, S * K, n, D]."""
+    return k[block.samples, block.heads, :, block.keys].movedim(2, 0).flatten(1, 2)
 
 
 def _values(v: Tensor, block: _Block) -> Tensor:
-    """A block's values [S * Hk, n, V]."""
-    return v[block.samples, :, block.keys].flatten(0, 1)
+    """A block's values [S * K, n, V]."""
+    return v[block.samples, block.heads, block.keys].flatten(0, 1)
 
 
-def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, heads: int, block: _Block) -> None:
-    """Both maps of a block [2, S * Hk, G * rows, n], from q [2, S * Hk, G * rows, D] and k [P, S * Hk, n, D]."""
+def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, block: _Block) -> None:
+    """Both maps of a block [2, S * K, G * rows, n], from q [2, S * K, G * rows, D] and k [P, S * K, n, D]."""
     dead = block.forbidden.all(-1, keepdim=True) if block.forbidden is not None and block.may_be_dead else None
     for m in range(2):
         key = k[min(m, k.shape[0] - 1)].transpose(1, 2)
         torch.baddbmm(maps[m], q[m], key, beta=0, alpha=scale, out=maps[m])
-        by_head = maps[m].view(block.samples.stop - block.samples.start, heads, -1, maps.shape[3])
+        samples, rows = block.samples.stop - block.samples.start, block.rows.stop - block.rows.start
+        by_head = maps[m].view(samples, -1, rows, maps.shape[3])
         if block.forbidden is not None:
             by_head[..., block.masked_from :].masked_fill_(block.forbidden, -torch.inf)
         torch.softmax(maps[m], -1, out=maps[m])
@@ -158,7 +175,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, causal: bool, scale: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """`diff_attention` for one working dtype, lam expanded to [B, H, M, 1]; and every block's maps, end to end."""
-    kv_heads, heads = k.shape[1], q.shape[1]
+    kv_heads = k.shape[1]
     (out, kept), scratch, used = _new_outputs(q, k, v, keep), _Scratch(q), 0
     if k.shape[3] == 0:
         out.zero_()
@@ -167,11 +184,11 @@ def _forward(
         shape = (*query.shape[:3], key.shape[2])
         maps = kept[used : used + math.prod(shape)].view(shape) if keep else scratch.take("maps", *shape)
         used += maps.numel()
-        _fill_maps(maps, query, key, scale, heads, block)
+        _fill_maps(maps, query, key, scale, block)
         difference = scratch.take("difference", *maps.shape[1:])
         torch.addcmul(maps[0], maps[1], _rows(lam, kv_heads, block), value=-1, out=difference)
         product = torch.bmm(difference, value, out=scratch.take("product", *query.shape[1:3], v.shape[3]))
-        target = out[block.samples, :, block.rows]
+        target = _part(out, kv_heads, block)[:, :, :, block.rows]
         target.copy_(product.view(target.shape))
     return out, kept
 
@@ -189,7 +206,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and lam (expanded)."""
-    kv_heads, heads = k.shape[1], q.shape[1]
+    kv_heads = k.shape[1]
     grads, scratch, used = _new_gradients(q, k, v), _Scratch(q), 0
     grad_q, grad_k, grad_v, grad_lam = grads
     if not (q.shape[3] and k.shape[3]):
@@ -204,29 +221,29 @@ def _backward(
             used += maps.numel()
         else:
             maps = scratch.take("maps", *shape)
-            _fill_maps(maps, query, key, scale, heads, block)
+            _fill_maps(maps, query, key, scale, block)
         first = block.rows.stop == q.shape[3]  # of its samples: see _blocks
         shared = torch.bmm(outer, value.transpose(1, 2), out=scratch.take("shared", *shape[1:]))  # dP = dO V'
         work = scratch.take("work", *shape[1:])
         torch.addcmul(maps[0], maps[1], weight, value=-1, out=work)
-        _add_product(grad_v[block.samples, :, block.keys], work.transpose(1, 2), outer, first, scratch)
+        _add_product(grad_v[block.samples, block.heads, block.keys], work.transpose(1, 2), outer, first, scratch)
         torch.mul(maps[1], shared, out=work)
-        target = grad_lam[block.samples, :, block.rows]
+        target = _part(grad_lam, kv_heads, block)[:, :, :, block.rows]
         target.copy_(work.sum(-1).neg_().view(target.shape))
         for m in range(2):
             own = min(m, k.shape[2] - 1)
             torch.ops.aten._softmax_backward_data.out(shared, maps[m], -1, maps.dtype, grad_input=work)
             work.mul_(-scale * weight if m else scale)
             product = torch.bmm(work, key[own], out=scratch.take("product", *query.shape[1:]))
-            target = grad_q[block.samples, :, m, block.rows]
+            target = _part(grad_q, kv_heads, block)[:, :, :, m, block.rows]
             target.copy_(product.view(target.shape))
-            target = grad_k[block.samples, :, own, block.keys]
+            target = grad_k[block.samples, block.heads, own, block.keys]
             _add_product(target, work.transpose(1, 2), query[m], first and own == m, scratch)
     return grads
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor, first: bool, scratch: _Scratch) -> None:
-    """target [S, Hk, n, X] += a b, of batches S * Hk; target = a b, whatever it held, for the first."""
+    """target [S, K, n, X] += a b, of batches S * K; target = a b, whatever it held, for the first."""
     if target.shape[0] == 1:
         target[0].baddbmm_(a, b, beta=0 if first else 1)
     else:  # whole samples: there is no second
@@ -259,9 +276,12 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, lam, mask, ctx.causal, ctx.scale, _ = inputs
     ctx.save_for_backward(q, k, v, lam, mask, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as the kept maps
 
 
 def _differentiate(ctx, grad, _):
+    if grad is None:
+        return (None,) * 8
     grads = _backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
     return *grads, None, None, None, None
 

@@ -20,9 +20,9 @@ BACKENDS: dict[str, ModuleType] = {
     "triton": triton,
 }
 
-# On a CPU the plain formula wins for very short rows, where the blocks' many small calls cost more than they save
-# (docs/benchmarks/attention.md).
-EAGER_MAX_KEYS_CPU = 96
+# On a CPU the plain formula wins for very short rows, where the blocks' many small calls cost more than they save: the
+# crossing lies between 50 and 65 keys (docs/benchmarks/attention.md).
+EAGER_MAX_KEYS_CPU = 56
 
 _preferred = "auto"
 
