@@ -4,7 +4,7 @@ Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P ma
 V size of a value head.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision import ops
+
+# Cosines and sines of the tokens' angles, as `ops.rotary_tables` gives them, broadcastable to [B, H, P, N, D / 2].
+Rotation = tuple[Tensor, Tensor]
+
+
+class Cache(Protocol):
+    """What a layer asks of a cache (`diffvision.nn.cache` has them)."""
+
+    def positions(self, count: int) -> Tensor:
+        """Positions [N] of the next `count` tokens."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes new tokens' keys and values, and returns those to attend to, the new ones last or at their places."""
 
 
 class HeadNorm(nn.RMSNorm):
@@ -93,20 +106,32 @@ class AttentionLayer(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(
-        self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Float[Tensor, "B N dim"],
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        cache: Cache | None = None,
+        rotation: Rotation | None = None,
     ) -> Float[Tensor, "B N dim"]:
         """Attends within each sequence.
 
         Args:
             x: tokens [B, N, dim].
-            attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N].
+            attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N], or with a
+                cache to [B, H, N, L] for the L tokens that it returns.
             is_causal: each token attends to itself and those before it; combined with attn_mask by AND.
+            cache: past tokens to attend to as well; it takes those of x.
+            rotation: the tokens' angles, where their positions are not counted from 0 or as the cache counts them; to
+                be computed once for all layers of a model. Means nothing to a layer without rotary embedding.
 
         Raises:
-            ValueError: a float mask with other values than 0 and -inf.
+            ValueError: a float mask with other values than 0 and -inf; more tokens than the cache has room for.
         """
-        q, k = self._queries_and_keys(x)
+        q, k = self._queries_and_keys(x, cache, rotation)
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.append(k, v)
         heads = self._attend(x, q, k, v, _boolean(attn_mask), is_causal)
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
@@ -117,18 +142,24 @@ class AttentionLayer(nn.Module):
         q, k = self._queries_and_keys(x)
         return ops.attention_maps(q, k, causal=is_causal, mask=_boolean(attn_mask))
 
-    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _queries_and_keys(
+        self, x: Tensor, cache: Cache | None = None, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[B, H, P, N, D] and [B, Hk, Pk, N, D], normalised and turned."""
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.query_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            cos, sin = ops.rotary_tables(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rotary)
+            if rotation is None:
+                count = x.shape[1]
+                positions = torch.arange(count, device=x.device) if cache is None else cache.positions(count)
+                rotation = ops.rotary_tables(positions, self.head_dim, self.rotary)
+            cos, sin = rotation
             q, k = ops.apply_rotary(q, cos, sin), ops.apply_rotary(k, cos, sin)
         return q, k
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """[B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, N, D] and v [B, Hk, N, V]."""
+        """[B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V]."""
         raise NotImplementedError
 
     def _dropout(self) -> float:
@@ -148,9 +179,12 @@ class Attention(AttentionLayer):
     variant, query_maps, key_maps, value_maps = "standard", 1, 1, 1
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        if mask is not None and is_causal:
-            length = x.shape[1]
-            mask = mask & torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        length, keys = q.shape[3], k.shape[3]
+        if is_causal and (mask is not None or length != keys):  # torch's own causal mask counts from the first key
+            if length > 1:
+                lower = torch.ones(length, keys, dtype=torch.bool, device=x.device).tril(keys - length)
+                mask = lower if mask is None else mask & lower
+            is_causal = False
         grouped = self.num_heads != self.num_kv_heads
         out = F.scaled_dot_product_attention(
             q.squeeze(2),
@@ -158,7 +192,7 @@ class Attention(AttentionLayer):
             v,
             attn_mask=mask,
             dropout_p=self._dropout(),
-            is_causal=is_causal and mask is None,
+            is_causal=is_causal,
             enable_gqa=grouped,
         )
         return self.head_norm(out)

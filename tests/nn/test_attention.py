@@ -6,16 +6,16 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from torch.autograd import gradcheck
 
 from diffvision.nn import ATTENTION, Attention, DiffAttention, DiffAttentionV2, build_attention, depth_lambda_init
-from diffvision.ops.attention import api
+from diffvision.ops import attention_backend
 
 VARIANTS = list(ATTENTION)
 
 
-@pytest.fixture(params=["eager", "sdpa"])
-def backend(request, monkeypatch):
+@pytest.fixture(params=["eager", "sdpa", "blocked"])
+def backend(request):
     """Each backend in the place of "auto"."""
-    monkeypatch.setattr(api, "_choose", lambda problem: request.param)
-    return request.param
+    with attention_backend(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("name", ["unilm_v1_mha", "unilm_v1_gqa", "unilm_v2_gqa"])

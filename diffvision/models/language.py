@@ -1,0 +1,156 @@
+"""Language models by name, and their checkpoints.
+
+`LanguageConfig` and the sizes are in `language_config.py`, the model in `decoder.py`; all may be imported from here.
+"""
+
+import dataclasses
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diffvision.models.decoder import LanguageModel
+from diffvision.models.language_config import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
+
+__all__ = [
+    "FAMILIES",
+    "SIZES",
+    "LanguageConfig",
+    "LanguageModel",
+    "Size",
+    "config",
+    "create",
+    "load",
+    "model_names",
+    "save",
+]
+
+
+def create(name: str, **overrides: Any) -> LanguageModel:
+    """The model `name` with new weights; arguments and errors as `config`."""
+    return LanguageModel(config(name, **overrides))
+
+
+def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> None:
+    """Writes config.json and model.safetensors, and tokenizer.json if there is one, for `load`.
+
+    Args:
+        model: whose weights are written in their own dtype.
+        directory: made if it is not there; files of these names in it are replaced.
+        tokenizer: a file to copy, or an object with `save(path)`; its vocabulary must fit.
+
+    Raises:
+        ValueError: a tokenizer with more tokens than the model has.
+    """
+    size = getattr(tokenizer, "vocab_size", None)
+    if size is not None and size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {size} tokens and the model {model.config.vocab_size}: they do not belong together"
+        )
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, str | Path):
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    elif tokenizer is not None:
+        tokenizer.save(folder / "tokenizer.json")
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    values = {"diffvision": "language", **dataclasses.asdict(model.config)}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def load(
+    path: str | Path,
+    map_location: torch.device | str = "cpu",
+    *,
+    variant: str | None = None,
+    vocab_size: int | None = None,
+) -> LanguageModel:
+    """The model of a checkpoint, in evaluation mode and in the dtype that was saved.
+
+    Args:
+        path: directory that `save` wrote, or a Lightning checkpoint of our language training.
+        map_location: where to.
+        variant: the variant that is expected, if one is.
+        vocab_size: the vocabulary that is expected (a tokenizer's), if one is.
+
+    Raises:
+        FileNotFoundError: no such checkpoint. ValueError: it is none of ours, it is damaged, its weights are not those
+            of its configuration, or it has not the expected variant or vocabulary.
+    """
+    path = Path(path)
+    values, state = _read_directory(path, map_location) if path.is_dir() else _read_lightning(path, map_location)
+    try:
+        found = LanguageConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} has a configuration that is none of a language model: {error}") from error
+    _check_weights(path, state, found)
+    expected = (variant or found.variant, vocab_size or found.vocab_size)
+    if expected != (found.variant, found.vocab_size):
+        raise ValueError(
+            f"checkpoint {path} is of variant {found.variant!r} with a vocabulary of {found.vocab_size}, not of "
+            f"variant {expected[0]!r} with a vocabulary of {expected[1]}: use a model and a tokenizer that fit it"
+        )
+    with torch.device("meta"):
+        model = LanguageModel(found)
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
+    return model.eval()
+
+
+def _read_directory(folder: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and weights that `save` wrote."""
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no {name} in {folder}: give a directory that holds a saved language model")
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        state = load_file(folder / "model.safetensors", device=str(map_location))
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
+    if not isinstance(values, dict) or values.pop("diffvision", None) != "language":
+        raise ValueError(f'{folder / "config.json"} has no "diffvision": "language": it is not one of our models')
+    return values, state
+
+
+def _read_lightning(path: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The model's configuration and weights from a checkpoint of our language training."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        first = str(error).splitlines()[:1]
+        raise ValueError(
+            f"checkpoint {path} is damaged, or holds more than tensors and plain values: {first}"
+        ) from error
+    values = content.get("hyper_parameters", {}).get("config") if isinstance(content, dict) else None
+    if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"checkpoint {path} is none of our language training: it has no hyper_parameters.config")
+    state = {
+        name.removeprefix("model.").removeprefix("_orig_mod."): value
+        for name, value in content["state_dict"].items()
+        if name.startswith("model.")
+    }
+    return values, state
+
+
+def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
+    """ValueError if the weights are of another variant or vocabulary than their configuration says."""
+    names = {name.rpartition(".attn.")[2] for name in state}
+    variant = "v1" if "lambda_q1" in names else "v2" if "lambda_proj.weight" in names else "standard"
+    vocabulary = state["embed.weight"].shape[0] if "embed.weight" in state else named.vocab_size
+    if (variant, vocabulary) != (named.variant, named.vocab_size):
+        raise ValueError(
+            f"checkpoint {path} has weights of variant {variant!r} with a vocabulary of {vocabulary}, and a "
+            f"configuration of variant {named.variant!r} with a vocabulary of {named.vocab_size}: they do not fit"
+        )

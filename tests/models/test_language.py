@@ -1,0 +1,345 @@
+"""The decoder: sizes that match, its parts against plain formulas, documents, initialisation, and checkpoints."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from diffvision.models import language
+from diffvision.models.language import SIZES, LanguageConfig, LanguageModel
+from diffvision.nn import ATTENTION
+from diffvision.ops import attention_backend
+
+NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
+TINY = {"vocab_size": 50, "dim": 32, "depth": 2, "num_heads": 2, "head_dim": 8, "mlp_dim": 40, "max_length": 64}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_three_models_of_a_size_match(size):
+    with torch.device("meta"):
+        models = [language.create(f"{family}-{size}") for family in language.FAMILIES]
+    counts = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert max(counts) <= 1.001 * min(counts)
+    standard, v1, v2 = (model.config for model in models)
+    assert (standard.variant, v1.variant, v2.variant) == ("standard", "v1", "v2")
+    assert standard.num_heads == 2 * v1.num_heads == v2.num_heads
+    assert standard.head_dim == v1.head_dim == v2.head_dim
+    assert standard.num_heads * standard.head_dim == standard.dim
+
+
+# arXiv 2410.05258 tables 9 and 10: width, layers, differential heads, size of a head.
+PAPER = {
+    "830m": (1536, 24, 8, 96, 8.3e8),
+    "1.4b": (2048, 24, 8, 128, 1.4e9),
+    "2.8b": (2560, 32, 10, 128, 2.8e9),
+    "6.8b": (4096, 32, 16, 128, 6.8e9),
+    "13.1b": (5120, 40, 20, 128, 1.31e10),
+    "3b": (3072, 28, 12, 128, 3.5e9),  # "3B" is its name in the paper
+}
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_the_paper_s_sizes(size):
+    width, depth, heads, head_dim, parameters = PAPER[size]
+    own = language.config(f"diff-{size}")
+    assert (own.dim, own.depth, own.num_heads, own.head_dim, own.vocab_size) == (width, depth, heads, head_dim, 100_288)
+    assert own.tied
+    assert own.mlp_dim == 8192 if size == "3b" else 0 <= 8 / 3 * width - own.mlp_dim < 64
+    with torch.device("meta"):
+        count = sum(p.numel() for p in LanguageModel(own).parameters())
+    assert count == pytest.approx(parameters, rel=0.015)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("1m", 1), ("3m", 3), ("10m", 10), ("30m", 30), ("100m", 100)])
+def test_small_sizes_are_named_for_what_is_not_embedding(size, millions):
+    with torch.device("meta"):
+        model = language.create(f"diff-{size}")
+    count = sum(p.numel() for p in model.blocks.parameters())
+    assert count / 1e6 == pytest.approx(millions, rel=0.07)
+
+
+def test_names():
+    assert len(language.model_names()) == 3 * len(SIZES) == len(set(language.model_names()))
+    assert language.config("Diff-1.4B") == language.config("diff-1.4b")
+    assert language.config("diff-3m", vocab_size=99, lambda_init=0.8).lambda_init == 0.8
+    with pytest.raises(ValueError, match=r"no language model 'diff-7m'.*transformer, diff, diffv2.*10m"):
+        language.config("diff-7m")
+    with pytest.raises(TypeError, match="has no vocabulary: it has depth"):
+        language.config("diff-3m", vocabulary=99)
+
+
+def test_a_configuration_is_plain_values():
+    for name in language.model_names():
+        own = language.config(name)
+        assert LanguageConfig(**json.loads(json.dumps(dataclasses.asdict(own)))) == own
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0: it must be a whole number of at least 1"),
+        ({"depth": 2.5}, "depth is 2.5"),
+        ({"variant": "v9"}, "variant is 'v9': choose one of standard, v1, v2"),
+        ({"num_heads": 3, "num_kv_heads": 2}, r"num_heads \(3\) must be a positive multiple of num_kv_heads \(2\)"),
+        ({"head_dim": 7}, "head_dim is 7: .* even"),
+        ({"rotary_theta": 0.5}, "rotary_theta is 0.5: it must be above 1"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
+        ({"lambda_init": "deep"}, "lambda_init is 'deep': give a number or 'depth'"),
+        ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none"),
+    ],
+)
+def test_bad_values_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageConfig(**{**TINY, **values})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_equals_the_formula(variant, tied):
+    """The whole pass, written out around the attention layer, which has its own tests."""
+    model = LanguageModel(LanguageConfig(**TINY, variant=variant, tied=tied, num_kv_heads=1), dtype=torch.float64)
+    tokens = torch.randint(50, (2, 9))
+
+    def norm(x, layer):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.weight
+
+    x = model.embed.weight[tokens]
+    for block in model.blocks:
+        x = x + block.attn(norm(x, block.norm1), is_causal=True)
+        y, mlp = norm(x, block.norm2), block.mlp
+        gate = y @ mlp.gate.weight.T
+        x = x + (gate * gate.sigmoid() * (y @ mlp.up.weight.T)) @ mlp.down.weight.T
+    weight = model.embed.weight if tied else model.head.weight
+    torch.testing.assert_close(model(tokens), norm(x, model.norm) @ weight.T)
+    assert model.head_weight is weight
+    assert all(
+        block.attn.rotary == 10_000.0 and not any(p.dim() == 0 for p in block.parameters()) for block in model.blocks
+    )
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+
+
+def test_depth_counts_from_zero_and_settings_arrive():
+    model = language.create("diff-debug")
+    assert [round(layer.lambda_init, 4) for layer in model.attention_layers()] == [0.2, 0.3555]
+    assert model.blocks[0].attn.head_norm.weight.shape == (32,)
+    model = language.create("diff-debug", lambda_init=0.5, head_norm=False, rotary_theta=640_000.0, norm_eps=1e-6)
+    assert [layer.lambda_init for layer in model.attention_layers()] == [0.5, 0.5]
+    assert isinstance(model.blocks[0].attn.head_norm, torch.nn.Identity)
+    assert (model.blocks[1].attn.rotary, model.norm.eps) == (640_000.0, 1e-6)
+    assert language.create("transformer-debug", head_norm=True).blocks[0].attn.head_norm.weight.shape == (16,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_do_not_see_each_other(name):
+    """Each document in a packed row as alone at its place; and a change in one leaves the others as they were."""
+    model = language.create(name).eval()
+    tokens = torch.randint(4096, (2, 24))
+    documents = torch.tensor([[0] * 10 + [1] * 6 + [2] * 8, [5] * 24])
+    packed = model(tokens, documents=documents)
+    torch.testing.assert_close(packed[1], model(tokens[1:])[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed[0, :10], model(tokens[:1, :10])[0], rtol=0, atol=1e-5)
+    changed = tokens.clone()
+    changed[0, :10] = torch.randint(4096, (10,))
+    torch.testing.assert_close(model(changed, documents=documents)[0, 10:], packed[0, 10:], rtol=0, atol=1e-5)
+    # rotary attention sees distances only, so a document behind another equals itself alone
+    torch.testing.assert_close(packed[0, 16:], model(tokens[:1, 16:])[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_token_sees_what_follows(name):
+    model = language.create(name).eval()
+    tokens = torch.randint(4096, (1, 20))
+    torch.testing.assert_close(model(tokens)[:, :13], model(tokens[:, :13]), rtol=0, atol=1e-5)
+
+
+def test_too_long_a_sequence_is_one_error():
+    model = LanguageModel(LanguageConfig(**TINY))
+    with pytest.raises(ValueError, match="65 tokens are over the model's max_length of 64"):
+        model(torch.zeros(1, 65, dtype=torch.long))
+    with pytest.raises(ValueError, match="documents with a cache"):
+        model.hidden(torch.zeros(1, 2, dtype=torch.long), documents=torch.zeros(1, 2), cache=model.new_cache(1, 4))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_initialisation(name):
+    model = language.create(name, depth=8, dim=160)
+    expected = (2 / (5 * 160)) ** 0.5
+    for block in model.blocks:
+        for parameter, std in (
+            (block.attn.q_proj.weight, expected),
+            (block.mlp.up.weight, expected),
+            (block.attn.proj.weight, expected / 4),
+            (block.mlp.down.weight, expected / 4),
+        ):
+            assert parameter.std().item() == pytest.approx(std, rel=0.05)
+        assert (block.norm1.weight == 1).all()
+    assert model.embed.weight.std().item() == pytest.approx(expected, rel=0.02)
+    if name == "diff-debug":
+        vectors = torch.cat([getattr(b.attn, f"lambda_{n}") for b in model.blocks for n in ("q1", "k1", "q2", "k2")])
+        assert vectors.std().item() == pytest.approx(0.1, rel=0.15)
+        assert (model.blocks[0].attn.head_norm.weight == 1).all()
+    if name == "diffv2-debug":
+        assert model.blocks[0].attn.lambda_proj.weight.std().item() == pytest.approx(expected, rel=0.15)
+    loss = F.cross_entropy(model(torch.randint(4096, (2, 64))).flatten(0, 1), torch.randint(4096, (128,)))
+    assert 8.2 < loss.item() < 8.9  # log(4096) = 8.32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_the_meta_device(name):
+    with torch.device("meta"):
+        model = language.create(name)
+    model.to_empty(device="cpu").reset_parameters()
+    assert model(torch.randint(4096, (1, 5))).isfinite().all()
+    assert model.blocks[0].mlp.up.weight.std().item() == pytest.approx((2 / (5 * 64)) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learns_and_checkpointing_changes_no_gradient(name):
+    model = language.create(name, vocab_size=64)
+    tokens = torch.randint(64, (4, 17))
+
+    def loss():
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    loss().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    assert all(g.isfinite().all() and g.abs().sum() > 0 for g in gradients)
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    loss().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = loss().item()
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss().item() < 0.5 * first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_and_autocast(name):
+    model = language.create(name, vocab_size=64).eval()
+    tokens = torch.randint(64, (2, 12))
+    exact = model(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model(tokens)
+    half = model.bfloat16()(tokens)
+    assert half.dtype == mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, exact, rtol=0, atol=0.05)
+    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_whole(name):
+    model = language.create(name, vocab_size=64).eval()
+    tokens = torch.randint(64, (2, 12))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
+def test_backends_agree(backend):
+    model = language.create("diff-debug", num_kv_heads=1).eval()
+    tokens = torch.randint(4096, (2, 130))
+    with attention_backend(backend):
+        out = model(tokens)
+    torch.testing.assert_close(out, model(tokens), rtol=0, atol=1e-5)
+
+
+class TokenizerStub:
+    """The two things that `save` asks of a tokenizer."""
+
+    vocab_size = 300
+
+    def save(self, path):
+        path.write_text("{}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded(name, tmp_path):
+    model = language.create(name, tied=name != "diff-debug", vocab_size=300).bfloat16()
+    language.save(model, tmp_path / "model", TokenizerStub())
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json"]  # fmt: skip
+    loaded = language.load(tmp_path / "model", variant=model.config.variant, vocab_size=300)
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in loaded.parameters())
+    tokens = torch.randint(300, (2, 7))
+    torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
+
+
+def _lightning(model, path, **extra):
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    content = {"state_dict": state, "pytorch-lightning_version": "2.6.5",
+               "hyper_parameters": {"config": dataclasses.asdict(model.config)}, **extra}  # fmt: skip
+    torch.save(content, path)
+    return path
+
+
+def test_loads_a_training_run(tmp_path):
+    model = language.create("diffv2-debug")
+    loaded = language.load(_lightning(model, tmp_path / "last.ckpt", optimizer_states=[{"state": {}}]))
+    tokens = torch.randint(4096, (2, 7))
+    torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
+
+
+def test_what_cannot_be_loaded_is_one_error(tmp_path):
+    model = language.create("diff-debug")
+    folder = tmp_path / "model"
+    language.save(model, folder)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nowhere"):
+        language.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in"):
+        language.load(tmp_path)
+    message = "of variant 'v1' with a vocabulary of 4096, not of variant 'standard' with a vocabulary of 4096"
+    with pytest.raises(ValueError, match=message):
+        language.load(folder, variant="standard")
+    with pytest.raises(ValueError, match="vocabulary of 4096, not of variant 'v1' with a vocabulary of 300"):
+        language.load(folder, vocab_size=300)
+    with pytest.raises(ValueError, match="the tokenizer has 300 tokens and the model 50"):
+        language.save(LanguageModel(LanguageConfig(**TINY)), folder, TokenizerStub())
+
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="damaged, or holds more than tensors"):
+        language.load(tmp_path / "text.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"it has no hyper_parameters\.config"):
+        language.load(tmp_path / "other.ckpt")
+
+
+def test_weights_that_are_not_their_configuration_s(tmp_path):
+    model = language.create("diff-debug")
+    language.save(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+
+    def write(**changed):
+        (tmp_path / "config.json").write_text(json.dumps({**values, **changed}))
+
+    write(variant="standard")
+    with pytest.raises(ValueError, match=r"weights of variant 'v1' .* configuration of variant 'standard'"):
+        language.load(tmp_path)
+    write(vocab_size=300)
+    with pytest.raises(ValueError, match=r"vocabulary of 4096, and a configuration .* vocabulary of 300"):
+        language.load(tmp_path)
+    write(depth=3)
+    with pytest.raises(ValueError, match=r"does not fit its configuration: Missing.*blocks\.2"):
+        language.load(tmp_path)
+    write(width=3)
+    with pytest.raises(ValueError, match=r"none of a language model: .*width"):
+        language.load(tmp_path)
+    write(diffvision="vision")
+    with pytest.raises(ValueError, match="it is not one of our models"):
+        language.load(tmp_path)
+    write()
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="is damaged"):
+        language.load(tmp_path)
+    save_file({"embed.weight": torch.zeros(4096, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="weights of variant 'standard'"):
+        language.load(tmp_path)
