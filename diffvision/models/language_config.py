@@ -95,9 +95,9 @@ class Size:
     max_length: int = 2048
 
 
-# Large sizes: arXiv 2410.05258 tables 9 and 10, with the vocabulary of cl100k_base rounded up. The paper says "8/3 of the
-# width"; the multiples of 64 are this repository's reading. The small sizes are this repository's too: their names count
-# parameters without the embedding, and their vocabulary is small, so that the embedding does not outweigh the rest.
+# Large sizes: arXiv 2410.05258 tables 9 and 10, with the vocabulary of cl100k_base rounded up; the paper says "8/3 of
+# the width", and the multiples of 64 are this repository's reading. The small sizes are this repository's too: their
+# names count parameters without the embedding, and their vocabulary is small, so that it does not outweigh the rest.
 SIZES = {
     "debug": Size(64, 2, 4, 16, 171, 149, 4096),
     "1m": Size(128, 5, 8, 16, 341, 296, 4096),
