@@ -1,0 +1,1 @@
+"""Evaluations of language models: tokens and a model -> {metric: value}."""

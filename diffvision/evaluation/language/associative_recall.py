@@ -1,0 +1,85 @@
+"""Loss on the tokens that can be recalled from the context, and on the rest.
+
+A token is a recall hit if it ends a bigram that was in the context before: after "... Hakuna Matata ... Hakuna" comes
+"Matata". Bigrams that are frequent in the training data are known without the context, so they count as the rest.
+Source: Arora et al., arXiv 2312.04927 (frequent: more than 1,250 occurrences); arXiv 2410.05258, table 6.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffvision.evaluation.language.perplexity import scored_windows, windows
+from diffvision.evaluation.language.scoring import Progress, evaluating, unseen
+
+
+def associative_recall(
+    model: Any,
+    documents: Sequence[Tensor],
+    *,
+    window: int,
+    frequent: Tensor | None = None,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Mean loss of recall hits, of the other tokens, and of all, over windows that do not overlap.
+
+    Args:
+        model: see `scoring`.
+        documents: int64 [N] each.
+        window: tokens that the model reads at a time; a bigram counts as repeated within one.
+        frequent: what `frequent_bigrams` found in the training data; None takes no bigram for frequent.
+
+    Returns:
+        nll/ar_hit, nll/others, nll/all in nats (NaN where there is no such token), ar_hit_share.
+
+    Raises:
+        ValueError: no document has two tokens.
+    """
+    pieces = [piece for document in documents for piece in windows(document, window)]
+    if not pieces:
+        raise ValueError("no document has two tokens: a bigram needs them")
+    totals, counts = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    with evaluating(model):
+        for losses, scored, tokens in scored_windows(model, pieces, batch_size, progress, "associative recall"):
+            hits = repeated_bigrams(tokens)
+            if frequent is not None:
+                hits &= ~torch.isin(_codes(tokens), frequent)
+            for kind, own in enumerate((hits & scored, ~hits & scored)):
+                totals[kind] += losses[own].double().sum()
+                counts[kind] += own.sum()
+    means = (totals / counts).tolist()
+    return {
+        "nll/ar_hit": means[0],
+        "nll/others": means[1],
+        "nll/all": (totals.sum() / counts.sum()).item(),
+        "ar_hit_share": (counts[0] / counts.sum()).item(),
+    }
+
+
+def repeated_bigrams(tokens: Tensor) -> Tensor:
+    """For tokens [B, N], whether each after the first ends a bigram that its row has had before, bool [B, N - 1]."""
+    codes, order = _codes(tokens).sort(dim=1, stable=True)  # equal bigrams lie side by side, the earliest first
+    again = torch.zeros_like(codes, dtype=torch.bool)
+    again[:, 1:] = codes[:, 1:] == codes[:, :-1]
+    return torch.zeros_like(again).scatter(1, order, again)
+
+
+def frequent_bigrams(documents: Iterable[Tensor], more_than: int = 1250) -> Tensor:
+    """The bigrams that occur more than so often in (a sample of) the training data, as sorted codes for
+    `associative_recall`. Scale `more_than` with the size of the sample."""
+    counts: Counter[int] = Counter()
+    for document in documents:
+        found, often = _codes(document[None])[0].unique(return_counts=True)
+        counts.update(dict(zip(found.tolist(), often.tolist(), strict=True)))
+    return torch.tensor(sorted(code for code, count in counts.items() if count > more_than), dtype=torch.int64)
+
+
+def _codes(tokens: Tensor) -> Tensor:
+    """A number for each bigram of [B, N], int64 [B, N - 1]."""
+    return (tokens[:, :-1] << 32) | tokens[:, 1:]

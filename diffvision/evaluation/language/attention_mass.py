@@ -1,0 +1,79 @@
+"""How much of the attention falls on the answer, and how much on the rest of the context (arXiv 2410.05258, table 3).
+
+In needle retrieval's contexts, of the query that predicts the answer's first token: what multiplies the values (the
+difference of the maps in differential layers) is summed over four spans: the start token, the needle with the answer,
+the rest of the haystack (noise) and the question. The sums are averaged over heads, layers and samples (microsoft/unilm
+issue #1654), and normalised so that the spans' absolute values sum to 1. Sums of a difference can be negative, and a
+single head's row can sum to nothing, so the normalisation comes last; the paper's is in a picture only, and may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.evaluation.language.attention import AttentionCall, attention_seen
+from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
+from diffvision.evaluation.language.needle_text import Form
+from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+
+SPANS = ("start", "answer", "noise", "question")
+
+
+def attention_mass(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    length: int = 512,
+    depths: Sequence[float] = DEPTHS,
+    needles: int = 6,
+    queries: int = 1,
+    samples: int = 50,
+    form: str | Form = "text",
+    seed: int = 0,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Normalised attention of each span at each depth.
+
+    Args:
+        model: as `attention.attention_seen`.
+        tokenizer, length, needles, queries, samples, form, seed: as `needle.needle_samples`.
+
+    Returns:
+        {"answer/<depth>": ..., "noise/<depth>": ..., "start/<depth>": ..., "question/<depth>": ...}.
+    """
+    metrics: dict[str, float] = {}
+    for depth in progress(list(depths), "attention on the answer"):
+        drawn = needle_samples(
+            tokenizer,
+            length=length,
+            depth=depth,
+            needles=needles,
+            queries=queries,
+            samples=samples,
+            form=form,
+            seed=seed,
+        )
+        masses = torch.stack([span_masses(model, sample) for sample in drawn]).mean(dim=0)
+        shares = masses / masses.abs().sum().clamp(min=torch.finfo(masses.dtype).tiny)
+        metrics |= {f"{span}/{depth:g}": share for span, share in zip(SPANS, shares.tolist(), strict=True)}
+    return metrics
+
+
+def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
+    """What falls on each of `SPANS`, [4], averaged over heads and layers, not normalised."""
+    rows: list[Tensor] = []
+
+    def see(call: AttentionCall) -> None:
+        rows.append(call.last_query().applied()[0, :, 0].mean(dim=0).double().cpu())  # [N]
+
+    tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=device_of(model))
+    with evaluating(model), attention_seen(model, see):
+        model(tokens)
+    row = torch.stack(rows).mean(dim=0)
+    first = min(1, sample.needle[0])  # a context without a start token may begin with the needle
+    start, answer, asked = row[:first].sum(), row[slice(*sample.needle)].sum(), row[sample.question :].sum()
+    return torch.stack([start, answer, row.sum() - start - answer - asked, asked])

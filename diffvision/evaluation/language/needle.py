@@ -1,0 +1,153 @@
+"""Multi-needle retrieval: N cities have a number each in a long context, and R of the numbers are asked for.
+
+arXiv 2410.05258 section 3.4: the answer's needles at five depths of the context, distracting needles anywhere, 50
+samples a depth and length. Where R is above 1 the paper does not say how answers are placed and counted; here they lie
+side by side at the depth, and the accuracy is the share of numbers that are right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffvision.evaluation.language.needle_text import FORMS, Form, NeedleText, compose_to_length
+from diffvision.evaluation.language.scoring import Progress, greedy_matches, unseen
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class NeedleSample:
+    """A context with its question and answers as tokens; places are [start, stop) in them."""
+
+    tokens: list[int]
+    needle: tuple[int, int]  # of the first city that is asked for
+    question: int  # where the haystack ends
+    answers: tuple[tuple[int, int], ...]  # the numbers at the end
+
+
+def needle_samples(
+    tokenizer: Any,
+    *,
+    length: int,
+    depth: float,
+    needles: int = 1,
+    queries: int = 1,
+    samples: int = 50,
+    form: str | Form = "text",
+    seed: int = 0,
+) -> Iterator[NeedleSample]:
+    """Samples of one length and depth; the n-th of a seed is the same for every model with the same tokenizer.
+
+    Args:
+        tokenizer: anything with encode(text) -> list[int], and a start_id or eos_id to begin with.
+        length: the most tokens a sample has, start token, question and answers included.
+        depth: share of the haystack before the answer's needles.
+        needles, queries: N and R.
+        form: a name in `needle_text.FORMS`, or one.
+
+    Raises:
+        ValueError: the length is too short for the needles; unknown form; a tokenizer whose tokens span the border
+            between a word and the next, so that an answer has no tokens of its own.
+    """
+    if isinstance(form, str):
+        if form not in FORMS:
+            raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
+        form = FORMS[form]
+    start = start_tokens(tokenizer)
+    for number in range(samples):
+        draw = random.Random(f"evaluation {seed} {length} {depth} {needles} {queries} {number}")
+        text = compose_to_length(
+            form,
+            draw,
+            lambda text: len(tokenizer.encode(text)),
+            length=length - len(start),
+            needles=needles,
+            queries=queries,
+            depth=depth,
+        )
+        yield _tokenised(text, tokenizer, start)
+
+
+def needle(
+    model: Any,
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int] = (512, 1024, 2048, 4096),
+    depths: Sequence[float] = DEPTHS,
+    needles: int = 1,
+    queries: int = 1,
+    samples: int = 50,
+    form: str | Form = "text",
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Accuracy of greedy decoding: the share of numbers asked for that the model would write, each after the true ones
+    before it (see `scoring.greedy_matches`).
+
+    Args:
+        model: see `scoring`.
+        tokenizer, lengths, depths, needles, queries, samples, form, seed: as `needle_samples`; `samples` for each depth
+            and length.
+
+    Returns:
+        accuracy, the mean over all; "accuracy/<length>/<depth>" of each; all_right, the share of samples whose R
+        numbers all are right.
+    """
+    cells = [(length, depth) for length in lengths for depth in depths]
+    metrics: dict[str, float] = {}
+    shares, whole = [], []
+    for length, depth in progress(cells, f"needles {needles}x{queries}"):
+        drawn = list(
+            needle_samples(
+                tokenizer,
+                length=length,
+                depth=depth,
+                needles=needles,
+                queries=queries,
+                samples=samples,
+                form=form,
+                seed=seed,
+            )
+        )
+        right = greedy_matches(model, [s.tokens for s in drawn], [s.answers for s in drawn], batch_size=batch_size)
+        shares.append(sum(map(sum, right)) / (queries * samples))
+        whole.append(sum(map(all, right)) / samples)
+        metrics[f"accuracy/{length}/{depth:g}"] = shares[-1]
+    return {"accuracy": _mean(shares), "all_right": _mean(whole)} | metrics
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """What a document begins with: the tokenizer's start_id where it has one, else the eos_id that ends the document
+    before it, else nothing."""
+    for name in ("start_id", "eos_id"):
+        if (token := getattr(tokenizer, name, None)) is not None:
+            return [token]
+    return []
+
+
+def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
+    """The text's places in tokens: the number of tokens of what comes before each."""
+    ids = tokenizer.encode(text.text)
+
+    def place(character: int) -> int:
+        before = tokenizer.encode(text.text[:character])
+        if ids[: len(before)] != before:
+            raise ValueError(
+                f"the tokenizer makes one token of the text around {text.text[character - 8 : character + 8]!r}: a "
+                "needle's words and numbers must have tokens of their own; take a tokenizer that splits text into words"
+            )
+        return len(start) + len(before)
+
+    def span(places: tuple[int, int]) -> tuple[int, int]:
+        return place(places[0]), place(places[1])
+
+    answers = tuple(span(answer) for answer in text.answers)
+    return NeedleSample([*start, *ids], span(text.needle), place(text.question), answers)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

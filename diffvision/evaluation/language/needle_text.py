@@ -1,0 +1,232 @@
+"""Texts with needles in them: N sentences that give a city its number, in a haystack, and R questions at the end.
+
+Two forms of one text. "text" is the paper's protocol ("magic number of a city", arXiv 2410.05258 section 3.4), for
+models that read English. "synthetic" has the same build from short words and two-digit numbers, for models of 1M to 30M
+parameters; `training_documents` writes documents of the same distribution to mix into their training text.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_CITIES = (
+    "Amsterdam Athens Auckland Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest Cairo Caracas "
+    "Chicago Copenhagen Dakar Dallas Delhi Denver Dublin Edinburgh Florence Geneva Hamburg Hanoi Havana Helsinki "
+    "Houston Istanbul Jakarta Kabul Kampala Karachi Kyoto Lagos Lima Lisbon London Lusaka Madrid Manila Melbourne "
+    "Miami Milan Montreal Moscow Mumbai Munich Nairobi Naples Osaka Oslo Ottawa Paris Prague Quito Riga Rome Santiago "
+    "Seoul Shanghai Singapore Sofia Stockholm Sydney Tallinn Tehran Tokyo Toronto Tunis Turin Vienna Vilnius Warsaw "
+    "Wellington Zagreb Zurich"
+)
+_WORDS = (
+    "apple bread cloud dance earth field glass house iron jewel kite lamp moon night ocean paper queen river stone "
+    "table under voice water year zebra bright cold dark early fast green high light near old quiet red slow tall warm"
+)
+_SENTENCES = (
+    "The rain had stopped before the shops opened.",
+    "A gardener watered the plants along the wall.",
+    "Most of the letters were answered the same day.",
+    "The train left the station a little late.",
+    "Somebody had painted the old bridge in the spring.",
+    "Two boats lay in the harbour without a crew.",
+    "The library keeps its newspapers for many years.",
+    "It is pleasant to walk by the river in the evening.",
+    "The baker starts his work long before sunrise.",
+    "Nobody could remember who had planted the tree.",
+    "A new road now joins the village with the coast.",
+    "The meeting was short and ended in agreement.",
+)
+
+
+def _random_sentences(draw: random.Random) -> Iterator[str]:
+    while True:
+        yield draw.choice(_SENTENCES)
+
+
+def _random_words(draw: random.Random) -> Iterator[str]:
+    while True:
+        yield f"{' '.join(draw.choices(_WORDS.split(), k=3))};"
+
+
+def sentences_of(text: str) -> Callable[[random.Random], Iterator[str]]:
+    """A haystack of a text of one's own: its sentences in their order from a random one on, round and round."""
+    sentences = [sentence for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if sentence]
+    if not sentences:
+        raise ValueError("the haystack's text is empty: give one of at least a sentence")
+
+    def stream(draw: random.Random) -> Iterator[str]:
+        place = draw.randrange(len(sentences))
+        while True:
+            yield sentences[place % len(sentences)]
+            place += 1
+
+    return stream
+
+
+@dataclass(frozen=True)
+class Form:
+    """How needles, haystack and questions are written; {city}, {number} and {cities} are filled in."""
+
+    needle: str
+    question: str  # before the answers; may be empty
+    answer: str  # one for each city that is asked for; "{number}" stands after a space
+    lowest: int
+    highest: int
+    haystack: Callable[[random.Random], Iterator[str]]
+    cities: Sequence[str] = field(default_factory=_CITIES.split)
+
+
+FORMS = {
+    "text": Form(
+        needle="The special magic number of {city} is {number}.",
+        question="What are the special magic numbers of {cities} mentioned in the text?",
+        answer="The special magic number of {city} is {number}.",
+        lowest=1_000_000,
+        highest=9_999_999,
+        haystack=_random_sentences,
+    ),
+    "synthetic": Form(
+        needle="# {city} = {number};",  # a mark before, so that every city has a space before it
+        question="",
+        answer="? {city} = {number};",
+        lowest=10,
+        highest=99,
+        haystack=_random_words,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class NeedleText:
+    """A text, and places in it as [start, stop) of its characters."""
+
+    text: str  # haystack with needles, question, answers
+    needle: tuple[int, int]  # of the first city that is asked for
+    question: int  # where the haystack ends
+    answers: tuple[tuple[int, int], ...]  # the numbers at the end, each with the space before it
+
+
+def compose(
+    form: Form, filler: Sequence[str], draw: random.Random, *, needles: int, queries: int, depth: float
+) -> NeedleText:
+    """Writes needles between the sentences of a filler.
+
+    Args:
+        filler: the haystack's sentences.
+        draw: cities, numbers, and where the distracting needles go.
+        needles: N, pairs of city and number.
+        queries: R of them that are asked for, in the question's order side by side at `depth`; the others lie anywhere.
+        depth: share of the filler before them, 0 to 1.
+
+    Raises:
+        ValueError: counts or depth out of range.
+    """
+    if not 1 <= queries <= needles <= len(form.cities):
+        raise ValueError(
+            f"{needles} needles and {queries} queries: give 1 <= queries <= needles <= {len(form.cities)} (cities)"
+        )
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth is {depth}: give a share of the context, 0 to 1")
+    cities = draw.sample(list(form.cities), needles)
+    numbers = draw.sample(range(form.lowest, form.highest + 1), needles)  # no two alike: only one answer is right
+    pairs = [{"city": city, "number": str(number)} for city, number in zip(cities, numbers, strict=True)]
+    placed = [(round(depth * len(filler)), pair) for pair in pairs[:queries]]
+    placed += [(draw.randint(0, len(filler)), pair) for pair in pairs[queries:]]
+    text, needle = "", (0, 0)
+    for place in range(len(filler) + 1):
+        for _, pair in (entry for entry in placed if entry[0] == place):
+            start = len(text)
+            text += (" " if text else "") + form.needle.format(**pair)
+            needle = (start, len(text)) if pair is pairs[0] else needle
+        if place < len(filler):
+            text += (" " if text else "") + filler[place]
+    question = len(text)
+    asked = cities[:queries]
+    listed = asked[0] if queries == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
+    text += f"\n{form.question.format(cities=listed)}" if form.question else ""
+    answers = []
+    for pair in pairs[:queries]:
+        before, _, after = form.answer.partition(" {number}")
+        text += f"\n{before.format(**pair)}"
+        answers.append((len(text), len(text) + 1 + len(pair["number"])))
+        text += f" {pair['number']}{after.format(**pair)}"
+    return NeedleText(text, needle, question, tuple(answers))
+
+
+def compose_to_length(
+    form: Form,
+    draw: random.Random,
+    measure: Callable[[str], int],
+    *,
+    length: int,
+    needles: int,
+    queries: int,
+    depth: float,
+) -> NeedleText:
+    """As `compose`, with as much of the form's haystack as fits.
+
+    Args:
+        measure: length of a text, in tokens for instance.
+        length: the most that the whole may measure.
+
+    Raises:
+        ValueError: the needles and questions alone are longer.
+    """
+    state = draw.getstate()
+
+    def written(filler: list[str]) -> NeedleText:
+        draw.setstate(state)  # the same needles, however much filler there is
+        return compose(form, filler, draw, needles=needles, queries=queries, depth=depth)
+
+    bare = measure(written([]).text)
+    if bare > length:
+        raise ValueError(
+            f"a context of {length} is too short for {needles} needles and {queries} questions, which alone take "
+            f"{bare}: give a longer one or fewer needles"
+        )
+    stream = form.haystack(random.Random(draw.random()))
+    filler: list[str] = []
+    total = bare
+    known: dict[str, int] = {}
+    while total <= length:  # sentence by sentence, which is near enough; the whole is measured below
+        filler.append(sentence := next(stream))
+        if sentence not in known:
+            known[sentence] = measure(f" {sentence}")
+        total += known[sentence]
+    text = written(filler)
+    while filler and measure(text.text) > length:
+        filler.pop()
+        text = written(filler)
+    return text
+
+
+def training_documents(
+    form: str | Form = "synthetic",
+    *,
+    count: int,
+    lengths: tuple[int, int] = (100, 500),
+    most_needles: int = 6,
+    seed: int = 0,
+    measure: Callable[[str], int] | None = None,
+) -> Iterator[str]:
+    """Documents of the evaluation's distribution, answers included, to mix into training text: length, depth, number of
+    needles and of questions are drawn for each.
+
+    Args:
+        form: a name in `FORMS`, or one.
+        count: how many.
+        lengths: least and most of a document's length.
+        most_needles: the most needles; 1 to as many, of which 1 to all are asked for.
+        seed: other seeds give other documents; the evaluation's never coincide with them but by chance.
+        measure: length of a text; by default its words, of which a tokenizer makes one to two tokens each.
+    """
+    form = FORMS[form] if isinstance(form, str) else form
+    measure = measure or (lambda text: len(text.split()))
+    for number in range(count):
+        draw = random.Random(f"training {seed} {number}")
+        needles = draw.randint(1, most_needles)
+        settings: dict[str, Any] = {"needles": needles, "queries": draw.randint(1, needles), "depth": draw.random()}
+        yield compose_to_length(form, draw, measure, length=draw.randint(*lengths), **settings).text

@@ -1,0 +1,139 @@
+"""Needle texts and retrieval: an oracle finds all, a blind model what chance gives."""
+
+import random
+
+import pytest
+import torch
+
+from diffvision.evaluation.language.attention_mass import SPANS, attention_mass, span_masses
+from diffvision.evaluation.language.needle import NeedleSample, needle, needle_samples
+from diffvision.evaluation.language.needle_text import (
+    FORMS,
+    compose,
+    compose_to_length,
+    sentences_of,
+    training_documents,
+)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize(("needles", "queries"), [(1, 1), (6, 2)])
+def test_places_are_where_the_needles_are(form, needles, queries, draw):
+    filler = [f"filler {number}." for number in range(8)]
+    written = compose(FORMS[form], filler, draw, needles=needles, queries=queries, depth=0.25)
+    first = written.text[slice(*written.needle)].strip()
+    number = written.text[slice(*written.answers[0])]
+    assert number in first
+    assert written.text[: written.needle[0]].endswith("filler 1.") or needles > 1
+    assert written.text[written.question] == "\n"
+    assert len(written.answers) == queries
+    for start, stop in written.answers:
+        assert written.text[: written.question].count(written.text[start:stop]) == 1
+        assert start > written.question
+
+
+@pytest.mark.parametrize(("depth", "before"), [(0.0, 0), (0.5, 4), (1.0, 8)])
+def test_depth_is_the_share_of_the_haystack_before(depth, before, draw, synthetic):
+    written = compose(synthetic, ["x;"] * 8, draw, needles=3, queries=1, depth=depth)
+    assert written.text[: written.needle[0]].count("x;") == before
+
+
+@pytest.mark.parametrize(("length", "form"), [(64, "synthetic"), (200, "text"), (333, "synthetic")])
+def test_samples_fill_the_length(length, form, words):
+    for sample in needle_samples(words, length=length, depth=0.5, needles=4, queries=2, samples=5, form=form):
+        assert length - 13 < len(sample.tokens) <= length
+        assert sample.tokens[0] == words.eos_id
+        for start, stop in sample.answers:
+            assert words.decode(sample.tokens[start:stop]).strip().isdigit()
+        number = words.decode(sample.tokens[slice(*sample.answers[0])])
+        assert number in words.decode(sample.tokens[slice(*sample.needle)])
+
+
+def test_samples_are_a_function_of_the_seed(words):
+    settings = {"length": 80, "depth": 0.5, "samples": 2, "form": "synthetic"}
+    one, again, other = (list(needle_samples(words, **settings, seed=seed)) for seed in (0, 0, 1))
+    assert one == again
+    assert one != other
+
+
+def test_an_oracle_finds_every_needle(words, copier):
+    for form in FORMS:
+        settings = {"lengths": (150, 250), "needles": 4, "queries": 2, "samples": 4, "form": form}
+        metrics = needle(copier(4096), words, **settings)
+        assert metrics["accuracy"] == metrics["all_right"] == 1
+        assert len(metrics) == 2 + 2 * 5
+        assert metrics["accuracy/250/0.25"] == 1
+
+
+def test_a_blind_model_has_chance(words, copier):
+    """One number of 90 said always: right in 1 of 90 (300 samples: a mean of 3.3)."""
+    blind = copier(1024, blind=words.encode(" 42")[0])
+    metrics = needle(blind, words, lengths=(40,), depths=(0.0, 0.5), samples=150, form="synthetic", batch_size=50)
+    assert 0 < metrics["accuracy"] < 8 / 300
+    assert metrics["accuracy"] == (metrics["accuracy/40/0"] + metrics["accuracy/40/0.5"]) / 2
+
+
+def test_bad_needles_are_named(words, synthetic, draw):
+    with pytest.raises(ValueError, match=r"a context of 24 is too short for 6 needles and 2 questions, .* take \d+"):
+        list(needle_samples(words, length=25, depth=0, needles=6, queries=2, form="synthetic"))
+    with pytest.raises(ValueError, match="2 needles and 3 queries"):
+        compose(synthetic, [], draw, needles=2, queries=3, depth=0)
+    with pytest.raises(ValueError, match=r"depth is 1\.5"):
+        compose(synthetic, [], draw, needles=1, queries=1, depth=1.5)
+    with pytest.raises(ValueError, match="unknown form 'x'"):
+        list(needle_samples(words, length=100, depth=0, form="x"))
+
+
+def test_a_tokenizer_without_borders_is_refused(synthetic):
+    class Pairs:
+        def encode(self, text):
+            return [hash(text[place : place + 2]) for place in range(0, len(text), 2)]
+
+    with pytest.raises(ValueError, match="tokens of their own"):
+        list(needle_samples(Pairs(), length=60, depth=0.5, samples=4, form=synthetic))
+
+
+def test_training_documents_are_of_the_same_kind():
+    documents = list(training_documents(count=20, lengths=(60, 120), most_needles=4))
+    assert documents == list(training_documents(count=20, lengths=(60, 120), most_needles=4))
+    assert len(set(documents)) == 20
+    for document in documents:
+        assert len(document.split()) <= 120
+        haystack, *answers = document.split("\n")
+        assert 1 <= len(answers) <= haystack.count("#") <= 4
+        assert all(answer.replace("?", "#") in haystack for answer in answers)
+
+
+def test_a_haystack_of_ones_own_keeps_its_order(synthetic, draw):
+    stream = sentences_of("One is here. Two is there!  Three?\nFour.")(random.Random(1))
+    read = [next(stream) for _ in range(8)]
+    assert read[:4] == read[4:]
+    assert set(read) == {"One is here.", "Two is there!", "Three?", "Four."}
+    assert read[(read.index("Two is there!") + 1)] == "Three?"
+    with pytest.raises(ValueError, match="empty"):
+        sentences_of(" ")
+    assert compose_to_length(synthetic, draw, len, length=300, needles=1, queries=1, depth=0).text
+
+
+def test_masses_are_sums_of_the_applied_maps(tiny):
+    torch.manual_seed(1)
+    tokens = torch.randint(512, (12,)).tolist()
+    masses = span_masses(tiny, NeedleSample(tokens, (2, 5), 8, ((10, 12),)))
+    rows, x = [], tiny.embed(torch.tensor([tokens[:10]]))
+    for block in tiny.blocks:
+        maps = block.attn.attention_maps(4 * x, is_causal=True)
+        if hasattr(block.attn, "compute_lambda"):
+            lam = block.attn.compute_lambda(4 * x)
+            maps = maps[:, :, 0] - (lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)) * maps[:, :, 1]
+        rows.append(maps.reshape(2, 10, 10)[:, -1].mean(dim=0))
+        x = block(x)
+    row = torch.stack(rows).mean(dim=0)
+    expected = torch.stack([row[0], row[2:5].sum(), row[1] + row[5:8].sum(), row[8:].sum()])
+    torch.testing.assert_close(masses, expected.double(), atol=1e-6, rtol=0)
+
+
+def test_shares_of_the_spans(tiny, words):
+    metrics = attention_mass(tiny, words, length=80, depths=(0, 0.5), needles=2, samples=2, form="synthetic")
+    assert set(metrics) == {f"{span}/{depth}" for span in SPANS for depth in ("0", "0.5")}
+    for depth in ("0", "0.5"):
+        assert sum(abs(metrics[f"{span}/{depth}"]) for span in SPANS) == pytest.approx(1)

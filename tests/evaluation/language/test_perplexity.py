@@ -1,0 +1,85 @@
+"""Perplexity, loss by position and associative recall of a table of probabilities, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
+from diffvision.evaluation.language.harness import ZERO_SHOT_TASKS
+from diffvision.evaluation.language.perplexity import perplexity, windows
+from diffvision.evaluation.language.position_nll import position_nll
+
+NEXT = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]
+LN2 = math.log(2)
+
+
+def test_perplexity_weighs_tokens_not_documents(table):
+    documents = [torch.tensor([0, 0, 1, 1]), torch.tensor([2, 0])]  # losses: 1, 2, 1 and 3 bits
+    metrics = perplexity(table(NEXT), documents, window=8, num_bytes=14)
+    assert metrics["tokens"] == 4
+    assert metrics["nll"] == pytest.approx(7 / 4 * LN2, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(2 ** (7 / 4), rel=1e-6)
+    assert metrics["bits_per_byte"] == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(4, None), (4, 4), (4, 3), (4, 1), (1, 1), (100, 7)])
+def test_windows_score_every_token_once_with_the_context_promised(window, stride):
+    document = torch.arange(23)
+    pieces = list(windows(document, window, stride))
+    scored = [token for piece in pieces for token in piece.tokens[piece.first :].tolist()]
+    assert scored == list(range(1, 23))
+    assert all(len(piece.tokens) <= window + 1 for piece in pieces)
+    assert all(piece.first >= window - (stride or window) + 1 for piece in pieces[1:])
+
+
+def test_windows_do_not_change_a_model_without_memory(table):
+    documents = [torch.randint(3, (31,)), torch.randint(3, (5,))]
+    whole = perplexity(table(NEXT), documents, window=50)
+    for stride in (None, 2):
+        metrics = perplexity(table(NEXT), documents, window=4, stride=stride, batch_size=3)
+        assert metrics == pytest.approx(whole, rel=1e-6)
+
+
+def test_bad_windows_and_empty_documents_are_named(table):
+    with pytest.raises(ValueError, match=r"stride is 5 and window 4.*1\.\.window"):
+        list(windows(torch.arange(9), 4, 5))
+    for evaluation in (perplexity, associative_recall):
+        with pytest.raises(ValueError, match="no document has two tokens"):
+            evaluation(table(NEXT), [torch.tensor([1])], window=4)
+
+
+def test_loss_by_position_is_the_running_mean(table):
+    documents = [torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 1, 1, 1, 1]), torch.tensor([2, 2])]
+    metrics = position_nll(table(NEXT), documents, length=4, batch_size=1)
+    bits = [[1, 2, 1, 2], [2, 1, 1, 1]]  # the third document is too short
+    means = [sum(sum(own[:p]) for own in bits) / 2 / p * LN2 for p in range(1, 5)]
+    assert [metrics[f"nll/{p}"] for p in range(1, 5)] == pytest.approx(means, rel=1e-6)
+    assert metrics["documents"] == 2
+    few = position_nll(table(NEXT), documents, length=4, points=2)
+    assert set(few) == {"nll/1", "nll/4", "documents"}
+    with pytest.raises(ValueError, match=r"more than 10 tokens \(the longest has 5\)"):
+        position_nll(table(NEXT), documents, length=10)
+
+
+def test_repeated_bigrams_of_the_row():
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 2, 2], [1, 1, 1, 0, 1, 2, 3]])
+    assert repeated_bigrams(tokens).int().tolist() == [[0, 0, 0, 1, 0, 1], [0, 1, 0, 0, 0, 0]]
+
+
+def test_recall_parts_the_loss(table):
+    document = torch.tensor([0, 1, 1, 0, 1, 2])  # bigrams 01 11 10 01 12: the second 01, of 2 bits, is a hit
+    metrics = associative_recall(table(NEXT), [document, torch.tensor([0, 1])], window=8)
+    assert metrics["nll/ar_hit"] == pytest.approx(2 * LN2, rel=1e-6)
+    assert metrics["nll/others"] == pytest.approx((2 + 1 + 2 + 2 + 2) / 5 * LN2, rel=1e-6)
+    assert metrics["nll/all"] == pytest.approx(11 / 6 * LN2, rel=1e-6)
+    assert metrics["ar_hit_share"] == pytest.approx(1 / 6)
+    # a bigram that the training data is full of is no recall; nor is one of another window
+    frequent = frequent_bigrams([torch.tensor([0, 1, 0, 1, 2])], more_than=1)
+    assert len(frequent) == 1
+    assert math.isnan(associative_recall(table(NEXT), [document], window=8, frequent=frequent)["nll/ar_hit"])
+    assert associative_recall(table(NEXT), [document], window=2)["ar_hit_share"] == 0
+
+
+def test_the_papers_seven_tasks():
+    assert len(set(ZERO_SHOT_TASKS)) == 7
