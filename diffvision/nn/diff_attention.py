@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision import ops
-from diffvision.nn.attention import AttentionLayer
+from diffvision.nn.attention import AttentionLayer, HeadNorm
 
 
 def depth_lambda_init(depth: int) -> float:
@@ -73,7 +73,8 @@ class DiffAttention(AttentionLayer):
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         lam = self.compute_lambda()
         out = ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
-        return self.head_norm(out) * (1 - self.lambda_init)
+        factor = 1 - self.lambda_init
+        return self.head_norm(out, factor) if isinstance(self.head_norm, HeadNorm) else out * factor
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, lambda_init={self.lambda_init:.4g}"

@@ -7,6 +7,7 @@ from diffvision.ops.attention import (
     diff_attention_varlen,
     supported_backends,
 )
+from diffvision.ops.norm import rms_norm
 from diffvision.ops.rotary import apply_rotary, rotary_tables
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "attention_maps",
     "diff_attention",
     "diff_attention_varlen",
+    "rms_norm",
     "rotary_tables",
     "supported_backends",
 ]
