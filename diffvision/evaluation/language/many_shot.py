@@ -1,0 +1,255 @@
+"""Many-shot in-context learning: accuracy by the number of demonstrations, and how much their order matters.
+
+arXiv 2410.05258 section 3.5: classification by a context of (text, label) pairs, decoding constrained to the labels
+(the protocol of Bertsch et al., arXiv 2405.00200), and best minus worst accuracy over 10 orders of the same
+demonstrations, arranged at random or alternately by class.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diffvision.evaluation.language.needle import start_tokens
+from diffvision.evaluation.language.scoring import Progress, constrained_choices, unseen
+
+
+class Example(NamedTuple):
+    """A text and its class."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Demonstrations to draw from, and what is asked.
+
+    Raises:
+        ValueError: no demonstrations or queries; fewer than two classes; a query of a class without demonstrations.
+    """
+
+    demonstrations: Sequence[Example]
+    queries: Sequence[Example]
+    template: str = "Text: {text}\nLabel: {label}\n\n"  # the label after a space, then a line's end
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        if not self.demonstrations or not self.queries:
+            raise ValueError(
+                f"{self.name} has {len(self.demonstrations)} demonstrations and {len(self.queries)} queries: give both"
+            )
+        if len(self.labels) < 2:
+            raise ValueError(f"{self.name} has the one class {self.labels[0]!r}: a choice needs two")
+        if strange := sorted({query.label for query in self.queries} - set(self.labels)):
+            raise ValueError(f"{self.name} asks for {', '.join(strange[:5])}, of which it has no demonstration")
+        if " {label}\n" not in self.template or "{text}" not in self.template.partition(" {label}")[0]:
+            raise ValueError(
+                f"the template {self.template!r} must hold '{{text}}', and after it ' {{label}}' and a line's end"
+            )
+
+    @property
+    def labels(self) -> list[str]:
+        """The classes, sorted."""
+        return sorted({example.label for example in self.demonstrations})
+
+    def prompt(self, demonstrations: Sequence[Example], query: Example) -> str:
+        """Demonstrations and a query, up to where its label would come."""
+        before = self.template.partition(" {label}")[0]
+        return "".join(self.template.format(text=text, label=label) for text, label in demonstrations) + before.format(
+            text=query.text
+        )
+
+
+def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
+    """A task of two files of JSON lines, {"text": ..., "label": ...} each.
+
+    Raises:
+        FileNotFoundError; ValueError: a line without the two, named with its number; what `Task` raises.
+    """
+    return Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
+
+
+def many_shot(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    shots: Sequence[int] = (1, 4, 16, 64),
+    max_length: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Accuracy over all queries of all tasks, by the number of demonstrations before each.
+
+    A task's demonstrations are drawn once, alternately of its classes while they last, and shuffled; fewer shots are
+    the first of more.
+
+    Args:
+        model: see `scoring`.
+        tokenizer: encode(text) -> list[int], and a start_id or eos_id to begin with.
+        shots: numbers of demonstrations.
+        max_length: what the model can read; a prompt over it is refused before anything runs.
+
+    Returns:
+        {"accuracy/<shots>": ...}, and chance, the mean of 1 / classes.
+
+    Raises:
+        ValueError: a task with fewer demonstrations than shots; a prompt that is too long; labels that the tokenizer
+            does not set apart.
+    """
+    drawn = [draw_demonstrations(task, max(shots), seed) for task in tasks]
+    prompts = {
+        count: [
+            encode_prompts(task, own[:count], tokenizer, max_length) for task, own in zip(tasks, drawn, strict=True)
+        ]
+        for count in shots
+    }
+    metrics = {
+        f"accuracy/{count}": _mean(
+            [
+                right
+                for task, own in zip(tasks, prompts[count], strict=True)
+                for right in answers_right(model, task, own, tokenizer, batch_size)
+            ]
+        )
+        for count in progress(list(shots), "many-shot")
+    }
+    return metrics | {"chance": _mean([1 / len(task.labels) for task in tasks])}
+
+
+def order_robustness(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    shots: int = 64,
+    permutations: int = 10,
+    max_length: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Best minus worst accuracy over orders of the same demonstrations, the mean over tasks.
+
+    Args:
+        permutations: orders of each arrangement, "random" and "alternating" (one of each class in turn, the classes and
+            the demonstrations within them in a new order each time).
+        others: as `many_shot`.
+
+    Returns:
+        For each arrangement "<arrangement>/spread", "/mean", "/best", "/worst" (each the mean over tasks).
+    """
+    if permutations < 2:
+        raise ValueError(f"permutations is {permutations}: a spread needs at least 2")
+    metrics: dict[str, float] = {}
+    drawn = [draw_demonstrations(task, shots, seed) for task in tasks]
+    for arrangement, arrange in ARRANGEMENTS.items():
+        accuracies: list[list[float]] = [[] for _ in tasks]
+        for number in progress(range(permutations), f"{arrangement} orders"):
+            for place, (task, own) in enumerate(zip(tasks, drawn, strict=True)):
+                order = arrange(own, random.Random(f"order {seed} {number}"))
+                prompts = encode_prompts(task, order, tokenizer, max_length)
+                accuracies[place].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
+        metrics |= {
+            f"{arrangement}/spread": _mean([max(own) - min(own) for own in accuracies]),
+            f"{arrangement}/mean": _mean([_mean(own) for own in accuracies]),
+            f"{arrangement}/best": _mean([max(own) for own in accuracies]),
+            f"{arrangement}/worst": _mean([min(own) for own in accuracies]),
+        }
+    return metrics
+
+
+def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """In random order."""
+    return draw.sample(list(examples), len(examples))
+
+
+def alternating(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """One of each class in turn while they last; classes, and examples of a class, in random order."""
+    classes: dict[str, list[Example]] = defaultdict(list)
+    for example in shuffled(examples, draw):
+        classes[example.label].append(example)
+    rounds = max(len(own) for own in classes.values())
+    return [own[turn] for turn in range(rounds) for own in classes.values() if turn < len(own)]
+
+
+ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Example]]] = {
+    "random": shuffled,
+    "alternating": alternating,
+}
+
+
+def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
+    """`shots` of the task's demonstrations, as even among its classes as they are, in random order."""
+    if not 1 <= shots <= len(task.demonstrations):
+        raise ValueError(
+            f"{shots} shots of {task.name}, which has {len(task.demonstrations)} demonstrations: ask for 1 to as many"
+        )
+    draw = random.Random(f"demonstrations {seed} {task.name}")
+    return shuffled(alternating(task.demonstrations, draw)[:shots], draw)
+
+
+def encode_prompts(
+    task: Task, demonstrations: Sequence[Example], tokenizer: Any, max_length: int | None = None
+) -> list[list[int]]:
+    """Tokens of the demonstrations and each query, checked against what the model can read with a label behind them."""
+    start = start_tokens(tokenizer)
+    prompts = [[*start, *tokenizer.encode(task.prompt(demonstrations, query))] for query in task.queries]
+    longest = max(map(len, prompts)) + max(map(len, label_tokens(task, tokenizer)))
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"{len(demonstrations)} shots of {task.name} with a label are {longest} tokens, over the model's "
+            f"{max_length}: ask for fewer shots"
+        )
+    return prompts
+
+
+def answers_right(
+    model: Any, task: Task, prompts: Sequence[Sequence[int]], tokenizer: Any, batch_size: int = 8
+) -> list[bool]:
+    """Whether the label that constrained greedy decoding writes after each query's prompt is its own."""
+    picked = constrained_choices(model, prompts, label_tokens(task, tokenizer), batch_size=batch_size)
+    return [task.labels[choice] == query.label for choice, query in zip(picked, task.queries, strict=True)]
+
+
+def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
+    """Tokens of each label as it stands behind a query, with the line's end, which sets "sea" apart from "sea lion".
+
+    Raises:
+        ValueError: the tokenizer makes one token of a label and the text before it.
+    """
+    before = task.template.partition(" {label}")[0].rpartition("}")[2]  # such as "\nLabel:"
+    prefix = tokenizer.encode(before)
+    found = []
+    for label in task.labels:
+        tokens = tokenizer.encode(f"{before} {label}\n")
+        if tokens[: len(prefix)] != prefix:
+            raise ValueError(f"the tokenizer makes one token of {before!r} and a part of the label {label!r}")
+        found.append(tokens[len(prefix) :])
+    return found
+
+
+def _examples(path: Path) -> list[Example]:
+    examples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            examples.append(Example(str(content["text"]), str(content["label"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'line {number} of {path} is no example: write {{"text": ..., "label": ...}} on each line'
+            ) from error
+    return examples
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

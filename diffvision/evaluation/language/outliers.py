@@ -1,0 +1,102 @@
+"""Activation outliers: the largest attention logits and hidden states against the median  (arXiv 2410.05258, table 5).
+
+Absolute values. Attention logits are those before softmax that a query may attend to, of all layers, heads and maps
+together (both maps of a differential head: microsoft/unilm issue #1666); hidden states are the outputs of the blocks,
+each with its residual (the same issue).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.evaluation.language.attention import AttentionCall, attention_seen, decoder_layers
+from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+
+TOP = (1, 2, 3, 10, 100)
+_DROPPED = 12  # low bits of a float32 that the median's histogram leaves out: bins 1/2048 of their value wide
+
+
+class Magnitudes:
+    """The largest absolute values of a stream of tensors, and their median, without keeping the stream.
+
+    Args:
+        keep: how many of the largest are kept.
+    """
+
+    def __init__(self, keep: int = max(TOP)) -> None:
+        self.keep = keep
+        self._largest = torch.empty(0)
+        self._counts = torch.zeros(1 << (31 - _DROPPED), dtype=torch.int64)
+
+    def add(self, values: Tensor) -> None:
+        """Takes further values, of any shape."""
+        magnitudes = values.detach().float().abs().flatten()
+        if not magnitudes.numel():
+            return
+        found = magnitudes.topk(min(self.keep, magnitudes.numel())).values.cpu()
+        self._largest = torch.cat([self._largest, found]).sort(descending=True).values[: self.keep]
+        bins = magnitudes.view(torch.int32).long() >> _DROPPED  # positive floats are in the order of their bits
+        self._counts += bins.bincount(minlength=len(self._counts)).cpu()
+
+    def top(self, place: int) -> float:
+        """The `place`-th largest (from 1); NaN if there are fewer values."""
+        return self._largest[place - 1].item() if place <= len(self._largest) else float("nan")
+
+    def median(self) -> float:
+        """The lower median, within 1/4096 of its value; NaN of no values."""
+        total = int(self._counts.sum())
+        if not total:
+            return float("nan")
+        place = int(torch.searchsorted(self._counts.cumsum(0), (total + 1) // 2))
+        edges = torch.tensor([place << _DROPPED, (place + 1) << _DROPPED], dtype=torch.int32)
+        return edges.view(torch.float32).double().mean().item() if place else 0.0
+
+
+def outliers(
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    top: Sequence[int] = TOP,
+    batch_size: int = 1,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """The top-k and median of absolute attention logits and hidden states.
+
+    Args:
+        model: as `attention.attention_seen`.
+        rows: int64 [S, N], which the model reads whole (the paper: 0.4M tokens in all).
+        top: which places among the largest.
+        batch_size: rows at a time; all logits of a layer are in memory at once.
+
+    Returns:
+        {"attention_logits/top_1": ..., ..., "attention_logits/median": ..., "hidden_states/top_1": ..., ...}.
+    """
+    kinds = {"attention_logits": Magnitudes(max(top)), "hidden_states": Magnitudes(max(top))}
+
+    def see(call: AttentionCall) -> None:
+        kinds["attention_logits"].add(call.logits[call.allowed.expand_as(call.logits)])
+
+    def note(block: nn.Module, args: Any, out: Any) -> None:
+        kinds["hidden_states"].add(out[0] if isinstance(out, tuple) else out)
+
+    hooks = [block.register_forward_hook(note) for block in decoder_layers(model)]
+    try:
+        with evaluating(model), attention_seen(model, see):
+            for batch in progress(rows.split(batch_size), "activation outliers"):
+                _run(model, batch.to(device_of(model)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    metrics: dict[str, float] = {}
+    for kind, seen in kinds.items():
+        metrics |= {f"{kind}/top_{place}": seen.top(place) for place in top} | {f"{kind}/median": seen.median()}
+    return metrics
+
+
+def _run(model: Any, tokens: Tensor) -> None:
+    """A forward pass; without the head where the model can do without."""
+    model.hidden(tokens) if hasattr(model, "hidden") else model(tokens)

@@ -1,0 +1,97 @@
+"""Attention logits quantised after training, and what that does to the loss (arXiv 2410.05258, figure 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.evaluation.language.attention import AttentionCall, attention_seen
+from diffvision.evaluation.language.perplexity import exponential
+from diffvision.evaluation.language.scoring import Progress, evaluating, token_losses, unseen
+
+Granularity = Literal["layer", "head", "row"]
+_SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
+
+
+def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granularity = "layer") -> Tensor:
+    """Logits rounded to the nearest of 2 ** bits - 1 even levels from -a to a, with a the largest absolute value that
+    any query may attend to (dynamic absmax).
+
+    Args:
+        logits: [B, H, P, M, N].
+        allowed: boolean, broadcastable to the logits.
+        bits: 2 to 24.
+        granularity: what shares an a: "layer", all of a sequence's logits in a layer; "head", one map of one head;
+            "row", one query of it. The paper does not say which it used.
+
+    Raises:
+        ValueError: bits out of range; unknown granularity.
+    """
+    if not 2 <= bits <= 24:
+        raise ValueError(f"bits is {bits}: give 2 to 24 (a float32 holds no more)")
+    if granularity not in _SHARED:
+        raise ValueError(f"granularity is {granularity!r}: choose one of {', '.join(_SHARED)}")
+    largest = (logits.abs() * allowed).amax(dim=_SHARED[granularity], keepdim=True)
+    step = (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(logits.dtype).tiny)
+    return (logits / step).round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) * step
+
+
+@contextmanager
+def quantised_attention(model: nn.Module, bits: int, granularity: Granularity = "layer") -> Iterator[None]:
+    """Within it, the model attends by quantised logits; arguments as `quantised`, model as `attention_seen`.
+
+    The padding of a batch of unequal rows counts towards a row's largest logit: give rows of one length, or a batch of
+    one.
+    """
+
+    def quantise(call: AttentionCall) -> Tensor:
+        return quantised(call.logits, call.allowed, bits, granularity)
+
+    with attention_seen(model, quantise):
+        yield
+
+
+def quantization(
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    bits: Sequence[int] = (16, 8, 6, 4),
+    granularity: Granularity = "layer",
+    also: Mapping[str, Callable[[Any], float]] | None = None,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Loss with attention logits as they are, and at each number of bits.
+
+    Args:
+        model: as `attention_seen`.
+        rows: int64 [S, N], which the model reads whole.
+        bits, granularity: as `quantised`.
+        also: further numbers to take of the model under each of these, such as its needle accuracy. Theirs must be
+            batches of rows of one length.
+
+    Returns:
+        {"nll/full": nats a token, "perplexity/full": ..., "nll/16": ..., "<name of also>/16": ..., ...}.
+    """
+    metrics: dict[str, float] = {}
+    for own in progress([None, *bits], "quantised attention"):
+        with evaluating(model):
+            if own is None:
+                values = _measured(model, rows, also or {}, batch_size)
+            else:
+                with quantised_attention(model, own, granularity):
+                    values = _measured(model, rows, also or {}, batch_size)
+        metrics |= {f"{name}/{own or 'full'}": value for name, value in values.items()}
+    return metrics
+
+
+def _measured(
+    model: nn.Module, rows: Tensor, also: Mapping[str, Callable[[Any], float]], batch_size: int
+) -> dict[str, float]:
+    losses = [token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)]
+    nll = torch.cat(losses).mean().item()
+    return {"nll": nll, "perplexity": exponential(nll), **{name: take(model) for name, take in also.items()}}
