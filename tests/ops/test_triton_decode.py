@@ -1,5 +1,6 @@
 """The decoding kernel, in Triton's interpreter on a CPU (float32 and float16: its bfloat16 products are wrong)."""
 
+import json
 import os
 import re
 import shutil
@@ -200,43 +201,51 @@ FLOATS = [("fp32", d, v, 1) for d, v in ((64, 128), (128, 256))]
 COMPILED = [(*sizes, masked, shared) for sizes in HALVES + FLOATS for masked, shared in ((0, 0), (1, 0), (1, 1))]
 
 PROGRAM = """
-import sys, torch, triton
+import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from diffvision.ops.attention.triton import decode
 
-dtype, d, v, rows, masked, shared = sys.argv[1], *(int(a) for a in sys.argv[2:7])
-kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-x = decode.constants(kinds[dtype], d, v, rows)
-options = {"num_warps": x.pop("num_warps"), "num_stages": x.pop("num_stages")}
-x |= {"CAUSAL": bool(masked), "MASK": bool(masked), "SHARED": bool(shared)}
-signature = {name: "constexpr" if name in x else "i32" for name in decode._split.arg_names}
-signature |= {name: "*" + dtype for name in ("q", "k", "v")} | {"mask": "*u8", "scale": "fp32"}
-signature |= {name: "*fp32" for name in ("tops", "totals", "products")}
-for name in ("q_d", "k_d", "v_v", "mask_n"):
-    signature[name], x[name] = "constexpr", 1
-names = list(signature)
-strides = [name for name in names if name[1:] in ("_b", "_h", "_n", "_m", "_p")]
-aligned = ("q", "k", "v", "mask", "tops", "totals", "products", *strides)
-attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-source = ASTSource(fn=decode._split, signature=signature, constexprs=x, attrs=attributes)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-open(sys.argv[7], "wb").write(made.asm["cubin"])
-print(made.metadata.shared)
+for number, (dtype, d, v, rows, masked, shared) in enumerate(json.loads(sys.argv[1])):
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    x = decode.constants(kinds[dtype], d, v, rows)
+    options = {"num_warps": x.pop("num_warps"), "num_stages": x.pop("num_stages"), "enable_fp_fusion": True}
+    x |= {"CAUSAL": bool(masked), "MASK": bool(masked), "SHARED": bool(shared)}
+    signature = {name: "constexpr" if name in x else "i32" for name in decode._split.arg_names}
+    signature |= {name: "*" + dtype for name in ("q", "k", "v")} | {"mask": "*u8", "scale": "fp32"}
+    signature |= {name: "*fp32" for name in ("tops", "totals", "products")}
+    for name in ("q_d", "k_d", "v_v", "mask_n"):
+        signature[name], x[name] = "constexpr", 1
+    names = list(signature)
+    strides = [name for name in names if name[1:] in ("_b", "_h", "_n", "_m", "_p")]
+    aligned = ("q", "k", "v", "mask", "tops", "totals", "products", *strides)
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = ASTSource(fn=decode._split, signature=signature, constexprs=x, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    open(f"{sys.argv[2]}/{number}.cubin", "wb").write(made.asm["cubin"])
+    print(made.metadata.shared)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "d", "v", "rows", "masked", "shared"), COMPILED)
-def test_hopper_code_spills_no_register(dtype, d, v, rows, masked, shared, tmp_path):
-    if (dump := _cuobjdump()) is None:
-        pytest.skip("cuobjdump is not to be had")
-    arguments = [sys.executable, "-c", PROGRAM, dtype, *map(str, (d, v, rows, masked, shared)), str(tmp_path / "cubin")]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Case -> (shared memory in bytes, file of its code): all compiled by one process without the interpreter."""
+    folder = tmp_path_factory.mktemp("hopper")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    arguments = [sys.executable, "-c", PROGRAM, json.dumps(COMPILED), str(folder)]
     made = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert made.returncode == 0, made.stderr
-    assert int(made.stdout) <= 227 * 1024, "shared memory"
-    report = subprocess.run([dump, "--dump-resource-usage", str(tmp_path / "cubin")], capture_output=True, text=True)
+    shared = [int(line) for line in made.stdout.split()]
+    return {case: (shared[i], folder / f"{i}.cubin") for i, case in enumerate(COMPILED)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("_cuobjdump() is None", reason="cuobjdump is not to be had")
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(map(str, case)))
+def test_hopper_code_spills_no_register(case, compiled):
+    (dtype, d, v, _, masked, _), (memory, code) = case, compiled[case]
+    assert memory <= 227 * 1024, "shared memory"
+    report = subprocess.run([_cuobjdump(), "--dump-resource-usage", code], capture_output=True, text=True)
     stack, local = (int(re.search(rf"{name}:(\d+)", report.stdout)[1]) for name in ("STACK", "LOCAL"))
     assert local == 0
     # The widest float32 tiles, whose products are plain arithmetic, leave four words out; nothing else spills.
