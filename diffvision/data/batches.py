@@ -1,6 +1,6 @@
 """What a batch is: the keys, shapes and dtypes that cross from the data room to training and evaluation."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -10,6 +10,16 @@ class ImageTextBatch(TypedDict):
 
     image: Tensor  # [B, 3, height, width] float
     text: Tensor  # [B, context length] int64
+
+
+class TokenBatch(TypedDict):
+    """Packed text: at places :-1 the tokens that a model reads, at places 1: those that it predicts.
+
+    `documents` counts the documents of a row from 0; the token that ends a document belongs to it.
+    """
+
+    tokens: Tensor  # [B, L + 1] int64
+    documents: NotRequired[Tensor]  # [B, L + 1] int64
 
 
 class ImageLabelBatch(TypedDict):

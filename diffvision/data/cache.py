@@ -49,10 +49,10 @@ class ShardCache:
         Raises:
             OSError: the shard cannot be read, is not what the manifest says, or does not fit.
         """
-        path = self.directory / f"{_identity(shard)}-{_plain_name(shard.name)}"
+        path = self.directory / f"{identity(shard)}-{_plain_name(shard.name)}"
         if not _touched(path):
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _locked(self.directory / f"{path.name}.lock"):
+            with locked(self.directory / f"{path.name}.lock"):
                 if not _touched(path):
                     self._make(shard, path)
         return path
@@ -99,7 +99,7 @@ class ShardCache:
         return unpacked
 
     def _make_room(self, needed: int, keep: Path) -> None:
-        with _locked(self.directory / "room.lock"):
+        with locked(self.directory / "room.lock"):
             files = [(p, p.stat()) for p in self.directory.glob("*.tar") if p != keep]
             used = sum(stat.st_size for _, stat in files)
             for path, stat in sorted(files, key=lambda entry: entry[1].st_atime_ns):
@@ -135,7 +135,7 @@ def _network_errors() -> type[Exception]:
     return ClientError
 
 
-def _identity(shard: Shard) -> str:
+def identity(shard: Shard) -> str:
     """Names a shard and, where it can be told, its version."""
     version: object = shard.sha256
     if not shard.remote:
@@ -160,7 +160,7 @@ def _touched(path: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -119,7 +119,8 @@ class EvaluationLoader:
         firsts = range(start, stop, batch_size)
         self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
         self._samples = stop - start
-        self.report = Report(self._samples)
+        self.report = Report(self._samples, beside=shards.beside)
+        self._beside = shards.beside
         order = partial(_sequential, shards.counts)
         self._loader = DataLoader(
             BatchReader(shards, kind, order, limits=self.limits),
@@ -134,7 +135,7 @@ class EvaluationLoader:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Any]:
-        self.report = Report(self._samples)
+        self.report = Report(self._samples, beside=self._beside)
         for batch, tally in self._loader:
             self.report.add(tally, self.limits)
             if batch is not None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls")
+MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
 """The types that can be decoded. `caption.txt` counts as a `txt`."""
 
-_FORMAT = 1
+_FORMAT = 2  # changes with the types that are noted
 _MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack or an accident
 _MAX_KEY = 4096
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)

@@ -46,6 +46,7 @@ class Report:
         tail: samples after the last whole global batch, left for other epochs (of all ranks).
         before: samples consumed before the run was resumed (of all ranks).
         examples: for each reason the first few samples, as "shard: key".
+        beside: counts of what no sample of the data set holds, such as the tokens after the last whole sequence.
     """
 
     total: int
@@ -58,6 +59,7 @@ class Report:
     substituted: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
     in_a_row: int = 0
+    beside: dict[str, int] = field(default_factory=dict)
 
     @property
     def bad(self) -> int:
@@ -106,10 +108,12 @@ class Report:
         ]
         for reason, count in self.skipped.most_common():
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
+        lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.beside.items()]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
         counts = {"total": self.total, "seen": self.seen, "skipped": self.bad, "substituted": self.substituted}
         counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
+        counts |= self.beside
         return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}

@@ -1,7 +1,7 @@
 """Members of a sample -> what a batch is made of: one class a kind of batch, with the keys it reads."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -43,7 +43,7 @@ class ImageMember:
         self.keys = tuple(keys.split(";")) if isinstance(keys, str) else tuple(keys)
         self.max_pixels = max_pixels
         for key in self.keys:
-            _check_key(key, IMAGE_KEYS)
+            check_key(key, IMAGE_KEYS)
 
     def __call__(self, members: Members) -> Tensor:
         for key in self.keys:
@@ -60,7 +60,7 @@ class CaptionMember:
     def __init__(self, key: str = "txt", max_chars: int = MAX_CAPTION):
         self.key, _, self.field = key.partition(":")
         self.max_chars = max_chars
-        _check_key(self.key, ("json",) if self.field else ("txt",))
+        check_key(self.key, ("json",) if self.field else ("txt",))
 
     def one(self, members: Members) -> str:
         """The caption; of a list in JSON, one drawn at random."""
@@ -89,7 +89,7 @@ class CaptionMember:
         return decode_text(members.read(self.key, min(size, limit)), cut=size > limit)
 
 
-def _check_key(key: str, types: tuple[str, ...]) -> None:
+def check_key(key: str, types: tuple[str, ...]) -> None:
     if key.rpartition(".")[2] not in types:
         raise ValueError(f"member {key!r} is of a type that is not read here: use one of {', '.join(types)}")
 
@@ -114,7 +114,7 @@ class ImageLabel:
 
     def __init__(self, image: ImageMember, key: str = "cls") -> None:
         self.image, self.key = image, key
-        _check_key(key, ("cls", "txt"))
+        check_key(key, ("cls", "txt"))
 
     def decode(self, members: Members) -> tuple[Tensor, int]:
         if (size := members.size(self.key)) is None:
@@ -142,4 +142,13 @@ class Retrieval:
         return {"image": torch.stack(images), "captions": list(captions)}
 
 
-SampleKind = ImageText | ImageLabel | Retrieval
+class SampleKind(Protocol):
+    """What a loader makes of samples: the classes above, and `tokens.TokenSequence`."""
+
+    def decode(self, members: Members) -> Any:
+        """One sample; `BadSample` where it cannot be used."""
+        ...
+
+    def collate(self, items: list[Any]) -> Any:
+        """A batch of them."""
+        ...

@@ -233,7 +233,8 @@ class ShardLoader:
     def _new_report(self, epoch: int, first: int) -> Report:
         total = len(self.shards)
         before = first * self.batch_size
-        return Report(total, epoch, tail=total % self.batch_size, before=before, world_size=self.world_size)
+        tail, beside = total % self.batch_size, self.shards.beside
+        return Report(total, epoch, tail=tail, before=before, world_size=self.world_size, beside=beside)
 
 
 class _Requests:

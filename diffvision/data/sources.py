@@ -163,7 +163,7 @@ def _with_counts(locations: list[str]) -> list[Shard]:
 
 def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
     """{shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else nothing."""
-    if (text := _read(directory, MANIFEST)) is not None:
+    if (text := read_beside(directory, MANIFEST)) is not None:
         manifest = _parsed(text, directory, MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
             raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
@@ -178,7 +178,7 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             | {"sha256": h}
             for n, s, b, h in fields
         }
-    if (text := _read(directory, SIZES)) is not None:
+    if (text := read_beside(directory, SIZES)) is not None:
         sizes = _parsed(text, directory, SIZES)
         where = f"{directory}/{SIZES}"
         return {
@@ -197,7 +197,8 @@ def _count(value: object, name: str, of: str, where: str) -> int:
     return value
 
 
-def _read(directory: str | Path, name: str) -> str | None:
+def read_beside(directory: str | Path, name: str) -> str | None:
+    """A small text file of a local directory (a Path) or of one at a URL (a str); None where there is none."""
     if isinstance(directory, Path):
         path = directory / name
         return path.read_text(encoding="utf-8") if path.is_file() else None

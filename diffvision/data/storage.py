@@ -15,6 +15,7 @@ from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
 from diffvision.data.index import ShardIndex, shard_index
 from diffvision.data.order import Sample
+from diffvision.data.samples import Members
 from diffvision.data.sources import COMPRESSED, SIZES, Shard, find_shards
 
 _OPEN_FILES = 64  # a few shuffle windows
@@ -55,6 +56,11 @@ class ShardSet:
             os.close(file)
 
     @property
+    def beside(self) -> dict[str, int]:
+        """Counts of what no sample holds, for reports."""
+        return {}
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the shards' names and counts, not with where they lie."""
         listing = [[shard.name, int(count)] for shard, count in zip(self.shards, self.counts, strict=True)]
@@ -82,7 +88,7 @@ class ShardSet:
         self._indices.move_to_end(number)
         return self._indices[number]
 
-    def members(self, sample: Sample) -> "ShardMembers":
+    def members(self, sample: Sample) -> Members:
         """The members of one sample.
 
         Raises:

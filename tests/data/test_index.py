@@ -37,11 +37,11 @@ def test_samples_are_those_that_webdataset_finds(tmp_path):
     names = [
         "a/x.jpg",
         "a/x.txt",
-        "a/x.npy",
+        "a/x.pyd",
         "b/x.JPG",
         "y.v1.png",
         "y.txt",
-        "only.npy",
+        "only.pyd",
         "__meta__/z.txt",
         "noext",
         "u.cls",
@@ -51,7 +51,7 @@ def test_samples_are_those_that_webdataset_finds(tmp_path):
     seen = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False)]
     assert [key for key, _ in rows(index)] == seen
     assert rows(index) == [
-        ("a/x", ["jpg", "txt"]),  # npy is not on the allow-list
+        ("a/x", ["jpg", "txt"]),  # pyd is not on the allow-list
         ("b/x", ["jpg"]),
         ("y", ["txt", "v1.png"]),
         ("only", []),

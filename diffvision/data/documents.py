@@ -1,0 +1,61 @@
+"""Members of a sample -> documents: texts as they are, or the reason why one cannot be used."""
+
+import json
+from collections.abc import Iterator
+
+from diffvision.data.decode import BadSample
+from diffvision.data.samples import Members, check_key
+
+MAX_DOCUMENT_BYTES = 64 << 20
+MAX_LINES_BYTES = 1 << 30
+"""Of one member with a document in each line, which is read whole."""
+
+
+class TextMember:
+    """Reads the documents of a sample.
+
+    Args:
+        key: "txt": the member is one document; "json:FIELD": the text in a field of it is; "jsonl:FIELD": each line of
+            it is a JSON object with a document in that field. Members may have longer names, such as "page.txt".
+
+    Raises:
+        ValueError: another type of member, or a field missing or too many.
+    """
+
+    def __init__(self, key: str = "txt") -> None:
+        self.key = key
+        self._member, _, self._field = key.partition(":")
+        check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
+        self._lines = self._member.rpartition(".")[2] == "jsonl"
+
+    def documents(self, members: Members) -> Iterator[str | BadSample]:
+        """Each document, or why it cannot be used; an empty one is an empty text."""
+        size = members.size(self._member)
+        if size is None:
+            yield BadSample(f"missing text member {self._member!r}")
+        elif size > (MAX_LINES_BYTES if self._lines else MAX_DOCUMENT_BYTES):
+            yield BadSample("document too large")
+        else:
+            try:
+                data = members.read(self._member, size)
+            except BadSample as reason:
+                yield reason
+                return
+            parts = [line for line in data.split(b"\n") if line.strip()] if self._lines else [data]
+            yield from map(self._document, parts)
+
+    def _document(self, data: bytes) -> str | BadSample:
+        try:
+            text = data.decode("utf-8-sig")
+            return text if not self._field else _field(text, self._field)
+        except UnicodeDecodeError:
+            return BadSample("text not UTF-8")
+
+
+def _field(text: str, field: str) -> str | BadSample:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return BadSample("damaged JSON")
+    value = record.get(field) if isinstance(record, dict) else None
+    return value if isinstance(value, str) else BadSample(f"no text in JSON field {field!r}")
