@@ -70,6 +70,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop: Collection[int] = (),
+    vocab_size: int | None = None,
     generator: torch.Generator | None = None,
     on_token: Callable[[int, int], None] | None = None,
     compile: bool = False,
@@ -82,6 +83,7 @@ def generate(
         max_new_tokens: most tokens for each.
         temperature, top_k, top_p: as `Sampling`.
         stop: tokens that end a continuation; they are not part of it.
+        vocab_size: only tokens below it are made: a tokenizer's, where the model's is larger (rounded up).
         generator: of the draws, on the model's device; torch's own if None.
         on_token: called with (index of the prompt, token) as each is made, for streaming.
         compile: compile the decoding step (a minute at the first call for a model and room).
@@ -106,7 +108,7 @@ def generate(
     running = set(range(len(rows)))
     hidden = model.hidden(tokens, cache=cache, padding=padding)
     for position in range(length, room):
-        chosen = sampling.choose(model.logits(hidden[:, -1]), generator)
+        chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
         _note(chosen.tolist(), new, running, stop, on_token)
         if not running or position == room - 1:
             break

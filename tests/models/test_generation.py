@@ -142,6 +142,11 @@ def test_what_is_refused(prompts, settings, message):
         generate(_model("diff-debug"), prompts, **{"max_new_tokens": 7, **settings})
 
 
+def test_only_the_tokenizer_s_tokens(model):
+    assert max(generate(model, [[1, 2]], max_new_tokens=40)[0]) >= 30
+    assert max(generate(model, [[1, 2]], max_new_tokens=40, vocab_size=30)[0]) < 30
+
+
 def test_fills_the_model_to_its_length():
     assert len(generate(_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
 

@@ -1,0 +1,72 @@
+"""`diffvision generate` on a tiny checkpoint."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from diffvision.data.tokenizers import train_tokenizer
+from diffvision.generate import generate_text
+from diffvision.models import language
+
+TEXT = "äöü says the cat, and the dog says: naïve café. " * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = train_tokenizer([TEXT], 300)
+    assert made.vocab_size < 300  # so some of the model's tokens are none of its
+    return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizer):
+    torch.manual_seed(1)
+    model = language.create("diff-debug", vocab_size=300, max_length=64)
+    language.save(model, tmp_path / "model", tokenizer)
+    return str(tmp_path / "model")
+
+
+def test_prints_what_it_returns(checkpoint, capsys):
+    text = generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0)
+    assert capsys.readouterr().out == f"the cat{text}\n"
+    assert len(text) > 10
+    assert generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0) == text
+    assert generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0, seed=1) != text
+
+
+def test_characters_of_several_tokens_are_printed_whole(checkpoint, tokenizer, capsys, monkeypatch):
+    """A letter's bytes may be tokens of their own: what is printed is what the whole decodes to."""
+    ids = tokenizer.encode("日本 café\n")
+    assert any("\ufffd" in tokenizer.decode([one]) for one in ids)
+
+    def fake(model, prompts, *, on_token, **settings):
+        for one in ids:
+            on_token(0, one)
+            assert "\ufffd" not in capsys.readouterr().out
+
+    monkeypatch.setattr("diffvision.generate.generate", fake)
+    assert generate_text(checkpoint, "x") == "日本 café\n"
+
+
+def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path, tokenizer, capsys):
+    model = language.load(checkpoint)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": state, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}, path)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json beside .*last\.ckpt: name the tokenizer"):
+        generate_text(str(path), "a")
+    own = generate_text(checkpoint, "the cat", max_new_tokens=9, temperature=0.0)
+    assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
+
+
+def test_bad_input_is_one_error(checkpoint, tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate_text(checkpoint, "")
+    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, and 60 new ones make .*max_length of 64"):
+        generate_text(checkpoint, "the cat " * 9, max_new_tokens=60)
+    train_tokenizer([TEXT + "".join(map(chr, range(300, 700)))], 310).save(tmp_path)
+    with pytest.raises(ValueError, match=r"the tokenizer has a vocabulary of 310 and the checkpoint .* one of 300"):
+        generate_text(checkpoint, "a", tokenizer=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        generate_text(str(tmp_path / "nothing"), "a", tokenizer=checkpoint)
