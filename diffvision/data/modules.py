@@ -115,7 +115,7 @@ class ImageLabelData(pl.LightningDataModule):
     def val_dataloader(self) -> EvaluationLoader | list:
         if self.evaluation is None:
             return []
-        rank, world_size = _rank_and_world(self)
+        rank, world_size = rank_and_world(self)
         try:
             source = EvaluationFolder(self.evaluation).path / self.split
         except ValueError:
@@ -148,7 +148,7 @@ def to_float(image: Image) -> torch.Tensor:
 
 
 def _train_loader(data: ImageTextData | ImageLabelData, kind: SampleKind) -> ShardLoader:
-    rank, world_size = _rank_and_world(data)
+    rank, world_size = rank_and_world(data)
     loader = ShardLoader(
         ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes)),
         kind,
@@ -165,5 +165,5 @@ def _train_loader(data: ImageTextData | ImageLabelData, kind: SampleKind) -> Sha
     return loader
 
 
-def _rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:
+def rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:
     return (data.trainer.global_rank, data.trainer.world_size) if data.trainer is not None else (0, 1)
