@@ -14,10 +14,12 @@ from rich.progress import track
 from rich.table import Table
 
 from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, decode_image, decode_label, decode_text, open_image
+from diffvision.data.documents import check_document
 from diffvision.data.index import ShardIndex, scan
 from diffvision.data.packing import sha256
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember
 from diffvision.data.sources import PLAIN, natural, read_counts
+from diffvision.data.tokens import MEMBER, check_tokens
 
 
 @dataclass
@@ -47,6 +49,8 @@ class ShardStats:
     modes: Counter[str] = field(default_factory=Counter)  # "PNG RGB"
     caption_lengths: list[int] = field(default_factory=list)  # characters
     labels: Counter[int] = field(default_factory=Counter)
+    texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
+    tokens: list[int] = field(default_factory=list)  # of each token shard
 
     def __add__(self, other: "ShardStats") -> "ShardStats":
         return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -113,7 +117,7 @@ def _check(job: tuple[Path, dict | None, str]) -> ShardCheck:
         with open(path, "rb") as file:
             for row in range(len(index)):
                 try:
-                    _decode(file.fileno(), index, row)
+                    _decode(_Row(file.fileno(), index, row), index, row, path)
                     result.good += 1
                 except BadSample as reason:
                     result.bad[str(reason)] += 1
@@ -157,9 +161,21 @@ class _Row:
         return data
 
 
-def _decode(file: int, index: ShardIndex, row: int) -> None:
-    """Whatever the sample has must be readable; an image it must have, and with it a caption, label or JSON."""
-    members, types = _Row(file, index, row), index.members(row)
+def _language(index: ShardIndex) -> str:
+    """What a shard of a language corpus holds, "text" or "tokens"; nothing where it is none."""
+    kinds = {name.rpartition(".")[2] for name in index.types}
+    if kinds == {MEMBER}:
+        return "tokens"
+    return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
+
+
+def _decode(members: "_Row", index: ShardIndex, row: int, path: Path) -> None:
+    """Whatever the sample has must be readable; an image it must have, and with it a caption, label or JSON; unless no
+    sample of the shard has one: then it is of a language corpus."""
+    types = index.members(row)
+    if kind := _language(index):
+        _read_language(members, types, kind, path)
+        return
     images = [name for name in types if name.rpartition(".")[2] in IMAGE_KEYS]
     texts = [name for name in types if name not in images]
     if not images:
@@ -179,6 +195,15 @@ def _decode(file: int, index: ShardIndex, row: int) -> None:
         decode_image(members.read(name, MAX_IMAGE_BYTES))
 
 
+def _read_language(members: "_Row", types: list[str], kind: str, path: Path) -> list[int]:
+    """Characters of each text member, or tokens of the array."""
+    if not types:
+        raise BadSample(f"missing {kind}")
+    if kind == "tokens":
+        return [check_tokens(members.read(MEMBER, members.size(MEMBER) or 0), path)]
+    return [check_document(members, name) for name in types]
+
+
 def _measure(path: Path) -> ShardStats:
     index = scan(path)
     stats = ShardStats(samples=len(index), bytes=path.stat().st_size)
@@ -188,6 +213,11 @@ def _measure(path: Path) -> ShardStats:
             for name in index.members(row):
                 stats.members[name] += 1
                 try:
+                    if kind := _language(index):
+                        (stats.tokens if kind == "tokens" else stats.texts).extend(
+                            _read_language(members, [name], kind, path)
+                        )
+                        continue
                     _measure_member(stats, members, name)
                 except BadSample:
                     stats.members[f"{name} (unreadable)"] += 1
@@ -240,8 +270,10 @@ def stats_table(stats: dict[Path, ShardStats], directory: str | Path) -> Table:
 
 def _described(stats: ShardStats) -> dict[str, str]:
     widths, heights = (sorted(Counter(size[i] for size in stats.sizes.elements()).elements()) for i in (0, 1))
-    lengths = np.array(stats.caption_lengths or [0])
-    quartiles = ", ".join(f"{q:.0f}" for q in np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]))
+    quartiles, of_texts = (
+        ", ".join(f"{q:.0f}" for q in np.quantile(values or [0], [0, 0.25, 0.5, 0.75, 1]))
+        for values in (stats.caption_lengths, stats.texts)
+    )
     return {
         "samples": f"{stats.samples:,}",
         "bytes": f"{stats.bytes:,}",
@@ -253,6 +285,9 @@ def _described(stats: ShardStats) -> dict[str, str]:
         "captions": f"{len(stats.caption_lengths):,}",
         "caption characters (quartiles)": quartiles if stats.caption_lengths else "",
         "classes": f"{len(stats.labels):,}" if stats.labels else "",
+        "texts": f"{len(stats.texts):,}, {sum(stats.texts):,} characters" if stats.texts else "",
+        "text characters (quartiles)": of_texts if stats.texts else "",
+        "tokens": f"{sum(stats.tokens):,}" if stats.tokens else "",
     }
 
 

@@ -52,6 +52,27 @@ class TextMember:
             return BadSample("text not UTF-8")
 
 
+def check_document(members: Members, member_type: str) -> int:
+    """A text member is what its type says; returns how many characters it has.
+
+    Raises:
+        BadSample: not UTF-8, not JSON, or empty.
+    """
+    try:
+        text = members.read(member_type, MAX_LINES_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadSample("text not UTF-8") from None
+    if not text.strip():
+        raise BadSample("empty document")
+    kind = member_type.rpartition(".")[2]
+    for record in text.split("\n") if kind == "jsonl" else [text] * (kind == "json"):
+        try:
+            json.loads(record.strip() or "0")
+        except (ValueError, RecursionError):
+            raise BadSample("damaged JSON") from None
+    return len(text)
+
+
 def _field(text: str, field: str) -> str | BadSample:
     try:
         record = json.loads(text)

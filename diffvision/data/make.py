@@ -1,4 +1,4 @@
-"""The commands `data make`, `data check` and `data stats`: they print; what they print is computed elsewhere."""
+"""The commands `data make`, `check`, `stats`, `tokenizer` and `tokenize`: they print what is computed elsewhere."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from rich.console import Console
 
 from diffvision.data.packing import write_manifest
 
-__all__ = ["MADE", "check", "make", "stats", "write_manifest"]
+__all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
-MADE = ("digits", "digit-scenes", "folder")
+MADE = ("digits", "digit-scenes", "stdlib", "folder")
 
 
 def make(
@@ -24,7 +24,7 @@ def make(
     """Write a data set as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, or folder to pack images that you have.
+        name: digits, digit-scenes, stdlib (text: the running Python's own library), or folder to pack your images.
         directory: where; it must have no shards yet.
         source: for folder: the folder of images.
         captions: for folder: a csv or tsv with a header, columns such as image and caption; else x.txt beside x.jpg.
@@ -43,6 +43,10 @@ def make(
         from diffvision.data.scenes import make_scenes
 
         make_scenes(directory, seed=seed, **settings)
+    elif name == "stdlib":
+        from diffvision.data.corpus import make_stdlib
+
+        made = f"made stdlib in {Path(directory)}: {make_stdlib(directory).summary()}"
     elif name == "folder":
         from diffvision.data.packing import pack_folder
 
@@ -82,4 +86,68 @@ def stats(directory: str, num_workers: int = 2) -> int:
     from diffvision.data.checks import shard_stats, stats_table
 
     Console().print(stats_table(shard_stats(directory, num_workers), directory))
+    return 0
+
+
+def tokenizer(source: str, path: str, vocab_size: int, text_key: str = "txt") -> int:
+    """Train a byte-level BPE tokenizer on the text of shards.
+
+    Args:
+        source: text shards, as for training.
+        path: the file to write, or a directory for tokenizer.json.
+        vocab_size: tokens, with the 256 bytes and the end of a document among them.
+        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+    """
+    from rich.progress import track
+
+    from diffvision.data.documents import TextMember
+    from diffvision.data.storage import ShardSet
+    from diffvision.data.tokenize import documents_of
+    from diffvision.data.tokenizers import FILE, train_tokenizer
+
+    target = Path(path) if Path(path).suffix == ".json" else Path(path) / FILE
+    if target.exists():
+        raise ValueError(f"{target} is there already: remove it, or choose another path")
+    documents = documents_of(ShardSet(source), TextMember(text_key))
+    trained = train_tokenizer(track(documents, "reading", transient=True), vocab_size)
+    trained.save(target)
+    print(f"trained {target}: {trained.vocab_size:,} tokens")
+    if trained.vocab_size < vocab_size:
+        print(f"  fewer than {vocab_size:,}: the text has no more pairs that come twice")
+    return 0
+
+
+def tokenize(
+    source: str,
+    directory: str,
+    tokenizer: str,
+    text_key: str = "txt",
+    max_bad_fraction: float = 0.01,
+    num_workers: int = 2,
+) -> int:
+    """Write text shards as token shards, for sequences of any length.
+
+    Args:
+        source: text shards, as for training.
+        directory: where; it must not exist, or be empty.
+        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name.
+        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
+        num_workers: processes.
+    """
+    from diffvision.data.documents import TextMember
+    from diffvision.data.report import Limits
+    from diffvision.data.storage import ShardSet
+    from diffvision.data.tokenize import tokenize_shards
+    from diffvision.data.tokenizers import load_tokenizer
+
+    account = tokenize_shards(
+        ShardSet(source),
+        directory,
+        load_tokenizer(tokenizer),
+        TextMember(text_key),
+        num_workers=num_workers,
+        limits=Limits(max_bad_fraction),
+    )
+    print(f"tokenised {source} in {Path(directory)}: {account.summary()}")
     return 0

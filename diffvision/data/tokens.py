@@ -131,6 +131,27 @@ def _parsed(text: str, where: str) -> TokenAccount:
     return account
 
 
+def check_tokens(data: bytes, shard: Path) -> int:
+    """The array of a token shard is what the tokens.json beside it says; returns how many tokens it has.
+
+    Raises:
+        BadSample: it is not.
+        ValueError: tokens.json is not there, or of another format.
+    """
+    account = find_accounts([Shard(str(shard))])[str(shard.parent)]
+    if account is None:
+        raise BadSample(f"token array without a {TOKENS}")
+    try:
+        tokens = np.load(BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        raise BadSample("damaged token array") from None
+    if tokens.dtype != account.dtype or tokens.shape != (account.shards.get(shard.name),):
+        raise BadSample(f"token array not as {TOKENS} says")
+    if len(tokens) and int(tokens.max()) >= account.vocab_size:
+        raise BadSample("token outside of the vocabulary")
+    return len(tokens)
+
+
 class TokenShards(ShardSet):
     """Token shards as samples of `length + 1` tokens; a sample's row is the number of the sequence in its shard.
 

@@ -165,5 +165,7 @@ def test_the_command(images, tmp_path, capsys):
     assert "2 x missing caption, first" in printed
     with pytest.raises(ValueError, match="needs --source"):
         make("folder", str(tmp_path / "out2"))
-    with pytest.raises(ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, folder"):
+    with pytest.raises(
+        ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, folder"
+    ):
         make("cifar", str(tmp_path / "out2"))
