@@ -55,8 +55,7 @@ def generate_text(
             f"the tokenizer has a vocabulary of {words.vocab_size} and the checkpoint {checkpoint} one of "
             f"{model.config.vocab_size}: give the tokenizer that it was trained with"
         )
-    shown = _Shown(words)
-    sys.stdout.write(prompt)
+    shown = _Shown(words, prompt)
     generate(
         model,
         [words.encode(prompt)],
@@ -74,22 +73,21 @@ def generate_text(
 
 
 class _Shown:
-    """Prints the text of tokens as they come, holding back a character whose last bytes are still to come."""
+    """Prints a prompt and the text of tokens as they come, but a character only when all of its bytes are there."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.tokens, self.printed = tokenizer, list[int](), 0
+    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
+        self.tokenizer, self.prompt, self.tokens, self.printed = tokenizer, prompt, list[int](), 0
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+        text = self.prompt + self.tokenizer.decode(self.tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._print(text)
 
     def end(self) -> str:
-        """Prints what is left, and returns all of the text."""
+        """Prints what is left, and returns the tokens' text."""
         text = self.tokenizer.decode(self.tokens)
-        self._print(text)
-        sys.stdout.write("\n")
+        self._print(f"{self.prompt}{text}\n")
         return text
 
     def _print(self, text: str) -> None:

@@ -1,6 +1,7 @@
 """`diffvision generate` on a tiny checkpoint."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,13 +61,14 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
     assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
 
 
-def test_bad_input_is_one_error(checkpoint, tmp_path, tokenizer):
+def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate_text(checkpoint, "")
     with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, and 60 new ones make .*max_length of 64"):
         generate_text(checkpoint, "the cat " * 9, max_new_tokens=60)
-    train_tokenizer([TEXT + "".join(map(chr, range(300, 700)))], 310).save(tmp_path)
+    train_tokenizer([Path(__file__).read_text(encoding="utf-8")], 310).save(tmp_path)
     with pytest.raises(ValueError, match=r"the tokenizer has a vocabulary of 310 and the checkpoint .* one of 300"):
         generate_text(checkpoint, "a", tokenizer=str(tmp_path))
+    assert capsys.readouterr().out == ""
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         generate_text(str(tmp_path / "nothing"), "a", tokenizer=checkpoint)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from diffvision.models.language_config import LanguageConfig
 from diffvision.nn import AttentionLayer, DiffAttention, build_attention
 from diffvision.nn.attention import Cache, Rotation
 from diffvision.nn.cache import KVCache
+from diffvision.nn.linear import linear
 from diffvision.nn.transformer import DecoderBlock, SwiGLU
 
 
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "... dim"]) -> Float[Tensor, "... vocab"]:
         """Logits [..., vocab] of what `hidden` gave, float32 or better."""
-        logits = F.linear(hidden, self.head_weight)
+        logits = linear(hidden, self.head_weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def hidden(

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision import ops
+from diffvision.nn.linear import Linear
 
 # Cosines and sines of the tokens' angles, as `ops.rotary_tables` gives them, broadcastable to [B, H, P, N, D / 2].
 Rotation = tuple[Tensor, Tensor]
@@ -96,13 +97,13 @@ class AttentionLayer(nn.Module):
         self.value_dim = self.value_maps * head_dim
         self.attn_drop, self.rotary = attn_drop, rotary
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(dim, num_heads * self.query_maps * head_dim, bias=qkv_bias, **made)
-        self.k_proj = nn.Linear(dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **made)
-        self.v_proj = nn.Linear(dim, num_kv_heads * self.value_dim, bias=qkv_bias, **made)
+        self.q_proj = Linear(dim, num_heads * self.query_maps * head_dim, bias=qkv_bias, **made)
+        self.k_proj = Linear(dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **made)
+        self.v_proj = Linear(dim, num_kv_heads * self.value_dim, bias=qkv_bias, **made)
         self.q_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
         self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **made) if head_norm else nn.Identity()
-        self.proj = nn.Linear(num_heads * self.value_dim, dim, bias=proj_bias, **made)
+        self.proj = Linear(num_heads * self.value_dim, dim, bias=proj_bias, **made)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(

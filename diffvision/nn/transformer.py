@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision.nn.attention import AttentionLayer, Cache, Rotation
+from diffvision.nn.linear import Linear
 
 
 class SwiGLU(nn.Module):
@@ -28,9 +29,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.gate = nn.Linear(dim, hidden_dim, **made)
-        self.up = nn.Linear(dim, hidden_dim, **made)
-        self.down = nn.Linear(hidden_dim, dim, **made)
+        self.gate = Linear(dim, hidden_dim, **made)
+        self.up = Linear(dim, hidden_dim, **made)
+        self.down = Linear(hidden_dim, dim, **made)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """[..., dim] to [..., dim]."""

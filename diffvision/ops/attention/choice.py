@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, triton
+from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, single, triton
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -15,6 +15,7 @@ BACKENDS: dict[str, ModuleType] = {
     "eager": eager,
     "blocked": blocked,
     "sdpa": sdpa,
+    "single": single,
     "flex": flex,
     "flash": flash,
     "triton": triton,
@@ -84,6 +85,8 @@ def _fastest(problem: Problem) -> tuple[str, str]:
         return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
     if torch.compiler.is_exporting():
         return "sdpa", "an exported graph is to hold torch's own operations, for any length"
+    if problem.queries == 1:
+        return "single", "on a CPU it is the fastest for one query, with the least work beside the products"
     if problem.keys <= EAGER_MAX_KEYS_CPU:
         return "eager", f"on a CPU the plain formula is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
     return "blocked", f"on a CPU its blocks are the fastest above {EAGER_MAX_KEYS_CPU} keys, and its memory is linear"

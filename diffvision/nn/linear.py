@@ -1,0 +1,48 @@
+"""A linear map that uses every core for a few rows on a CPU, as decoding has them."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+MAX_ROWS = 16  # twice as fast on two cores up to here (docs/benchmarks/language.md)
+MIN_WEIGHTS = 2**16  # below, the call costs more than the product
+
+
+def few_rows_linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "... out"]:
+    """`x @ weight.T` without gradients on a CPU: the rows of the weight shared out among the threads.
+
+    torch's product of a few rows with a matrix runs on one thread; a batch of products, on all. The parts are views of
+    the weight, so nothing is copied.
+    """
+    out_features, in_features = weight.shape
+    parts = torch.get_num_threads()
+    while out_features % parts:
+        parts -= 1
+    rows = x.reshape(1, -1, in_features)
+    shares = weight.view(parts, out_features // parts, in_features).transpose(1, 2)
+    out = torch.bmm(rows.expand(parts, -1, -1), shares)  # [parts, rows, out / parts]
+    return out.transpose(0, 1).reshape(*x.shape[:-1], out_features)
+
+
+def linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "... out"]:
+    """`x @ weight.T`, by `few_rows_linear` where that is faster; [..., in] to [..., out]."""
+    few = (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()  # before any size is looked at, so that a graph holds for any
+        and x.numel() <= MAX_ROWS * x.shape[-1]
+        and weight.numel() >= MIN_WEIGHTS
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and torch.get_num_threads() > 1
+    )
+    return few_rows_linear(x, weight) if few and weight.is_contiguous() else F.linear(x, weight)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that goes by `linear` where it has no bias; parameters and names are the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)

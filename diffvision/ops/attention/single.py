@@ -1,0 +1,48 @@
+"""One query a head, as in decoding with a cache: three small products, with the values read once for both maps.
+
+In a group of heads that share keys, their queries are the rows of one product. The whole call is a dozen of torch's
+operations, so that little is spent beside reading the keys and values.
+"""
+
+import torch
+from torch import Tensor
+
+from diffvision.ops.attention.problem import Problem
+
+
+def limit(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem."""
+    if problem.queries != 1:
+        return f"it takes one query a head, not {problem.queries}"
+    if problem.dropout:
+        return "it draws no dropout"
+    return None
+
+
+def diff_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked; one query sees all keys."""
+    (batch, heads, _, _, size), kv_heads = q.shape, k.shape[1]
+    group, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        rows = q.to(dtype).mul(size**-0.5 if scale is None else scale)
+        rows = rows.reshape(batch, kv_heads, group, 2, size).transpose(2, 3)
+        scores = torch.matmul(rows, k.to(dtype).transpose(-1, -2))  # [B, Hk, 2, G, N]
+        if mask is not None:
+            mask = mask.expand(-1, heads, -1, -1).reshape(mask.shape[0], kv_heads, 1, group, mask.shape[3])
+            scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
+        maps = scores.softmax(-1)
+        if mask is not None:
+            maps = maps * mask  # a row without any key is zeros
+        lam = lam.to(dtype).expand(batch, heads, 1, 1).reshape(batch, kv_heads, group, 1)
+        out = torch.matmul(torch.addcmul(maps[:, :, 0], maps[:, :, 1], lam, value=-1), v.to(dtype))
+    return out.view(batch, heads, 1, v.shape[3]).to(q.dtype)
