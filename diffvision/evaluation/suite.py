@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +18,7 @@ from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.output import bar, listed, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
 
@@ -149,8 +147,8 @@ def run(
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
         options: the evaluations' own settings.
     """
-    folders = [folder for path in _listed(data) for folder in find_folders(path)]
-    planned = plan(folders, None if tasks is None else expand(_listed(tasks)), options)
+    folders = [folder for path in listed(data) for folder in find_folders(path)]
+    planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
     with process_group(device) as device:
         loaded = load(model, checkpoint, preprocess=preprocess, device=device)
@@ -166,7 +164,7 @@ def run(
                 device=device,
                 precision=precision,
                 options=options,
-                progress=_bar,
+                progress=bar,
             )
         if rank_and_world()[0] == 0:
             _tell(metrics, model, checkpoint, output)
@@ -243,14 +241,14 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
     at all."""
     output = Path(output)
     if output.suffix == ".json":
-        _write_json(output, rows)
+        write_json(output, rows)
         return
     for row in rows:
         shots = f"_fewshot_k{row['metrics']['fewshot_k']:g}" if "fewshot_k" in row["metrics"] else ""
         weights = Path(row["pretrained"]).name
         model = row["model"].replace("/", "-")
         name = f"{row['dataset']}_{weights}_{model}_{row['language']}_{row['task']}{shots}.json"
-        _write_json(output / name, row)
+        write_json(output / name, row)
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
@@ -274,26 +272,3 @@ def table(metrics: dict[str, float], title: str = "") -> Table:
 
 def _fitting(folder: EvaluationFolder) -> list[str]:
     return [name for name, evaluation in EVALUATIONS.items() if evaluation.folder == folder.task]
-
-
-def _listed(names: str | list[str]) -> list[str]:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-
-
-def _bar(batches: Any, description: str) -> Iterable:
-    """A progress bar in rank 0's terminal, gone when it is full."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    if rank_and_world()[0] or not console.is_terminal:
-        return batches
-    return track(batches, description=description, console=console, transient=True)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-        json.dump(content, file, indent=2, allow_nan=False)
-    os.chmod(file.name, 0o644)  # temporary files are private
-    os.replace(file.name, path)

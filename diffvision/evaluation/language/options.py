@@ -1,0 +1,88 @@
+"""What a language evaluation can be told: one record of settings, shared by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diffvision.evaluation.language.needle_text import FORMS
+from diffvision.evaluation.language.quantization import Granularity
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """Settings of the language evaluations; each reads those that concern it. The defaults follow the paper.
+
+    Args:
+        tokens: of the documents, the most that are read.
+        window: tokens that a model reads at a time; None for its own length, at most 2048.
+        stride: distance of perplexity's windows; None for windows that do not overlap.
+        points: positions of `position_nll`'s curve.
+        frequent_text: training text (as `data`) whose frequent bigrams are no recall.
+        frequent_count: a bigram that occurs more often there is frequent.
+        form: of the needles' text: "text", or "synthetic" for small models.
+        haystack: a text file to hide needles in; None for the form's own sentences.
+        lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
+        depths: of the answer in the context.
+        needles: "NxR", N needles of which R are asked for.
+        samples: contexts a depth and length.
+        shots: numbers of demonstrations.
+        order_shots: demonstrations whose order is changed.
+        permutations: orders.
+        mappings: tasks of the synthetic many-shot form.
+        classes: classes of each.
+        queries: questions of each.
+        bits: of quantised logits.
+        granularity: what shares a scale: "layer", "head" or "row".
+        quantised_needles: take the needle accuracy under quantised logits as well.
+        batch_size: rows at a time.
+        seed: of what is drawn.
+    """
+
+    tokens: int = 400_000
+    window: int | None = None
+    stride: int | None = None
+    points: int = 32
+    frequent_text: str | None = None
+    frequent_count: int = 1250
+    form: str = "text"
+    haystack: str | None = None
+    lengths: tuple[int, ...] | None = None
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    needles: tuple[str, ...] = ("1x1", "2x2", "4x2", "6x2")
+    samples: int = 50
+    shots: tuple[int, ...] = (1, 4, 16, 64)
+    order_shots: int = 64
+    permutations: int = 10
+    mappings: int = 8
+    classes: int = 4
+    queries: int = 16
+    bits: tuple[int, ...] = (16, 8, 6, 4)
+    granularity: Granularity = "layer"
+    quantised_needles: bool = False
+    batch_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
+        lists = ("lengths", "shots")
+        values = [(name, getattr(self, name)) for name in counts]
+        values += [(name, value) for name in lists for value in getattr(self, name) or ()]
+        values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
+        for name, value in values:
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a number of at least 1")
+        for name in ("depths", "needles", "shots", "bits"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: give at least one")
+        if self.form not in FORMS:
+            raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
+        for pair in self.needles:
+            needle_pair(pair)
+
+
+def needle_pair(text: str) -> tuple[int, int]:
+    """(N, R) of "NxR"; ValueError if it is none."""
+    first, _, second = text.partition("x")
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(second) <= int(first)):
+        raise ValueError(f"needles has {text!r}: write NxR, N needles of which R are asked for, such as 4x2")
+    return int(first), int(second)

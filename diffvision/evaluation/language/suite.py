@@ -1,0 +1,350 @@
+"""All language evaluations by name: of one model (`evaluate_language`), and of checkpoints, with files (`run`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffvision.evaluation.distributed import process_group
+from diffvision.evaluation.language import figures
+from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
+from diffvision.evaluation.language.attention_mass import attention_mass
+from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.loading import Subject, load_subject, read_texts, rows_of, tokenised
+from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
+from diffvision.evaluation.language.needle import needle
+from diffvision.evaluation.language.needle_text import FORMS, Form, sentences_of
+from diffvision.evaluation.language.options import LanguageOptions, needle_pair
+from diffvision.evaluation.language.outliers import outliers
+from diffvision.evaluation.language.perplexity import perplexity
+from diffvision.evaluation.language.position_nll import position_nll
+from diffvision.evaluation.language.quantization import quantization
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.output import bar, listed, write_bytes, write_json
+
+LENGTHS = (512, 1024, 2048, 4096)
+
+
+@dataclass
+class Work:
+    """A model, and what it is to be evaluated on and how."""
+
+    subject: Subject
+    options: LanguageOptions = field(default_factory=LanguageOptions)
+    documents: Sequence[Tensor] = ()  # int64 [N] each
+    num_bytes: int | None = None  # of their text
+    tasks: Sequence[Task] = ()  # of many-shot learning; none for the synthetic ones
+    progress: Progress = unseen
+
+    @property
+    def window(self) -> int:
+        """Tokens that the model reads at a time.
+
+        Raises:
+            ValueError: options.window is over what it can read.
+        """
+        longest = self.subject.max_length
+        if self.options.window is None:
+            return min(longest or 2048, 2048)
+        if longest is not None and self.options.window > longest:
+            raise ValueError(
+                f"window is {self.options.window}, over the {longest} tokens that {self.subject.name} reads: give less"
+            )
+        return self.options.window
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of contexts with needles; ValueError for one over what the model can read."""
+        longest = self.subject.max_length or max(LENGTHS)
+        if self.options.lengths is None:
+            return tuple(length for length in LENGTHS if length <= longest) or (longest,)
+        if over := [length for length in self.options.lengths if length > longest]:
+            raise ValueError(
+                f"lengths has {over[0]}, over the {longest} tokens that {self.subject.name} reads: give smaller ones"
+            )
+        return self.options.lengths
+
+    @property
+    def form(self) -> Form:
+        """How needles are written, in the haystack of one's own if there is one."""
+        form = FORMS[self.options.form]
+        if self.options.haystack is None:
+            return form
+        return dataclasses.replace(form, haystack=sentences_of("\n".join(read_texts([self.options.haystack]))))
+
+
+class LanguageEvaluation(NamedTuple):
+    """A row of the table below."""
+
+    function: Callable[[Work], dict[str, float]]
+    picture: Callable[[figures.Results], bytes]
+    reads: str  # "documents" (text and a tokenizer), or "tokenizer"
+
+
+def _perplexity(work: Work) -> dict[str, float]:
+    return perplexity(
+        work.subject.model,
+        work.documents,
+        window=work.window,
+        stride=work.options.stride,
+        num_bytes=work.num_bytes,
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _position_nll(work: Work) -> dict[str, float]:
+    return position_nll(
+        work.subject.model,
+        work.documents,
+        length=work.window,
+        points=work.options.points,
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _associative_recall(work: Work) -> dict[str, float]:
+    options, frequent = work.options, None
+    if options.frequent_text is not None:
+        training = ([*work.subject.tokenizer.encode(text)] for text in read_texts([options.frequent_text]))  # type: ignore[union-attr]
+        frequent = frequent_bigrams(map(torch.tensor, training), options.frequent_count)
+    return associative_recall(
+        work.subject.model,
+        work.documents,
+        window=work.window,
+        frequent=frequent,
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _needle(work: Work) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for pair in work.options.needles:
+        needles, queries = needle_pair(pair)
+        found = needle(
+            work.subject.model,
+            work.subject.tokenizer,
+            lengths=work.lengths,
+            depths=work.options.depths,
+            needles=needles,
+            queries=queries,
+            samples=work.options.samples,
+            form=work.form,
+            seed=work.options.seed,
+            batch_size=work.options.batch_size,
+            progress=work.progress,
+        )
+        metrics |= {f"{pair}/{metric}": value for metric, value in found.items()}
+    return metrics
+
+
+def _attention_mass(work: Work) -> dict[str, float]:
+    needles, queries = needle_pair(work.options.needles[-1])
+    return attention_mass(
+        work.subject.model,
+        work.subject.tokenizer,
+        length=min(work.lengths),
+        depths=work.options.depths,
+        needles=needles,
+        queries=queries,
+        samples=work.options.samples,
+        form=work.form,
+        seed=work.options.seed,
+        progress=work.progress,
+    )
+
+
+def _many_shot(work: Work) -> dict[str, float]:
+    options, subject = work.options, work.subject
+    tasks = work.tasks or label_mapping_tasks(
+        options.mappings, classes=options.classes, queries=options.queries, seed=options.seed
+    )
+    shared: dict[str, Any] = {
+        "max_length": subject.max_length,
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "progress": work.progress,
+    }
+    metrics = many_shot(subject.model, subject.tokenizer, tasks, shots=options.shots, **shared)
+    orders = order_robustness(
+        subject.model,
+        subject.tokenizer,
+        tasks,
+        shots=options.order_shots,
+        permutations=options.permutations,
+        **shared,
+    )
+    return metrics | {f"order/{metric}": value for metric, value in orders.items()}
+
+
+def _outliers(work: Work) -> dict[str, float]:
+    return outliers(work.subject.model, rows_of(work.documents, work.window), progress=work.progress)
+
+
+def _quantization(work: Work) -> dict[str, float]:
+    def needle_accuracy(model: Any) -> float:
+        options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
+        found = _needle(dataclasses.replace(work, options=options, progress=unseen))
+        return _mean([value for key, value in found.items() if key.endswith("/accuracy")])
+
+    return quantization(
+        work.subject.model,
+        rows_of(work.documents, work.window),
+        bits=work.options.bits,
+        granularity=work.options.granularity,
+        also={"needle_accuracy": needle_accuracy} if work.options.quantised_needles else None,
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
+LANGUAGE_EVALUATIONS = {
+    "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
+    "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
+    "associative_recall": LanguageEvaluation(_associative_recall, figures.recall_bars, "documents"),
+    "needle": LanguageEvaluation(_needle, figures.needle_maps, "tokenizer"),
+    "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
+    "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
+    "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
+    "quantization": LanguageEvaluation(_quantization, figures.quantization_curves, "documents"),
+}
+
+
+def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
+    """Metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
+
+    Args:
+        work: the model and what it is evaluated on.
+        tasks: names of `LANGUAGE_EVALUATIONS`.
+
+    Raises:
+        ValueError: an unknown task; documents or a tokenizer missing; what the evaluations raise.
+    """
+    check(tasks, has_documents=bool(work.documents))
+    if work.subject.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads == "tokenizer" for task in tasks):
+        raise ValueError(f"{work.subject.name} came without a tokenizer: give one, such as a tokenizer.json")
+    return {
+        f"{task}/{metric}": value
+        for task in tasks
+        for metric, value in LANGUAGE_EVALUATIONS[task].function(work).items()
+    }
+
+
+def check(tasks: Iterable[str], *, has_documents: bool) -> None:
+    """ValueError for an unknown task, or one that needs documents where there are none."""
+    for task in tasks:
+        if task not in LANGUAGE_EVALUATIONS:
+            raise ValueError(f"unknown task {task!r}: choose among {', '.join(LANGUAGE_EVALUATIONS)}")
+        if LANGUAGE_EVALUATIONS[task].reads == "documents" and not has_documents:
+            raise ValueError(f"{task} needs text: give data, files or folders of .txt or .jsonl, or shards")
+
+
+def run(
+    *,
+    checkpoint: str | list[str],
+    tasks: str | list[str],
+    data: str | list[str] | None = None,
+    output: str | None = None,
+    tokenizer: str | None = None,
+    demonstrations: str | None = None,
+    queries: str | None = None,
+    device: str = "auto",
+    options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
+) -> dict[str, dict[str, float]]:
+    """Evaluates language models, prints a table, and writes a JSON and a picture for each task.
+
+    Args:
+        checkpoint: folders or .ckpt files of ours, or hf:PATH (a list, or separated by commas), each with NAME= before
+            it if wanted; several are shown in one picture.
+        tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
+            (a list, or separated by commas).
+        data: text: files or folders of .txt or .jsonl ({"text": ...} a line), or shards of .txt.
+        output: folder for TASK.json and TASK.png.
+        tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies with the checkpoint.
+        demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
+        queries: likewise, what many_shot asks.
+        device: auto, cpu, cuda, cuda:1, ...
+        options: the evaluations' own settings.
+    """
+    names = list(dict.fromkeys(listed(tasks)))
+    check(names, has_documents=data is not None)
+    if (demonstrations is None) != (queries is None):
+        raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
+    given = [] if demonstrations is None or queries is None else [read_task(demonstrations, queries)]
+    results: dict[str, dict[str, float]] = {}
+    with process_group(device) as place:
+        for path in listed(checkpoint):
+            subject = load_subject(path, tokenizer=tokenizer, device=place)
+            if subject.name in results:
+                raise ValueError(f"two checkpoints are named {subject.name!r}: write NAME=PATH to tell them apart")
+            results[subject.name] = {}
+            work = _work(subject, options, None if data is None else listed(data), given)
+            for name in names:
+                results[subject.name] |= evaluate_language(work, [name])
+                if output is not None:
+                    write_numbers(name, results, options, output)
+    _show(results)
+    if output is not None:
+        for name in names:
+            write_picture(name, results, output)
+    return results
+
+
+def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
+    """Writes TASK.json of the models that have been through the task; a NaN and an infinity are null."""
+    plain = {
+        name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        for name, metrics in _of_task(results, task).items()
+    }
+    content = {"task": task, "models": plain, "options": dataclasses.asdict(options)}
+    write_json(Path(output) / f"{task}.json", content)
+
+
+def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
+    """Writes TASK.png of the models that have been through the task."""
+    write_bytes(Path(output) / f"{task}.png", LANGUAGE_EVALUATIONS[task].picture(_of_task(results, task)))
+
+
+def _work(subject: Subject, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:
+    if data is None:
+        return Work(subject, options, tasks=tasks, progress=bar)
+    if subject.tokenizer is None:
+        raise ValueError(f"{subject.name} came without a tokenizer, which reads the data: give one")
+    documents, num_bytes = tokenised(read_texts(data), subject.tokenizer, options.tokens)
+    return Work(subject, options, documents, num_bytes, tasks, bar)
+
+
+def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:
+    """The task's own metrics of each model that has any."""
+    prefix = f"{task}/"
+    found = {
+        name: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        for name, metrics in results.items()
+    }
+    return {name: metrics for name, metrics in found.items() if metrics}
+
+
+def _show(results: figures.Results) -> None:
+    """A table of the headline numbers: those without a place or length in their names."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *results)
+    shown = dict.fromkeys(itertools.chain.from_iterable(results.values()))
+    for key in (key for key in shown if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))):
+        table.add_row(key, *(f"{own[key]:.4g}" if key in own else "" for own in results.values()))
+    Console().print(table)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,42 @@
+"""What an evaluation shows and writes: a progress bar, and files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from diffvision.evaluation.distributed import rank_and_world
+
+
+def listed(names: str | list[str]) -> list[str]:
+    """A list as the command line gives it: itself, or names separated by commas."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+
+
+def bar(batches: Any, description: str) -> Iterable:
+    """A progress bar in rank 0's terminal, gone when it is full."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    if rank_and_world()[0] or not console.is_terminal:
+        return batches
+    return track(batches, description=description, console=console, transient=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes plain values; ValueError for a NaN, which JSON has not."""
+    write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o644)  # temporary files are private
+    os.replace(file.name, path)

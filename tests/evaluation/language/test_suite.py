@@ -1,0 +1,217 @@
+"""Checkpoints on disk through all evaluations, to files; bad input refused before anything runs."""
+
+import io
+import json
+import math
+import random
+
+import pytest
+import torch
+from PIL import Image
+
+from diffvision.data.tokenizers import train_tokenizer
+from diffvision.evaluation.language import figures
+from diffvision.evaluation.language.label_mapping import training_documents as mappings
+from diffvision.evaluation.language.loading import load_subject, read_texts, rows_of, tokenised
+from diffvision.evaluation.language.many_shot import Example, Task
+from diffvision.evaluation.language.needle_text import FORMS, training_documents
+from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.suite import (
+    LANGUAGE_EVALUATIONS,
+    Work,
+    evaluate_language,
+    run,
+    write_numbers,
+)
+from diffvision.models import language
+
+SMALL = LanguageOptions(
+    tokens=400,
+    window=24,
+    points=4,
+    form="synthetic",
+    lengths=(90,),
+    depths=(0.0, 1.0),
+    needles=("1x1", "2x2"),
+    samples=2,
+    shots=(1, 4),
+    order_shots=4,
+    permutations=2,
+    mappings=1,
+    queries=4,
+    bits=(8, 4),
+    quantised_needles=True,
+    batch_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Two checkpoints with their tokenizer, and texts."""
+    home = tmp_path_factory.mktemp("language")
+    texts = [*training_documents(count=30, lengths=(40, 90)), *mappings(10)]
+    tokenizer = train_tokenizer(texts, 400)
+    for name in ("transformer-debug", "diff-debug"):
+        torch.manual_seed(0)
+        model = language.create(name, vocab_size=tokenizer.vocab_size, max_length=128)
+        language.save(model, home / name, tokenizer)
+    lines = [json.dumps({"text": text}) for text in texts[:8]]
+    (home / "texts").mkdir()
+    (home / "texts" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
+    return home
+
+
+@pytest.fixture(scope="module")
+def results(home):
+    """Every task of two models, and the files."""
+    return run(
+        checkpoint=[f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
+        tasks=list(LANGUAGE_EVALUATIONS),
+        data=str(home / "texts"),
+        output=str(home / "out"),
+        device="cpu",
+        options=SMALL,
+    )
+
+
+def test_every_task_of_every_model_has_numbers(results):
+    assert list(results) == ["plain", "diff-debug"]
+    for metrics in results.values():
+        assert {key.partition("/")[0] for key in metrics} == set(LANGUAGE_EVALUATIONS)
+        assert 0 <= metrics["needle/2x2/accuracy/90/1"] <= 1
+        assert metrics["perplexity/tokens"] == 400
+        assert 0.9 * math.log(400) < metrics["perplexity/nll"] < 1.3 * math.log(400)  # untrained
+        assert metrics["quantization/nll/8"] == pytest.approx(metrics["quantization/nll/full"], abs=0.02)
+        assert "quantization/needle_accuracy/4" in metrics
+        assert metrics["many_shot/chance"] == 0.25
+
+
+def test_every_task_writes_numbers_and_a_picture(results, home):
+    for task in LANGUAGE_EVALUATIONS:
+        written = json.loads((home / "out" / f"{task}.json").read_text())
+        assert set(written["models"]) == set(results)
+        assert written["options"]["window"] == 24
+        key, value = next(iter(written["models"]["plain"].items()))
+        assert value == results["plain"][f"{task}/{key}"]
+        image = Image.open(home / "out" / f"{task}.png")
+        assert image.format == "PNG"
+        assert min(image.size) > 200
+
+
+def test_a_model_by_itself_gives_the_same(results, home):
+    subject = load_subject(str(home / "diff-debug"))
+    work = Work(subject, SMALL)
+    metrics = evaluate_language(work, ["needle"])
+    assert metrics == {key: value for key, value in results["diff-debug"].items() if key.startswith("needle/")}
+    plain = Work(subject, LanguageOptions())
+    assert (plain.window, plain.lengths) == (128, (128,))
+    task = Task([Example("a", "x"), Example("b", "y")], [Example("c", "y")])
+    own = evaluate_language(Work(subject, LanguageOptions(shots=(2,), order_shots=2), tasks=[task]), ["many_shot"])
+    assert own["many_shot/chance"] == 0.5
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    metrics = {"perplexity/nll": 800.0, "perplexity/perplexity": math.inf}
+    write_numbers("perplexity", {"a": metrics, "b": {}}, SMALL, tmp_path)
+    written = json.loads((tmp_path / "perplexity.json").read_text())
+    assert written["models"] == {"a": {"nll": 800.0, "perplexity": None}}
+
+
+def test_needles_in_a_haystack_of_ones_own(home, tmp_path):
+    (tmp_path / "hay.txt").write_text("Straw is dry. Straw is light. Straw is gold.")
+    work = Work(load_subject(str(home / "diff-debug")), LanguageOptions(haystack=str(tmp_path / "hay.txt")))
+    assert next(work.form.haystack(random.Random(0))).startswith("Straw is")
+    assert FORMS["text"].needle == work.form.needle
+
+
+def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
+    texts = list(read_texts([home / "texts"]))
+    assert len(texts) == 9
+    assert texts[8].startswith("Grüße")
+    documents, num_bytes = tokenised(["ab cd ef", "gh ij"], words, at_most=4)
+    assert [len(document) for document in documents] == [4, 2]  # each behind a start token
+    assert num_bytes == 10
+    assert rows_of(documents, 2).shape == (3, 2)
+    with pytest.raises(ValueError, match="6 tokens, not one row of 7"):
+        rows_of(documents, 7)
+    with pytest.raises(ValueError, match="not a single token"):
+        tokenised([""], words, at_most=4)
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8"):
+        list(read_texts([tmp_path / "bad.txt"]))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"t": 1}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*bad\.jsonl has no document"):
+        list(read_texts([tmp_path / "bad.jsonl"]))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"no \.txt, \.jsonl or \.tar in"):
+        list(read_texts([tmp_path / "none"]))
+
+
+def test_a_hugging_face_model_beside_ours(home, tmp_path, results):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=400, max_position_embeddings=64, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokenizer = str(home / "diff-debug" / "tokenizer.json")
+    subject = load_subject(f"hf:{tmp_path / 'llama'}", tokenizer=tokenizer)
+    assert (subject.name, subject.max_length) == ("llama", 64)
+    documents, num_bytes = tokenised(read_texts([home / "texts"]), subject.tokenizer, 100)
+    assert evaluate_language(Work(subject, SMALL, documents, num_bytes), ["perplexity", "outliers"])
+    assert load_subject(f"hf:{tmp_path / 'llama'}").tokenizer is None
+    with pytest.raises(ValueError, match="transformers finds no causal language model"):
+        load_subject(f"hf:{home / 'texts'}")
+
+
+def test_bad_commands_are_refused_before_anything_runs(home):
+    checkpoint = str(home / "diff-debug")
+    for settings, message in [
+        ({"tasks": "speed"}, "unknown task 'speed'"),
+        ({"tasks": "needle,perplexity"}, "perplexity needs text: give data"),
+        ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
+        ({"tasks": "needle", "checkpoint": f"{checkpoint},{checkpoint}"}, "two checkpoints are named 'diff-debug'"),
+        ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
+        ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
+    ]:
+        given = {"checkpoint": checkpoint, "options": SMALL, "device": "cpu", **settings}
+        with pytest.raises(ValueError, match=message):
+            run(**given)
+    with pytest.raises(ValueError, match="window is 500, over the 128 tokens that diff-debug reads"):
+        _ = Work(load_subject(checkpoint), LanguageOptions(window=500)).window
+    small = language.create("diff-debug", vocab_size=100)
+    language.save(small, home / "small")
+    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model of .* 100"):
+        load_subject(str(home / "small"), tokenizer=checkpoint)
+    assert load_subject(str(home / "small")).tokenizer is None
+    with pytest.raises(ValueError, match="small came without a tokenizer"):
+        evaluate_language(Work(load_subject(str(home / "small"))), ["needle"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"samples": 0}, "samples is 0"),
+        ({"lengths": (512, -1)}, "lengths is -1"),
+        ({"needles": ("2x4",)}, "needles has '2x4': write NxR"),
+        ({"needles": ("two",)}, "needles has 'two'"),
+        ({"bits": ()}, "bits is empty"),
+        ({"form": "verse"}, "form is 'verse': choose one of text, synthetic"),
+    ],
+)
+def test_bad_options_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageOptions(**settings)
+
+
+def test_checkpoints_of_lightning_have_equals_signs(home):
+    with pytest.raises(FileNotFoundError, match=r"epoch=3-step=100\.ckpt"):
+        load_subject("runs/epoch=3-step=100.ckpt")
+
+
+def test_pictures_colour_each_model():
+    curves = {"a": {"nll/1": 3.0, "nll/50": 2.0, "documents": 3.0}, "b": {"nll/1": 3.5, "nll/50": 2.5}}
+    image = Image.open(io.BytesIO(figures.position_curves(curves))).convert("RGB")
+    colours = {colour for _, colour in image.getcolors(1 << 24)}
+    for colour in figures.COLOURS[:2]:
+        assert tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5)) in colours
+    assert figures.numbered({"nll/50": 2.0, "nll/1": 3.0, "nll/full": 1.0, "nll": 9.0}, "nll") == {1: 3.0, 50: 2.0}
