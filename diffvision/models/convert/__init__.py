@@ -1,0 +1,1 @@
+"""Weights of our models in other libraries' layouts, and back."""
