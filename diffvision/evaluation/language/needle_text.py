@@ -11,7 +11,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _CITIES = (
     "Amsterdam Athens Auckland Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest Cairo Caracas "
@@ -219,7 +218,7 @@ def training_documents(
         form: a name in `FORMS`, or one.
         count: how many.
         lengths: least and most of a document's length.
-        most_needles: the most needles; 1 to as many, of which 1 to all are asked for.
+        most_needles: the most needles; 1 to as many as the length has room for, of which 1 to all are asked for.
         seed: other seeds give other documents; the evaluation's never coincide with them but by chance.
         measure: length of a text; by default its words, of which a tokenizer makes one to two tokens each.
     """
@@ -227,6 +226,8 @@ def training_documents(
     measure = measure or (lambda text: len(text.split()))
     for number in range(count):
         draw = random.Random(f"training {seed} {number}")
-        needles = draw.randint(1, most_needles)
-        settings: dict[str, Any] = {"needles": needles, "queries": draw.randint(1, needles), "depth": draw.random()}
-        yield compose_to_length(form, draw, measure, length=draw.randint(*lengths), **settings).text
+        length, depth, needles = draw.randint(*lengths), draw.random(), draw.randint(1, most_needles)
+        while needles > 1 and measure(compose(form, [], draw, needles=needles, queries=needles, depth=0).text) > length:
+            needles -= 1
+        queries = draw.randint(1, needles)
+        yield compose_to_length(form, draw, measure, length=length, needles=needles, queries=queries, depth=depth).text

@@ -102,6 +102,11 @@ def test_training_documents_are_of_the_same_kind():
         haystack, *answers = document.split("\n")
         assert 1 <= len(answers) <= haystack.count("#") <= 4
         assert all(answer.replace("?", "#") in haystack for answer in answers)
+    assert (
+        len(list(training_documents(count=20, lengths=(10, 20), most_needles=6))) == 20
+    )  # fewer needles where it must
+    with pytest.raises(ValueError, match="a context of 5 is too short for 1 needles"):
+        next(training_documents(count=1, lengths=(5, 5)))
 
 
 def test_a_haystack_of_ones_own_keeps_its_order(synthetic, draw):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from diffvision.data.packing import write_shards
 from diffvision.data.tokenizers import train_tokenizer
 from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.label_mapping import training_documents as mappings
@@ -137,6 +138,8 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
         rows_of(documents, 7)
     with pytest.raises(ValueError, match="not a single token"):
         tokenised([""], words, at_most=4)
+    write_shards(tmp_path / "shards", [{"__key__": name, "txt": name} for name in ("one", "two")])
+    assert list(read_texts([tmp_path / "shards"])) == ["one", "two"]
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8"):
         list(read_texts([tmp_path / "bad.txt"]))
