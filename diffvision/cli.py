@@ -18,6 +18,9 @@ COMMANDS = {
     "doctor": ("diffvision.doctor", "doctor", "check the installation"),
     "data make": ("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": ("diffvision.data.make", "check", "verify shards, and decode every sample"),
+    "generate": ("diffvision.generate", "generate_text", "continue a text with a language model"),
+    "data tokenizer": ("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
+    "data tokenize": ("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": ("diffvision.data.make", "stats", "count and measure shards"),
 }
 TRAINER_COMMANDS = {

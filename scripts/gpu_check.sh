@@ -16,12 +16,12 @@ if [ $# -ne 1 ]; then
 fi
 device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
-mkdir -p "$1" || exit 1
-out=$(cd "$1" && pwd)
 if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
     echo "gpu_check: no GPU here (nvidia-smi finds none); DEVICE=cpu QUICK=1 tries the script without one" >&2
     exit 1
 fi
+mkdir -p "$1" || exit 1
+out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

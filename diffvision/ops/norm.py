@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float | None) -> Float[Tensor, "... D"]:
@@ -17,7 +16,12 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
         x: [..., D].
         weight: [D], cast to x's dtype.
         eps: added to the mean square; the dtype's machine epsilon if None, as in torch.
+
+    Raises:
+        ValueError: a weight of another length.
     """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} must be as long as x's last axis, x is {tuple(x.shape)}")
     weight = weight.to(x.dtype)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
@@ -27,18 +31,30 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
 
 
 class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        inverse = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-        ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+    generate_vmap_rule = True  # and setup_context apart: what torch.func asks of a function
 
     @staticmethod
-    @once_differentiable
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (x * _inverse(x, eps)) * weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
+        inverse = _inverse(x, ctx.eps)
         unit = x * inverse
         terms = grad * unit
-        grad_weight = terms.reshape(-1, len(weight)).sum(0)
-        along = torch.matmul(terms, weight).div_(x.shape[-1]).unsqueeze(-1)  # the part of the gradient along x
-        return (grad * weight).sub_(unit.mul_(along)).mul_(inverse), grad_weight, None
+        grad_weight = terms.reshape(-1, weight.shape[0]).sum(0)
+        along = (terms * weight).mean(-1, keepdim=True)  # the part of the gradient along x
+        return (grad * weight - unit * along) * inverse, grad_weight, None
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x**2) + eps), [..., 1]; autocast would take the sum of products in half precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        return (torch.linalg.vecdot(x, x) / x.shape[-1] + eps).rsqrt().unsqueeze(-1)

@@ -175,6 +175,43 @@ def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():
         pass
 
 
+@pytest.mark.parametrize("backend", NAMES)
+def test_queries_long_before_the_first_key_are_zeros(backend):
+    """Whole blocks of rows without keys, and no keys at all."""
+    q, k, v, lam = tensors(b=1, h=10, hk=2, m=232, n=93, d=24, v=5, keys=1)
+    out = diff_attention(q, k, v, lam, causal=True, backend=backend)
+    true = diff_attention(q, k, v, lam, causal=True, backend="eager")
+    torch.testing.assert_close(out, true)
+    assert (out[:, :, :139] == 0).all()
+    for got, want in zip(
+        torch.autograd.grad(out.square().sum(), (q, k, v, lam)),
+        torch.autograd.grad(true.square().sum(), (q, k, v, lam)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    q, k, v, lam = tensors(h=4, hk=2, n=0)
+    out = diff_attention(q, k, v, lam, backend=backend)
+    assert (out == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v, lam)))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, 1e-8])
+@pytest.mark.parametrize("backend", NAMES)
+def test_any_finite_scale(backend, scale):
+    q, k, v, lam = tensors()
+    out = diff_attention(q, k, v, lam, causal=True, scale=scale, backend=backend)
+    scores = torch.einsum("bhpmd,bhpnd->bhpmn", q, k) * scale
+    maps = scores.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, (maps[:, :, 0] - lam * maps[:, :, 1]) @ v)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_the_result_may_be_changed_in_place(backend):
+    inputs = tensors()
+    diff_attention(*inputs, backend=backend).mul_(2).sum().backward()
+    assert all(t.grad is not None for t in inputs)
+
+
 BAD = {
     "one map": (lambda q, k, v, lam: (q[:, :, :1], k, v, lam), {}, r"q \[B, H, 2, M, D\]"),
     "heads": (lambda q, k, v, lam: (q, k[:, :3], v[:, :3], lam), {}, "4 query heads cannot share 3"),
@@ -182,7 +219,14 @@ BAD = {
     "length": (lambda q, k, v, lam: (q, k[..., :5, :], v, lam), {}, "same heads and length"),
     "dtype": (lambda q, k, v, lam: (q.float(), k, v, lam), {}, "one dtype"),
     "lam": (lambda q, k, v, lam: (q, k, v, torch.ones(3)), {}, r"lam of shape \(3,\)"),
-    "mask dtype": (lambda *t: t, {"mask": torch.zeros(7, 7)}, "mask must be boolean"),
+    "mask dtype": (lambda *t: t, {"mask": torch.zeros(7, 7)}, "mask must be a boolean tensor"),
+    "mask kind": (lambda *t: t, {"mask": True}, "mask must be a boolean tensor"),
+    "no heads": (lambda q, k, v, lam: (q, k[:, :0], v[:, :0], lam), {}, "heads and head sizes must be 1 or more"),
+    "no size": (lambda q, k, v, lam: (q[..., :0], k[..., :0], v, lam), {}, "heads and head sizes must be 1 or more"),
+    "complex lam": (lambda q, k, v, lam: (q, k, v, lam + 1j), {}, "lam must be a real tensor or number"),
+    "lam kind": (lambda q, k, v, lam: (q, k, v, None), {}, "lam must be a real tensor or number, got NoneType"),
+    "integers": (lambda q, k, v, lam: (q.int(), k.int(), v.int(), lam), {}, "floating point of 16 bits"),
+    "scale": (lambda *t: t, {"scale": float("nan")}, "scale must be a finite number"),
     "mask shape": (lambda *t: t, {"mask": torch.ones(6, 7, dtype=torch.bool)}, "mask of shape"),
     "dropout": (lambda *t: t, {"dropout": 1.0}, "dropout must be in"),
     "backend": (lambda *t: t, {"backend": "flashy"}, "unknown backend 'flashy'"),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from diffvision.ops import rms_norm
 
@@ -24,6 +24,17 @@ def test_gradients_are_right_of_transposed_heads_and_compile_whole():
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
+    assert gradgradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight))
+    by_func = torch.func.grad(lambda x: rms_norm(x, weight, 1e-5).square().sum())(x)
+    torch.testing.assert_close(by_func, torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), x)[0])
     assert rms_norm(x, weight, None).isfinite().all()
     compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
+
+
+def test_autocast_leaves_the_statistics_alone_and_a_wrong_weight_is_named():
+    x, weight = torch.randn(4, 6, 64), torch.ones(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
+    with pytest.raises(ValueError, match=r"weight \(1,\) must be as long as x's last axis"):
+        rms_norm(x, weight[:1], 1e-5)

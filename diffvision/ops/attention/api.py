@@ -1,6 +1,7 @@
 """The one operation: arguments checked once, a backend chosen, one call."""
 
 import itertools
+import math
 from functools import partial
 
 import torch
@@ -48,8 +49,8 @@ def diff_attention(
 
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
-    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    _check(q, k, v, lam, mask, dropout)
+    lam = _as_lambda(lam, q)
+    _check(q, k, v, lam, mask, dropout, scale)
     if mask is not None:  # backends and torch's kernels want all four axes
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
@@ -97,13 +98,13 @@ def diff_attention_varlen(
     Raises:
         ValueError: shapes or offsets that do not fit, or a limit of the backend asked for.
     """
-    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lam = _as_lambda(lam, q)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     _check_packed(q, k, v, lam, cu_seqlens, cu_seqlens_k)
     # One batch of all tokens: the operation's own layout, as views.
     packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
     lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
-    _check(*packed, lam.transpose(0, 1), None, 0.0)
+    _check(*packed, lam.transpose(0, 1), None, 0.0, scale)
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     if max_seqlen_k is None:
@@ -126,7 +127,21 @@ def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(ends))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dropout: float) -> None:
+def _as_lambda(lam: Tensor | float, q: Tensor) -> Tensor:
+    """lam as a tensor of at least float32 beside q, whose dtype is looked at first: everything else rests on it."""
+    for name, value in (("q", q), ("lam", lam)):
+        number = isinstance(value, int | float) and name == "lam"
+        if not number and (not isinstance(value, Tensor) or value.is_complex()):
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must be a real tensor{' or number' if name == 'lam' else ''}, got {kind}")
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+        raise ValueError(f"q, k and v must be floating point of 16 bits or more, got {q.dtype}: cast them first")
+    return torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+) -> None:
     shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 5 or k.dim() != 5 or v.dim() != 4 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
         raise ValueError(f"expected q [B, H, 2, M, D], k [B, Hk, 2 or 1, N, D] and v [B, Hk, N, V]; {shapes}")
@@ -134,6 +149,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dr
         raise ValueError(f"q, k and v need one batch size, and q and k one head size; {shapes}")
     if k.shape[1] != v.shape[1] or k.shape[3] != v.shape[2]:
         raise ValueError(f"k and v need the same heads and length; {shapes}")
+    if 0 in (q.shape[1], k.shape[1], q.shape[4], v.shape[3]):
+        raise ValueError(f"heads and head sizes must be 1 or more; {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly; {shapes}")
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
@@ -141,15 +158,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dr
             f"q, k and v need one dtype and device; got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
             f"{v.dtype} on {v.device}: cast or move them first"
         )
-    if not q.dtype.is_floating_point:
-        raise ValueError(f"q, k and v must be floating point, got {q.dtype}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}")
     _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     if mask is not None:
-        if mask.dtype != torch.bool:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != q.device:
+            got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
             raise ValueError(
-                f"mask must be boolean (True = may attend), got {mask.dtype}: pass `mask == 0` of a 0/-inf one"
+                f"mask must be a boolean tensor (True = may attend) on {q.device}, got {got}: pass `mask == 0` of a "
+                "0/-inf one, and move it to q's device"
             )
         _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
 
@@ -160,10 +179,15 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu
         raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
     _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
     for name, cu, total in (("cu_seqlens", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
-        if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) != len(cu_q) or len(cu) < 1 or cu.device != q.device:
+        if not isinstance(cu, Tensor):
+            raise ValueError(f"{name} must be an int32 tensor, got {cu!r}: torch.tensor(..., dtype=torch.int32)")
+        if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) < 1 or cu.device != q.device:
             raise ValueError(
-                f"{name} must be int32 [sequences + 1] on {q.device}, got {cu.dtype} {list(cu.shape)} on {cu.device}"
+                f"{name} must be int32 [sequences + 1] on {q.device}, got {cu.dtype} {list(cu.shape)} on {cu.device}: "
+                f"cast it with .to({str(q.device)!r}, torch.int32)"
             )
+        if len(cu) != len(cu_q):
+            raise ValueError(f"{name} has {len(cu)} offsets and cu_seqlens {len(cu_q)}: one a sequence and the end")
         # Values are looked at only where that does not wait for a device.
         if cu.device.type == "cpu" and not torch.compiler.is_compiling():
             ends = cu.tolist()

@@ -162,7 +162,8 @@ def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, block: _Block) 
         key = k[min(m, k.shape[0] - 1)].transpose(1, 2)
         torch.baddbmm(maps[m], q[m], key, beta=0, alpha=scale, out=maps[m])
         samples, rows = block.samples.stop - block.samples.start, block.rows.stop - block.rows.start
-        by_head = maps[m].view(samples, -1, rows, maps.shape[3])
+        heads = maps.shape[1] * maps.shape[2] // (samples * rows)
+        by_head = maps[m].view(samples, heads, rows, maps.shape[3])
         if block.forbidden is not None:
             by_head[..., block.masked_from :].masked_fill_(block.forbidden, -torch.inf)
         torch.softmax(maps[m], -1, out=maps[m])
@@ -253,7 +254,9 @@ def _add_product(target: Tensor, a: Tensor, b: Tensor, first: bool, scratch: _Sc
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """[B, H, M, V] that lies as [B, M, H, V], so that a layer merges the heads without a copy; room for the maps."""
-    out = q.new_empty(q.shape[0], q.shape[3], q.shape[1], v.shape[3]).transpose(1, 2)
+    (batch, heads, _, queries, _), size = q.shape, v.shape[3]
+    # Not a transposed tensor: autograd would take it for a view, and refuse to change it in place.
+    out = q.new_empty_strided((batch, heads, queries, size), (queries * heads * size, size, heads * size, 1))
     return out, q.new_empty(2 * q.shape[0] * q.shape[1] * q.shape[3] * k.shape[3] if keep else 0)
 
 

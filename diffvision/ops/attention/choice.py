@@ -22,8 +22,8 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 # On a CPU the plain formula wins for very short rows, where the blocks' many small calls cost more than they save: the
-# crossing lies between 50 and 65 keys (docs/benchmarks/attention.md).
-EAGER_MAX_KEYS_CPU = 56
+# crossing lies between 77 and 197 keys (docs/benchmarks/attention.md).
+EAGER_MAX_KEYS_CPU = 80
 
 _preferred = "auto"
 
@@ -33,7 +33,7 @@ def attention_backend(name: str) -> Iterator[None]:
     """Every call of `backend="auto"` within takes this backend, layers and whole models included.
 
     It never falls back: a call that the backend cannot take is a ValueError that names the limit. For the process as a
-    whole, not for one thread.
+    whole, not for one thread: where two threads use it at once, the one that leaves last decides what stays.
 
     Args:
         name: of `BACKENDS`, or "auto".

@@ -45,6 +45,8 @@ def attention_maps(
         scores = q @ k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
     if causal:
         lower = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        if mask is None and queries <= keys:  # every row has a key
+            return scores.masked_fill(~lower, -torch.inf).softmax(dim=-1)
         mask = lower if mask is None else mask & lower
     if mask is None:
         return scores.softmax(dim=-1)
@@ -67,7 +69,8 @@ def diff_attention(
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
     maps = F.dropout(attention_maps(q, k, causal=causal, mask=mask, scale=scale), dropout)
-    difference = maps[:, :, 0] - lam.to(maps.dtype) * maps[:, :, 1]
+    one, two = maps.unbind(2)  # whose backward is one copy, where indexing twice would add up two halves full of zeros
+    difference = one - lam.to(maps.dtype) * two
     with torch.autocast(q.device.type, enabled=False):
         out = difference @ v.to(maps.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return out.to(q.dtype)

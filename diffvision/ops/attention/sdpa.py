@@ -34,6 +34,11 @@ def diff_attention(
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
     head_dim, value_dim = q.shape[4], v.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
+    if scale <= 0:  # torch's causal kernel on a CPU multiplies its -inf by it
+        q, scale = q * scale, 1.0
+    if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients of nothing may be NaN
+        nothing = (k.sum() + v.sum()).to(q.dtype)
+        return (q[:, :, 0, :, :1] * lam * 0 + nothing).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     q, k, v = _equal_sizes(q, k, v)
     mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
 

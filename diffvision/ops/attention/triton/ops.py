@@ -120,11 +120,16 @@ def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tenso
     Packed sequences may end before their tensor does: zeros there.
     """
     batch, heads, _, queries, _ = q.shape
-    make = q.new_zeros if packed else q.new_empty
-    shape = (batch, queries, heads, v.shape[3])
-    out = make(shape).transpose(1, 2)
-    o2 = make(shape).transpose(1, 2) if keep == "streaming" else q.new_empty(0)
-    lse = make(0 if keep == "nothing" else q.shape[:4], dtype=torch.float32)
+    size = v.shape[3]
+    shape, strides = (batch, heads, queries, size), (queries * heads * size, size, heads * size, 1)
+
+    def make() -> Tensor:  # no transposed tensor, which autograd would take for a view and refuse to change in place
+        made = q.new_empty_strided(shape, strides)
+        return made.zero_() if packed else made
+
+    out = make()
+    o2 = make() if keep == "streaming" else q.new_empty(0)
+    lse = (q.new_zeros if packed else q.new_empty)(0 if keep == "nothing" else q.shape[:4], dtype=torch.float32)
     return out, lse, o2
 
 
