@@ -217,7 +217,7 @@ def _bars(ax: Any, groups: Mapping[str, Mapping[str, float]], *, log: bool = Fal
             x = place + (number - (len(names) - 1) / 2) * wide
             ax.bar(x, value, width=0.92 * wide, color=COLOURS[number % len(COLOURS)], label=None if place else name)
             ax.annotate(
-                f"{value:.3g}",
+                f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}",
                 (x, value),
                 xytext=(0, 3 if value >= 0 else -3),
                 textcoords="offset points",
@@ -228,7 +228,7 @@ def _bars(ax: Any, groups: Mapping[str, Mapping[str, float]], *, log: bool = Fal
             )
     ax.set_xticks(range(len(groups)), list(groups))
     ax.grid(axis="y")
-    ax.margins(y=0.2)
+    ax.margins(y=0.3 if log else 0.2)  # room for the numbers
 
 
 def _heat_map(ax: Any, cells: Mapping[str, float]) -> Any:
