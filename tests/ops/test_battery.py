@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from diffvision.ops import diff_attention, diff_attention_varlen
+from diffvision.ops import attention_maps, diff_attention, diff_attention_varlen
 from diffvision.ops.attention import BACKENDS
 from diffvision.ops.attention.problem import describe
 
@@ -117,13 +117,15 @@ def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal
     true, true_grads = exact(inputs, causal)
     plain, plain_grads = plain_errors(inputs, causal)
     error, floor = largest(out, true), rounding(dtype, true)
-    record_property("output_ratio", error / max(plain, floor))
+    rounds = min(m, n) > 3  # shorter ones are nearly exact in both, and their ratio says nothing
+    record_property("output_ratio", error / plain if rounds else 0.0)
     assert error <= 2.5 * plain + floor
     ratios = []
-    # Where dP - rowsum(P dP) cancels, in rows of one key for instance, it rounds as its terms do.
-    floor = rounding(dtype, (2 * true.square()).sum(-1))
+    # Where P (dP - rowsum(P dP)) cancels, in rows of one key for instance, it rounds as its terms do.
+    weight = attention_maps(inputs[0].double(), inputs[1].double(), causal=causal).amax((2, 4))
+    floor = rounding(dtype, weight * (2 * true.square()).sum(-1))
     for got, want, base in zip(grads[:3], true_grads[:3], plain_grads, strict=True):
-        ratios.append(largest(got, want) / max(base, floor))
+        ratios.append(largest(got, want) / base if rounds else 0.0)
         assert largest(got, want) <= 3 * base + 2 * floor
     record_property("gradient_ratio", max(ratios))
     # lam's gradient sums over every row and column: relative to the sum of what it adds up.
