@@ -18,6 +18,11 @@ COMMANDS = {
     "doctor": ("diffvision.doctor", "doctor", "check the installation"),
     "data make": ("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": ("diffvision.data.make", "check", "verify shards, and decode every sample"),
+    "evaluate-language": (
+        "diffvision.evaluation.language.suite",
+        "run",
+        "perplexity, needles, many-shot, outliers and more of language models",
+    ),
     "generate": ("diffvision.generate", "generate_text", "continue a text with a language model"),
     "data tokenizer": ("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": ("diffvision.data.make", "tokenize", "write text shards as token shards"),
@@ -109,7 +114,7 @@ def _reported(call: Callable[[], Any]) -> int:
 def _help() -> str:
     described = {**TRAINER_COMMANDS, **{name: text for name, (_, _, text) in COMMANDS.items()}}
     described["run"] = "run another program with our models registered: diffvision run open_clip_train.main ..."
-    lines = [f"  {name:<12} {text}" for name, text in described.items()]
+    lines = [f"  {name:<18} {text}" for name, text in described.items()]
     return "\n".join(["usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)", "", *lines])
 
 
