@@ -123,6 +123,8 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
         if not hasattr(model, "encode_text"):
             raise ValueError(f"{type(model).__name__} has no encode_text: it takes images only")
         model.encode_text(batch["text"])
+    if "tokens" in batch:
+        model.hidden(batch["tokens"])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: lambda a layer, samples a second, and what became of every sample."""
+"""What a run tells while it goes: lambda a layer, samples or tokens a second, and what became of every sample."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ class LambdaMonitor(pl.Callback):
             return
         model: Any = pl_module.model
         few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
-        # A layer's dropout must not move the run's random numbers on.
-        with torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []):
+        if "tokens" in batch:
+            few["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
+        # A layer's dropout must not move the run's random numbers on, nor its hooks have a layer compiled anew.
+        with (
+            torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager"),
+        ):
             lambdas = layer_lambdas(model, few)
         if lambdas:
             pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
@@ -43,10 +48,10 @@ class LambdaMonitor(pl.Callback):
 
 class Throughput(pl.Callback):
     """Logs `train/samples_per_second` over all ranks: samples consumed over the wall time since the last logging step,
-    waiting for data included, validation and epoch ends not."""
+    waiting for data included, validation and epoch ends not. Of text, `train/tokens_per_second` too."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.samples, self.seconds, self.mark = 0, 0.0, time.perf_counter()
+        self.samples, self.tokens, self.seconds, self.mark = 0, 0, 0.0, time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.mark = time.perf_counter()
@@ -56,10 +61,15 @@ class Throughput(pl.Callback):
     ) -> None:
         now = time.perf_counter()
         self.seconds, self.mark = self.seconds + now - self.mark, now
-        self.samples += len(batch["image"]) * trainer.world_size  # every rank has as many
+        data: torch.Tensor = batch["tokens"] if "tokens" in batch else batch["image"]
+        self.samples += len(data) * trainer.world_size  # every rank has as many
+        if "tokens" in batch:
+            self.tokens += len(data) * (data.shape[1] - 1) * trainer.world_size  # that the model reads
         if logged(trainer):
-            pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=True)
-            self.samples, self.seconds = 0, 0.0
+            pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=not self.tokens)
+            if self.tokens:
+                pl_module.log("train/tokens_per_second", self.tokens / self.seconds, prog_bar=True)
+            self.samples, self.tokens, self.seconds = 0, 0, 0.0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.mark = time.perf_counter()  # validation runs after on_train_batch_end, so all of it lies before this

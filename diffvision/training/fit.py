@@ -12,11 +12,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.folders import find_folders
+from diffvision.data.language import TextData
 from diffvision.data.modules import ImageLabelData, ImageTextData
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.language import LanguageModule
 
 __all__ = [
     "ClassificationModule",
@@ -26,6 +28,8 @@ __all__ = [
     "ImageLabelData",
     "ImageTextData",
     "LambdaMonitor",
+    "LanguageModule",
+    "TextData",
     "Throughput",
     "fit",
 ]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+Decay = Literal["cosine", "linear"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up and a cosine decay, both stepwise.
+    """AdamW with a linear warm-up and then a decay, both stepwise.
 
     Attributes:
         lr: the highest learning rate, reached at the end of the warm-up.
@@ -24,7 +26,8 @@ class OptimizerSettings:
         warmup_epochs: length of the warm-up; fractions are allowed.
         warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
         start_lr: where the warm-up starts from.
-        end_lr: where the cosine ends.
+        end_lr: where the decay ends.
+        decay: "cosine", or "linear" as the DIFF Transformer's.
         clip_norm: the gradient's norm is clipped to this; None leaves it.
     """
 
@@ -36,6 +39,7 @@ class OptimizerSettings:
     warmup_steps: int | None = None
     start_lr: float = 0.0
     end_lr: float = 0.0
+    decay: Decay = "cosine"
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +47,8 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
+        if self.decay not in get_args(Decay):
+            raise ValueError(f"optimizer.decay is {self.decay!r}; it must be one of {', '.join(get_args(Decay))}")
 
 
 def without_decay(name: str, parameter: Tensor) -> bool:
@@ -64,8 +70,8 @@ def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[st
     return [group for group in groups if group["params"]]
 
 
-class WarmupCosine(torch.optim.lr_scheduler.LRScheduler):
-    """Linear warm-up to each group's rate, then a cosine to `end_lr`: a pure function of the step.
+class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
+    """Linear warm-up to each group's rate, then a cosine or a line to `end_lr`: a pure function of the step.
 
     Its state is the step alone. Loading a checkpoint puts back the rates, decay, betas and eps of the configuration,
     which the optimizer's own state would silently replace by those of the earlier run.
@@ -87,7 +93,8 @@ class WarmupCosine(torch.optim.lr_scheduler.LRScheduler):
         if step < self.warmup:
             return start + (1 - start) * (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / (self.total - self.warmup))
-        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+        left = 1 - done if self.settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return end + (1 - end) * left
 
     def get_lr(self) -> list[float | Tensor]:
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
@@ -116,7 +123,7 @@ def steps_per_epoch(trainer: pl.Trainer) -> int | None:
     return math.ceil(batches / trainer.accumulate_grad_batches)
 
 
-def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupCosine:
+def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupDecay:
     """The schedule of a run, its length read from the trainer's max_steps or max_epochs and the data's length."""
     epoch = steps_per_epoch(trainer)
     lengths = [trainer.max_steps] if trainer.max_steps > 0 else []
@@ -124,7 +131,7 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
         lengths.append(trainer.max_epochs * epoch)
     if not lengths:
         raise ValueError(
-            f"the cosine needs the run's length: max_steps is {trainer.max_steps}, max_epochs {trainer.max_epochs} and "
+            f"the decay needs the run's length: max_steps is {trainer.max_steps}, max_epochs {trainer.max_epochs} and "
             f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs with a data module"
         )
     warmup = settings.warmup_steps
@@ -132,7 +139,7 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
         if epoch is None and settings.warmup_epochs:
             raise ValueError("warmup_epochs needs a data module to know an epoch's steps; set optimizer.warmup_steps")
         warmup = round(settings.warmup_epochs * (epoch or 0))
-    return WarmupCosine(optimizer, settings, warmup, min(lengths))
+    return WarmupDecay(optimizer, settings, warmup, min(lengths))
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -155,6 +162,8 @@ def guard(optimizer: torch.optim.Optimizer, clip_norm: float | None, *, scaled: 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()  # of sharded parameters, each rank holds its part of the norm
     if clip_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     if not scaled and not torch.isfinite(norm):

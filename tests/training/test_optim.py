@@ -10,7 +10,7 @@ from torch import nn
 from diffvision import nn as layers
 from diffvision.training.optim import (
     OptimizerSettings,
-    WarmupCosine,
+    WarmupDecay,
     adamw,
     guard,
     param_groups,
@@ -67,6 +67,13 @@ def test_schedule_is_linear_then_cosine_between_the_given_rates():
     assert rates[4:] == sorted(rates[4:], reverse=True)
 
 
+def test_a_linear_decay_is_a_line():
+    settings = OptimizerSettings(lr=1.0, end_lr=0.2, warmup_steps=2, decay="linear")
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    scheduler = schedule(optimizer, settings, trainer(max_steps=6))
+    assert [scheduler.factor(step) for step in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
 @pytest.mark.parametrize(
     ("settings", "warmup", "total"),
     [
@@ -94,10 +101,12 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
         schedule(optimizer, OptimizerSettings(warmup_epochs=4), trainer())
     with pytest.raises(ValueError, match="clip_norm is -1"):
         OptimizerSettings(clip_norm=-1.0)
+    with pytest.raises(ValueError, match="decay is 'step'; it must be one of cosine, linear"):
+        OptimizerSettings(decay="step")
 
 
 def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
-    def make(**settings) -> tuple[torch.optim.Optimizer, WarmupCosine]:
+    def make(**settings) -> tuple[torch.optim.Optimizer, WarmupDecay]:
         chosen = OptimizerSettings(warmup_steps=2, **settings)
         optimizer = adamw(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
         return optimizer, schedule(optimizer, chosen, trainer())

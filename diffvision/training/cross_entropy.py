@@ -1,0 +1,83 @@
+"""Next-token cross entropy from hidden states, without the logits of all tokens at once."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100  # the target of a token that counts for nothing; torch's own number
+
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "T dim"],
+    weight: Float[Tensor, "vocab dim"],
+    targets: Int[Tensor, "T"],
+    *,
+    z_loss: float = 0.0,
+    chunk: int = 1024,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Sums over the tokens of cross entropy + z_loss * log(Z)^2, and of the cross entropy alone, in nats.
+
+    The logits `hidden @ weight.T` are made for `chunk` tokens at a time, turned into float32 (as `LanguageModel.logits`
+    does), and into their gradient on the spot: T x vocab numbers are never kept, and no product is computed twice. The
+    gradients are those of sums, so that float16 has no small numbers to lose, and are scaled in the backward pass.
+
+    Args:
+        hidden: what the output projection is applied to; under autocast products are in autocast's dtype.
+        weight: of the output projection, without bias.
+        targets: ids, or IGNORED.
+        z_loss: weight of the penalty on the normaliser Z (arXiv 2204.02311 section 5: 1e-4); 0 for none.
+        chunk: tokens whose logits are in memory together.
+
+    Returns:
+        Both in float32 or better; only the first has a gradient, and only once.
+    """
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, nll = _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk, wanted)
+    return loss, nll
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, targets, z_loss, chunk, wanted = args
+        device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
+        product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        narrow = weight.to(product)  # once, and not for every chunk
+        loss, nll = torch.zeros(2, dtype=dtype, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if wanted else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(hidden), chunk):
+                rows = slice(start, start + chunk)
+                h, target = hidden[rows].to(product), targets[rows]
+                logits = F.linear(h, narrow).to(dtype)
+                log_z = logits.logsumexp(dim=-1)
+                valid = target != IGNORED
+                label = target.where(valid, 0)[:, None]
+                cross_entropy = ((log_z - logits.gather(1, label)[:, 0]) * valid).sum()
+                nll += cross_entropy
+                loss += cross_entropy if not z_loss else cross_entropy + z_loss * (log_z.square() * valid).sum()
+                if grad_hidden is not None and grad_weight is not None:
+                    grad = _logits_to_gradient(logits, log_z, label, valid, z_loss).to(product)
+                    grad_hidden[rows] = grad @ narrow
+                    grad_weight += grad.T @ h
+        if grad_hidden is not None and grad_weight is not None:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a second backward pass over them is refused by autograd, for it would scale them twice.
+        grad_hidden, grad_weight = (saved.mul_(grads[0]) for saved in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _logits_to_gradient(logits: Tensor, log_z: Tensor, label: Tensor, valid: Tensor, z_loss: float) -> Tensor:
+    """The gradient of the sum for the logits [C, vocab], in their place: softmax * (1 + 2 z_loss log Z) - one-hot."""
+    factor = (1 + 2 * z_loss * log_z) * valid
+    softmax = logits.sub_(log_z[:, None]).exp_().mul_(factor[:, None])
+    return softmax.scatter_add_(1, label, -valid.to(logits.dtype)[:, None])

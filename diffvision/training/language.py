@@ -1,0 +1,208 @@
+"""Next-token training of our language models: one LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from diffvision.data.batches import TokenBatch
+from diffvision.models import language
+from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.optim import OptimizerSettings, adamw, guard, param_groups, schedule
+
+# Of the configuration, what weights of one setting may be trained on with in another.
+EXTENDED = ("max_length", "rotary_theta")
+PAPER_3B = OptimizerSettings(
+    lr=3.2e-4, end_lr=1.28e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=1000, decay="linear"
+)
+
+
+class LanguageModule(pl.LightningModule):
+    """A model of `diffvision.models.language` that learns to predict the next token.
+
+    A batch's loss is the mean over its predictions, on all ranks together. Where the batch numbers its documents,
+    attention stays inside of them, and the first token of a document is not predicted from the one before.
+
+    Runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size the
+    number of devices and tensor_parallel_size 1; weights are drawn whole in each process, and then sharded).
+
+    Attributes:
+        model: the `LanguageModel`; its keys in a checkpoint's state_dict have the prefix "model.". A checkpoint can be
+            read by `diffvision.models.language.load`.
+        tokenizer: what was given; the command line hands it to the data.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        model_args: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
+        pretrained: str | None = None,
+        optimizer: OptimizerSettings = PAPER_3B,
+        z_loss: float = 0.0,
+        loss_chunk: int = 1024,
+        grad_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            model: name of a language model: "diff-3m", "transformer-1.4b", ...
+            model_args: fields of `LanguageConfig` that replace the named model's (vocab_size, max_length, ...).
+            tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
+            pretrained: checkpoint to start from, as `language.load` reads it; it may differ in max_length and
+                rotary_theta alone.
+            optimizer: AdamW and its schedule.
+            z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0 for none.
+            loss_chunk: tokens whose logits are in memory together.
+            grad_checkpointing: recompute the blocks' activations in the backward pass.
+            compile: torch.compile each block, in place.
+
+        Raises:
+            ValueError: settings that no model has; weights of another model.
+        """
+        super().__init__()
+        if loss_chunk < 1:
+            raise ValueError(f"loss_chunk is {loss_chunk}; it counts tokens: 1 or more, such as 1024")
+        if z_loss < 0:
+            raise ValueError(f"z_loss is {z_loss}; it weighs a penalty: 0 for none, or such as 1e-4")
+        self.name, self.tokenizer, self.settings = model, tokenizer, optimizer
+        self.z_loss, self.loss_chunk = z_loss, loss_chunk
+        try:
+            self.model = language.create(model, **(model_args or {}))
+        except TypeError as error:  # an unknown field
+            raise ValueError(f"model_args: {error}") from error
+        if pretrained is not None:
+            self._start_from(pretrained)
+        self.model.set_grad_checkpointing(grad_checkpointing)
+        if compile:
+            for block in self.model.blocks:
+                block.compile()  # in place: the state_dict's keys stay; one graph serves all blocks
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model has embeddings for."""
+        return self.model.config.vocab_size
+
+    def _start_from(self, checkpoint: str) -> None:
+        loaded = language.load(checkpoint)
+        self._same_model(asdict(loaded.config), checkpoint, but=EXTENDED)
+        self.model.load_state_dict(loaded.state_dict())
+
+    def _same_model(self, theirs: dict[str, Any], checkpoint: str, but: tuple[str, ...] = ()) -> None:
+        """ValueError where a checkpoint's configuration is not this model's, but for some fields."""
+        ours = asdict(self.model.config)
+        wrong = {k: (theirs.get(k), v) for k, v in ours.items() if k not in but and theirs.get(k) != v}
+        if wrong:
+            told = ", ".join(f"{k} {old!r} (here {new!r})" for k, (old, new) in wrong.items())
+            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {told}: set model.model_args")
+
+    def configure_model(self) -> None:
+        """Shard the model over the devices, where the strategy asks for it: each block, and the rest together."""
+        mesh = self.device_mesh
+        if mesh is None or isinstance(self.model, FSDPModule):
+            return
+        if (size := mesh["tensor_parallel"].size()) > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, but the model is sharded over data only: set the strategy's "
+                f"tensor_parallel_size to 1 and its data_parallel_size to {mesh.size()}, for its defaults are not that"
+            )
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(self.model, mesh=mesh["data_parallel"])
+        register_fsdp_forward_method(self.model, "hidden")
+
+    def setup(self, stage: str) -> None:
+        length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
+        if isinstance(length, int) and length > (limit := self.model.config.max_length):
+            raise ValueError(
+                f"data.length is {length} tokens, over the model's max_length of {limit}: "
+                "set model.model_args.max_length to as many, or lower data.length"
+            )
+
+    def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
+        tokens, documents = batch["tokens"], batch.get("documents")
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if documents is not None:
+            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
+            documents = documents[:, :-1]
+        hidden = self.model.hidden(inputs, documents=documents)
+        penalty = self.z_loss if self.training else 0.0
+        loss, nll = linear_cross_entropy(
+            hidden.flatten(0, 1), self.model.head_weight, targets.flatten(), z_loss=penalty, chunk=self.loss_chunk
+        )
+        return loss, nll, (targets != IGNORED).sum()
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        loss, nll, count = self.sums(batch)
+        # The mean of the ranks' gradients is that of the global batch only if all divide by the same number.
+        share = count if "documents" not in batch else self.trainer.strategy.reduce(count.float(), reduce_op="mean")
+        share = share.clamp(min=1)
+        self.log("train/loss", nll / count.clamp(min=1), prog_bar=True)
+        if self.z_loss:
+            self.log("train/z_loss", (loss.detach() - nll) / count.clamp(min=1))
+        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        return loss / share
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        norm = guard(optimizer, self.settings.clip_norm, scaled=scaled, step=self.trainer.global_step)
+        self.log("train/grad_norm", norm)
+
+    def on_validation_epoch_start(self) -> None:
+        self.counts = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, predictions
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        self._in_step(working=True)
+        with self._plain_tensors():
+            _, nll, count = self.sums(batch)
+        self.counts += torch.stack([nll.double(), count.double()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Sums over ranks, whose batches need not be equal, before anything is divided."""
+        while self._in_step(working=False):
+            with self._plain_tensors():
+                self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        nats, predictions = self.trainer.strategy.reduce(self.counts, reduce_op="sum").tolist()
+        if not predictions:
+            raise ValueError("the validation data is empty: no loss can be given")
+        loss = nats / predictions
+        perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
+        self.log_dict({"val/loss": loss, "val/perplexity": perplexity}, prog_bar=True, sync_dist=True)
+        self.log("val/tokens", predictions, sync_dist=True)
+
+    def _in_step(self, working: bool) -> bool:
+        """Whether any rank has a batch to validate. Sharded layers are gathered by all ranks together, so one with
+        fewer batches than others goes along until all are done; elsewhere no rank needs to know of the others."""
+        if not isinstance(self.model, FSDPModule):
+            return working
+        flag = torch.tensor(float(working), device=self.device)
+        return bool(self.trainer.strategy.reduce(flag, reduce_op="sum"))
+
+    @contextmanager
+    def _plain_tensors(self) -> Iterator[None]:
+        """No gradients, and no inference mode either: what FSDP2 gathers in it, the next training step would use."""
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
+        scheduler = schedule(optimizer, self.settings, self.trainer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), "the checkpoint")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write down what `language.load` needs to rebuild the model, as plain Python values."""
+        checkpoint["hyper_parameters"] = {"config": asdict(self.model.config)}
+        checkpoint["diffvision"] = {"model": self.name, "tokenizer": self.tokenizer}

@@ -1,0 +1,345 @@
+"""Next-token training: the loss against torch's on whole logits, one step in two processes, what a checkpoint holds."""
+
+import os
+import socket
+from dataclasses import asdict
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import multiprocessing
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from diffvision.models import language
+from diffvision.training.callbacks import LambdaMonitor, Throughput
+from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.language import LanguageModule
+from diffvision.training.optim import OptimizerSettings
+
+# Lightning's advice on loaders (more workers, no validation) is not for these.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, decay="linear", clip_norm=0.1)
+SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
+
+
+class Tokens(pl.LightningDataModule):
+    """Random packed sequences, the same in every process; a rank takes its slice of each, and the rest to validate."""
+
+    def __init__(self, *, documents: bool = False, batch_size: int = 4, length: int = 12):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.batch_size, self.length = batch_size, length
+        tokens = torch.randint(0, SMALL["vocab_size"], (4 * batch_size, length + 1), generator=generator)
+        self.rows = [{"tokens": row} for row in tokens]
+        if documents:
+            for number, row in enumerate(self.rows):  # the ranks' counts of predictions differ
+                row["documents"] = torch.arange(length + 1) // (2 + number)
+
+    def _rank_and_world(self):
+        return self.trainer.global_rank, self.trainer.world_size
+
+    def train_dataloader(self):
+        rank, world = self._rank_and_world()
+        local = self.batch_size // world
+        starts = range(rank * local, len(self.rows), self.batch_size)
+        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
+
+    def val_dataloader(self):
+        """11 sequences, of which the second of two ranks has 3."""
+        rank, world = self._rank_and_world()
+        cuts = [0, 8, 11] if world == 2 else [0, 11]
+        return DataLoader(self.rows[cuts[rank] : cuts[rank + 1]], batch_size=2)
+
+
+def make(name="diff-debug", model_args=None, **settings):
+    torch.manual_seed(0)
+    return LanguageModule(name, model_args=SMALL | (model_args or {}), **{"optimizer": SETTINGS} | settings)
+
+
+def train(module, *callbacks, data=None, **settings):
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    defaults |= {"limit_val_batches": 0, "use_distributed_sampler": False}
+    trainer = pl.Trainer(**defaults | quiet | settings, callbacks=list(callbacks))
+    trainer.fit(module, datamodule=data or Tokens())
+    return trainer
+
+
+class Gradients(pl.Callback):
+    """Keeps a copy of the first step's gradients."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            self.seen = {n: p.grad.clone() for n, p in pl_module.model.named_parameters()}
+
+
+def gradients(*, data=None, precision="64-true", **settings):
+    kept = Gradients()
+    train(make(**settings), kept, data=data, precision=precision)
+    return kept.seen
+
+
+def same(a, b, rtol=1e-6, atol=1e-8):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss):
+    hidden = torch.randn(23, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 40, (23,))
+    targets[::5] = IGNORED
+    logits = hidden @ weight.T
+    nll = F.cross_entropy(logits, targets, reduction="sum")
+    whole = nll + z_loss * logits.logsumexp(1)[targets != IGNORED].square().sum()
+    expected = torch.autograd.grad(3 * whole, [hidden, weight])
+    loss, plain = linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, chunk=chunk)
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(plain, nll, rtol=1e-12, atol=0)
+    assert not plain.requires_grad
+    for found, wanted in zip(torch.autograd.grad(3 * loss, [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
+def test_losses_and_gradients_in_narrower_dtypes(dtype, rtol):
+    hidden = torch.randn(200, 32, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(300, 32) / 6).to(dtype).requires_grad_()
+    targets = torch.randint(0, 300, (200,))
+    loss, _ = linear_cross_entropy(hidden, weight, targets, chunk=64)
+    assert loss.dtype == torch.float32
+    whole = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
+    ours, theirs = (torch.autograd.grad(x / 200, [hidden, weight]) for x in (loss, whole))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.dtype == dtype
+        assert (found - wanted).norm() <= rtol * wanted.norm()
+
+
+def test_autocast_takes_products_in_its_dtype_and_gives_float32_gradients():
+    hidden = torch.randn(50, 32, requires_grad=True)
+    weight = (torch.randn(60, 32) / 6).requires_grad_()
+    targets = torch.randint(0, 60, (50,))
+    exact = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = linear_cross_entropy(hidden, weight, targets)
+    assert loss.item() != exact.item()
+    for found, wanted in zip(
+        torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(exact, [hidden, weight]), strict=True
+    ):
+        assert found.dtype == torch.float32
+        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_a_second_backward_pass_is_refused_and_none_costs_no_gradients():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    loss, _ = linear_cross_entropy(hidden, weight, torch.randint(0, 9, (4,)))
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, torch.randint(0, 9, (4,)))[0].grad_fn is None
+
+
+# --- a step ---
+
+
+@pytest.mark.parametrize("name", ["transformer-debug", "diff-debug", "diffv2-debug"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_steps_gradients_are_autograds(name, documents):
+    args = {"num_heads": 2, "tied": not documents}
+    data = Tokens(documents=documents)
+    found = gradients(name=name, model_args=args, data=data, loss_chunk=5)
+    model = make(name, args).model.double()
+    batch = next(iter(DataLoader(data.rows, batch_size=4)))
+    tokens, numbers = batch["tokens"], batch.get("documents")
+    inside = numbers[:, :-1] if documents else None
+    logits, targets = model(tokens[:, :-1], documents=inside), tokens[:, 1:]
+    if documents:
+        kept = numbers[:, 1:] == numbers[:, :-1]
+        logits, targets = logits[kept], targets[kept]
+    F.cross_entropy(logits.reshape(-1, SMALL["vocab_size"]), targets.reshape(-1)).backward()
+    same({n: p.grad for n, p in model.named_parameters()}, found)
+
+
+def test_checkpointing_and_compiling_change_nothing(monkeypatch):
+    plain = gradients()
+    same(plain, gradients(grad_checkpointing=True))
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    module = make(compile=True)
+    assert compiled == [*module.model.blocks]
+    assert module.state_dict().keys() == make().state_dict().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+def test_a_compiled_step_is_the_eager_one(name):
+    torch._dynamo.reset()
+    same(gradients(name=name, precision="32-true"), gradients(name=name, precision="32-true", compile=True), 1e-4, 1e-6)
+
+
+def test_settings_reach_the_optimizer_and_the_norm_before_clipping_is_logged():
+    module, free = make(z_loss=1e-3), gradients(z_loss=1e-3, precision="32-true")
+    trainer = train(module, max_steps=3)
+    trained = trainer.logged_metrics
+    assert trained.keys() >= {"train/loss", "train/z_loss", "train/grad_norm", "train/lr"}
+    assert trained["train/lr"] == pytest.approx(1e-3 / 3)  # the third of three steps of a line to 0
+    first = train(make(z_loss=1e-3))
+    norm = torch.stack([g.norm() for g in free.values()]).norm()
+    torch.testing.assert_close(first.logged_metrics["train/grad_norm"], norm)
+    assert norm > SETTINGS.clip_norm
+    assert first.logged_metrics["train/z_loss"] > 0
+
+
+def test_accumulated_batches_are_one():
+    kept = Gradients()
+    train(make(), kept, data=Tokens(batch_size=2), precision="64-true", accumulate_grad_batches=2)
+    same(gradients(), kept.seen)
+
+
+@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+def test_lambda_and_tokens_a_second_are_logged(name):
+    trainer = train(make(name), LambdaMonitor(), Throughput(), log_every_n_steps=1)
+    logged = trainer.logged_metrics
+    assert {"lambda", "lambda/blocks.0.attn", "lambda/blocks.1.attn"} <= logged.keys()
+    torch.testing.assert_close(logged["train/tokens_per_second"], logged["train/samples_per_second"] * 12)
+
+
+def test_validation_weighs_tokens_and_leaves_the_penalty_out():
+    module, data = make(z_loss=0.1), Tokens(documents=True)
+    trainer = train(module, data=data, limit_val_batches=1.0, val_check_interval=1)
+    model = module.model.eval()
+    rows = next(iter(DataLoader(data.rows[:11], batch_size=11)))
+    tokens, numbers = rows["tokens"], rows["documents"]
+    kept = numbers[:, 1:] == numbers[:, :-1]
+    with torch.no_grad():
+        logits = model(tokens[:, :-1], documents=numbers[:, :-1])[kept]
+    loss = F.cross_entropy(logits, tokens[:, 1:][kept])
+    measured = trainer.callback_metrics
+    assert measured["val/tokens"] == kept.sum()
+    torch.testing.assert_close(measured["val/loss"], loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(measured["val/perplexity"], loss.exp(), rtol=1e-5, atol=0)
+
+
+# --- checkpoints and bad input ---
+
+
+def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
+    module = make(tokenizer="somewhere/tokenizer.json")
+    train(module).save_checkpoint(tmp_path / "x.ckpt")
+    stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert stored["hyper_parameters"] == {"config": asdict(module.model.config)}
+    assert stored["diffvision"] == {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json"}
+    assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
+    loaded = language.load(tmp_path / "x.ckpt")
+    assert loaded.config == module.model.config
+    assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in module.model.state_dict().items())
+
+    longer = make(model_args={"max_length": 128, "rotary_theta": 640_000.0}, pretrained=str(tmp_path / "x.ckpt"))
+    assert all(torch.equal(v, longer.model.state_dict()[k]) for k, v in module.model.state_dict().items())
+    with pytest.raises(ValueError, match=r"of another model than 'diff-debug', with lambda_init 'depth' \(here 0.8\)"):
+        make(model_args={"lambda_init": 0.8}, pretrained=str(tmp_path / "x.ckpt"))
+    with pytest.raises(ValueError, match=r"the checkpoint is of another model.*mlp_dim 48 \(here 64\)"):
+        make(model_args={"mlp_dim": 64}).on_load_checkpoint(stored)
+    module.on_load_checkpoint(stored)
+
+
+def test_bad_settings_are_named():
+    for settings, message in (
+        ({"loss_chunk": 0}, "loss_chunk is 0"),
+        ({"z_loss": -1.0}, "z_loss is -1"),
+        ({"model_args": {"width": 3}}, "model_args: a language model has no width"),
+        ({"name": "diff-9q"}, "no language model 'diff-9q'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+    with pytest.raises(ValueError, match=r"data.length is 65 tokens, over the model's max_length of 64"):
+        train(make(), data=Tokens(length=65))
+
+
+def test_vocab_size_is_told_to_the_data():
+    assert make().vocab_size == 50
+
+
+# --- two processes ---
+
+
+class Saved(pl.Callback):
+    """Writes the first step's reduced gradients, from each rank, for the parent process to read."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            found = {n: p.grad for n, p in pl_module.model.named_parameters()}
+            whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
+            torch.save(whole, self.directory / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_path):
+    data, validated = Tokens(documents=documents), {"limit_val_batches": 1.0, "val_check_interval": 1}
+    kept = Gradients()
+    one = train(make(), kept, data=data, precision="64-true", **validated)
+    # Forked, so that the two need not import everything again; nothing else runs threads here.
+    two = {"devices": 2, "strategy": "ddp_fork", "precision": "64-true"}
+    both = train(make(), Saved(tmp_path), data=data, **two, **validated)
+    for rank in (0, 1):
+        same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    assert both.callback_metrics["val/tokens"] == one.callback_metrics["val/tokens"]
+    torch.testing.assert_close(both.callback_metrics["val/loss"], one.callback_metrics["val/loss"], rtol=1e-6, atol=0)
+
+
+def sharded(rank, port, directory, name):
+    """One of two processes: two steps with FSDP2, a validation and a checkpoint."""
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    module = make(name, grad_checkpointing=True)
+    trainer = train(
+        module, Saved(directory), LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,
+        devices=2, strategy=strategy, precision="32-true", limit_val_batches=1.0, val_check_interval=1,
+    )  # fmt: skip
+    trainer.save_checkpoint(directory / "x.ckpt")
+    torch.save({k: v.item() for k, v in trainer.logged_metrics.items()}, directory / f"metrics{rank}.pt")
+
+
+@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Daemons: if the two should wait for each other for ever, they end with this process.
+    two = multiprocessing.start_processes(
+        sharded, (port, tmp_path, name), nprocs=2, join=False, daemon=True, start_method="fork"
+    )
+    assert any(two.join(timeout=20) for _ in range(2))  # a join returns when the first one ends
+    module, kept = make(name), Gradients()
+    validated = {"limit_val_batches": 1.0, "val_check_interval": 1}
+    one = train(module, kept, LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,
+                **validated, precision="32-true")  # fmt: skip
+    for rank in (0, 1):
+        same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True), rtol=1e-5, atol=1e-7)
+        metrics = torch.load(tmp_path / f"metrics{rank}.pt", weights_only=True)
+        # V2's lambda is of the tokens that a rank sees; the first one's are those of one process.
+        for key in ("val/loss", "val/tokens", "train/grad_norm", *(["lambda"] if rank == 0 else [])):
+            assert metrics[key] == pytest.approx(one.logged_metrics[key].item(), rel=1e-5), key
+    # The second step began from the first one's weights, with a validation between them.
+    same(dict(module.model.state_dict()), dict(language.load(tmp_path / "x.ckpt").state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_tensor_parallelism_is_refused():
+    module = make()
+    mesh = {"tensor_parallel": type("Mesh", (), {"size": lambda self: 8})()}
+    module._device_mesh = type("Meshes", (dict,), {"size": lambda self: 8})(mesh)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 8.*data_parallel_size to 8"):
+        module.configure_model()
