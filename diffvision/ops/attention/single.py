@@ -36,7 +36,8 @@ def diff_attention(
     with torch.autocast(q.device.type, enabled=False):
         rows = q.to(dtype).mul(size**-0.5 if scale is None else scale)
         rows = rows.reshape(batch, kv_heads, group, 2, size).transpose(2, 3)
-        scores = torch.matmul(rows, k.to(dtype).transpose(-1, -2))  # [B, Hk, 2, G, N]
+        rows = rows.reshape(batch, kv_heads, k.shape[2], -1, size)  # one key for both maps: not copied for each
+        scores = torch.matmul(rows, k.to(dtype).transpose(-1, -2)).view(batch, kv_heads, 2, group, k.shape[3])
         if mask is not None:
             mask = mask.expand(-1, heads, -1, -1).reshape(mask.shape[0], kv_heads, 1, group, mask.shape[3])
             scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
