@@ -98,7 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
-    return _reported(lambda: auto_cli(command, args=argv[words:], prog=f"diffvision {name}", as_positional=True))
+    # Sources and destinations are given by their place; whatever else must be given has its name before it.
+    places = argv[0] == "data"
+    return _reported(lambda: auto_cli(command, args=argv[words:], prog=f"diffvision {name}", as_positional=places))
 
 
 def _reported(call: Callable[[], Any]) -> int:

@@ -1,14 +1,18 @@
 """Every recipe: the command at its head parses, its model builds on the meta device, and the debug ones train."""
 
+import io
 import re
 import shlex
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from diffvision.cli import main
 from diffvision.data.digits import make_digits
+from diffvision.models import language
 from diffvision.training.fit import FitCLI, fit
 
 ROOT = Path(__file__).parent.parent
@@ -52,8 +56,12 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
         # fp32 on a CPU, which is all that there is here
-        cli = Parsed([*words, *on_cpu("--trainer.precision=32-true")])
+        pretrained = ["--model.pretrained=null"] if path.stem == "long_context" else []  # a checkpoint of one's own
+        cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained])
     assert all(p.is_meta for p in cli.model.parameters())
+    if path.parent.name == "language":
+        assert cli.datamodule.tokenizer == cli.model.tokenizer
+        return
     assert cli.datamodule.transform is cli.model.transform
     assert cli.datamodule.eval_transform is cli.model.eval_transform
     named = yaml.safe_load(path.read_text())["model"]["init_args"].get("model", "DiffCLIP-ViT-B-16")
@@ -90,3 +98,31 @@ def test_debug_recipes_train_evaluate_and_save(name, settings, metric, digits, t
     stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["diffvision"]["model"] == cli.model.name
     assert (run / "checkpoints" / "best.ckpt").is_file()
+
+
+def test_the_language_recipe_trains_validates_and_saves(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for split in ("train", "validation"):
+        with tarfile.open(text / f"{split}.tar", "w") as tar:
+            for i in range(8):
+                data = (f"def f{i}(x):\n    return x + {i}\n" * 60).encode()
+                member = tarfile.TarInfo(f"{i:03}.txt")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    assert (
+        main(["data", "tokenizer", str(text / "train.tar"), str(text / "tokenizer.json"), "--vocab_size", "300"]) == 0
+    )
+    given = [f"--model.tokenizer={text}/tokenizer.json", f"--data.train={text}/train.tar", "--data.length=32"]
+    given += [f"--data.evaluation={text}/validation.tar", "--data.batch_size=4"]
+    short = ["--trainer.max_steps=3", "--trainer.val_check_interval=3", "--trainer.log_every_n_steps=1"]
+    short += ["--model.optimizer.warmup_steps=1"]
+    where = [f"--trainer.logger.save_dir={tmp_path}", f"--trainer.default_root_dir={tmp_path}"]
+    cli = fit([*command(ROOT / "configs/language/debug.yaml"), *on_cpu(), *short, *given, *where])
+    assert 0 < cli.trainer.callback_metrics["val/loss"] < 10
+    run = Path(cli.trainer.log_dir)
+    columns = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "train/grad_norm", "train/tokens_per_second", "lambda", "val/perplexity"} <= set(columns)
+    model = language.load(run / "checkpoints" / "last.ckpt")
+    assert model.config == cli.model.model.config

@@ -89,7 +89,7 @@ def stats(directory: str, num_workers: int = 2) -> int:
     return 0
 
 
-def tokenizer(source: str, path: str, vocab_size: int, text_key: str = "txt") -> int:
+def tokenizer(source: str, path: str, vocab_size: int = 4096, text_key: str = "txt") -> int:
     """Train a byte-level BPE tokenizer on the text of shards.
 
     Args:

@@ -32,8 +32,12 @@ class HeadNorm(nn.RMSNorm):
     """RMSNorm whose weight follows the input's dtype: under autocast a float32 weight would refuse the fused kernel."""
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        """The norm of the last axis times a constant, which is cheaper in the weight than in what comes out."""
-        return ops.rms_norm(x, self.weight if factor == 1.0 else self.weight * factor, self.eps)
+        """The norm of the last axis times a constant."""
+        if factor == 1.0:
+            return ops.rms_norm(x, self.weight, self.eps)
+        if x.dtype.itemsize < 4:  # a half-precision weight would round the constant, alike in every row
+            return ops.rms_norm(x, self.weight, self.eps) * factor
+        return ops.rms_norm(x, self.weight * factor, self.eps)  # cheaper than in what comes out
 
 
 class AttentionLayer(nn.Module):
