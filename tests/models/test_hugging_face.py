@@ -1,0 +1,201 @@
+"""The language models as Hugging Face ones: logits, cache, padding, generation, files, and what is refused."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from diffvision.models import language  # noqa: E402
+from diffvision.models.generation import generate  # noqa: E402
+from diffvision.models.hugging_face import DiffTransformerConfig, DiffTransformerForCausalLM, export  # noqa: E402
+
+PACKAGE = Path(language.__file__).parents[1]
+NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def _model(name, **overrides):
+    """Weights large enough that the likeliest tokens differ from place to place."""
+    values = {"vocab_size": 97, "max_length": 128, "num_kv_heads": 1, "tied": False, **overrides}
+    model = language.create(name, **values).eval()
+    with torch.no_grad():
+        model.embed.weight.normal_()
+        for parameter in model.blocks.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(params=NAMES)
+def model(request):
+    return _model(request.param)
+
+
+def _padded(rows):
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[5] * (longest - len(row)) + row for row in rows])
+    return tokens, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+
+
+@torch.no_grad()
+def test_logits_and_cache_equal_the_models(model):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(model), torch.randint(97, (2, 20))
+    expected = model(tokens)
+    assert host.model is model
+    assert torch.equal(host(tokens, use_cache=False).logits, expected)
+    assert torch.equal(host(tokens, logits_to_keep=3).logits, expected[:, -3:])
+    assert torch.equal(host(tokens, logits_to_keep=torch.tensor([1, 7])).logits, expected[:, [1, 7]])
+    first = host(tokens[:, :11], use_cache=True)
+    second = host(tokens[:, 11:19], past_key_values=first.past_key_values, use_cache=True)
+    last = host(tokens[:, 19:], past_key_values=second.past_key_values, return_dict=False)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits, last[0]], 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(model):
+    host = DiffTransformerForCausalLM.from_diffvision(model)
+    rows = [torch.randint(97, (length,)).tolist() for length in (12, 5)]
+    tokens, mask = _padded(rows)
+    out = host(tokens, attention_mask=mask, use_cache=True)
+    torch.testing.assert_close(out.logits[1:, 7:], model(torch.tensor(rows[1:])), **CLOSE)
+    following = torch.randint(97, (2, 1))
+    longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    places = longer.cumsum(1)[:, -1:] - 1
+    step = host(following, attention_mask=longer, past_key_values=out.past_key_values, position_ids=places)
+    alone = model(torch.tensor([[*rows[1], int(following[1])]]))
+    torch.testing.assert_close(step.logits[1:], alone[:, -1:], **CLOSE)
+    right = host(tokens.flip(1), attention_mask=mask.flip(1)).logits
+    torch.testing.assert_close(right[1:, :5], model(torch.tensor([rows[1][::-1]])), **CLOSE)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_generation_equals_ours(model, use_cache):
+    host = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0)
+    rows = [torch.randint(97, (length,)).tolist() for length in (9, 4, 1)]
+    tokens, mask = _padded(rows)
+    settings = {"max_new_tokens": 10, "do_sample": False, "use_cache": use_cache}
+    made = host.generate(tokens, attention_mask=mask, **settings)[:, tokens.shape[1] :].tolist()
+    assert made == generate(model, rows, max_new_tokens=10)
+    assert len({tuple(row) for row in made}) == 3
+
+
+def test_beams_follow_their_cache(model):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
+    made = [
+        host.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, num_beams=3, use_cache=use)
+        for use in (True, False)
+    ]
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path):
+    model = _model(name, tied=tied).to(torch.bfloat16)
+    DiffTransformerForCausalLM.from_diffvision(model, eos_token_id=3).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(config) is DiffTransformerConfig
+    assert type(again) is DiffTransformerForCausalLM
+    assert config.to_diffvision() == again.model.config == model.config
+    assert (config.eos_token_id, config.max_position_embeddings, config.tie_word_embeddings) == (3, 128, tied)
+    assert (again.get_output_embeddings() is None) is tied
+    assert {key: value.dtype for key, value in again.model.state_dict().items()} == {
+        key: value.dtype for key, value in model.state_dict().items()
+    }
+    tokens = torch.randint(97, (1, 9))
+    assert torch.equal(again(tokens).logits, model(tokens))
+
+
+def test_new_weights_are_the_models_own_draw():
+    config = DiffTransformerConfig.from_diffvision(language.config("diff-debug"))
+    torch.manual_seed(1)
+    host = transformers.AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(1)
+    expected = language.create("diff-debug").state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in host.model.state_dict().items())
+
+
+def test_loss_is_that_of_the_next_token_and_trains(model):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(model).train(), torch.randint(97, (2, 12))
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    out = host(tokens, labels=labels)
+    expected = F.cross_entropy(model(tokens)[:, 3:-1].flatten(0, 1), tokens[:, 4:].flatten())
+    torch.testing.assert_close(out.loss, expected, **CLOSE)
+    assert out.past_key_values is None
+    host.gradient_checkpointing_enable()
+    host(tokens, labels=labels).loss.backward()
+    recomputed = [parameter.grad.clone() for parameter in model.parameters()]
+    host.zero_grad()
+    host.gradient_checkpointing_disable()
+    out.loss.backward()
+    for parameter, grad in zip(model.parameters(), recomputed, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, **CLOSE)
+
+
+def test_export_writes_model_and_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "words.json"))
+    model = _model("diff-debug")
+    language.save(model, tmp_path / "ours", tmp_path / "words.json")
+    export(tmp_path / "ours", tmp_path / "theirs")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    host = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    batch = tokenizer(["a b b", "b"], padding=True, return_tensors="pt")
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    made = host.generate(**batch, max_new_tokens=5, do_sample=False)[:, 3:].tolist()
+    for row, expected in zip(made, generate(model, [[0, 1, 1], [1]], max_new_tokens=5, stop=[2]), strict=True):
+        assert row[: len(expected)] == expected
+    with pytest.raises(ValueError, match="no token '</s>'"):
+        export(tmp_path / "ours", tmp_path / "other", eos="</s>")
+
+
+def test_weights_of_another_variant_are_refused(tmp_path):
+    host = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug", head_norm=False))
+    host.config.head_norm = True
+    host.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing: model.blocks.0.attn.head_norm.weight"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_bad_input_is_refused():
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug")), torch.randint(97, (1, 4))
+    with pytest.raises(ValueError, match="padding within"):
+        host(tokens, attention_mask=torch.tensor([[1, 0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"must be \[1, 4\]"):
+        host(tokens, attention_mask=torch.ones(1, 1, 4, 4))
+    with pytest.raises(ValueError, match="leave them out"):
+        host(tokens, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    with pytest.raises(ValueError, match="static cache"):
+        host.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(ValueError, match="make 129, over the model's max_length of 128"):
+        host.generate(tokens, max_new_tokens=125, pad_token_id=0)
+    with pytest.raises(ValueError, match="max_length of 128"):
+        host(torch.zeros(1, 129, dtype=torch.long))
+    with pytest.raises(ValueError, match="labels with logits_to_keep"):
+        host(tokens, labels=tokens, logits_to_keep=1)
+    with pytest.raises(ValueError, match="cannot become 98"):
+        host.resize_token_embeddings(98)
+    with pytest.raises(ValueError, match="head_dim is 15"):
+        DiffTransformerConfig(head_dim=15)
+
+
+def test_no_other_module_imports_it_at_once():
+    """transformers is an extra: without it everything else must work."""
+    modules = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    eager = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in modules.items()
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if name.split(".")[0] == "transformers" or name == "diffvision.models.hugging_face"
+    }
+    assert eager == {"models/hugging_face.py"}
