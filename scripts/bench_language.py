@@ -308,7 +308,8 @@ def picture(path: Path, report: dict[str, Any]) -> None:
             for entry in report["tables"]
             if entry["task"] == task
         }
-        panels.append(Panel(f"{task.capitalize()}, time a token", ratios, {}))
+        if ratios:  # a run that was stopped may have no decoding
+            panels.append(Panel(f"{task.capitalize()}, time a token", ratios, {}))
     own = report["hardware"]
     where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
     ours = {name for name in report["parameters"] if name not in PEERS}
@@ -342,7 +343,7 @@ def run(args: Any) -> dict[str, Any]:
                 report["left_out"].remove(setting.title)
                 write(args.output, name, report, markdown(report))
     finally:  # drawn once, and also of what was measured when the run is stopped
-        if report["tables"]:
+        if any(entry["task"] != "linear" for entry in report["tables"]):
             picture(args.output / f"{name}.png", report)
     return report
 
