@@ -33,6 +33,7 @@ from diffvision.models.language_config import LanguageConfig
 from diffvision.nn.cache import KVCache
 
 _FIELDS = {field.name for field in dataclasses.fields(LanguageConfig)} - {"max_length"}
+_CODE = "modeling_diffvision"  # the file in an exported folder that imports this module
 
 
 class DiffTransformerConfig(PreTrainedConfig):
@@ -311,6 +312,11 @@ def _check_positions(given: Tensor, tokens: Tensor, start: int, padding: Tensor 
 def export(checkpoint: str | Path, directory: str | Path, *, eos: str = "<|endoftext|>") -> None:
     """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer where one lies beside it.
 
+    A program that knows nothing of this package loads the folder with `trust_remote_code=True`: a file of one line in
+    it imports this module, which must be installed. lm-eval-harness, for one:
+
+        lm_eval --model hf --model_args pretrained=DIRECTORY,trust_remote_code=True --tasks ...
+
     Args:
         checkpoint: as `diffvision.models.language.load` takes.
         directory: made if it is not there.
@@ -326,7 +332,12 @@ def export(checkpoint: str | Path, directory: str | Path, *, eos: str = "<|endof
         tokenizer = _tokenizer(file, model.config, eos)
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
         tokenizer.save_pretrained(directory)
-    DiffTransformerForCausalLM.from_diffvision(model, **ends).save_pretrained(directory)
+    classes = {"AutoConfig": DiffTransformerConfig, "AutoModelForCausalLM": DiffTransformerForCausalLM}
+    auto_map = {auto: f"{_CODE}.{own.__name__}" for auto, own in classes.items()}
+    host = DiffTransformerForCausalLM.from_diffvision(model, auto_map=auto_map, **ends)
+    host.save_pretrained(directory)
+    names = ", ".join(own.__name__ for own in classes.values())
+    (Path(directory) / f"{_CODE}.py").write_text(f"from {__name__} import {names}  # noqa: F401\n", encoding="utf-8")
 
 
 def _tokenizer(file: Path, config: LanguageConfig, eos: str) -> PreTrainedTokenizerFast:

@@ -1,6 +1,7 @@
 """The language models as Hugging Face ones: logits, cache, padding, generation, files, and what is refused."""
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,12 @@ def test_export_writes_model_and_tokenizer(tmp_path):
     made = host.generate(**batch, max_new_tokens=5, do_sample=False)[:, 3:].tolist()
     for row, expected in zip(made, generate(model, [[0, 1, 1], [1]], max_new_tokens=5, stop=[2]), strict=True):
         assert row[: len(expected)] == expected
+    namespace = runpy.run_path(str(tmp_path / "theirs" / "modeling_diffvision.py"))  # what trust_remote_code runs
+    named = {auto: namespace[name.removeprefix("modeling_diffvision.")] for auto, name in host.config.auto_map.items()}
+    assert named == {
+        "AutoConfig": DiffTransformerConfig,
+        "AutoModelForCausalLM": DiffTransformerForCausalLM,
+    }
     with pytest.raises(ValueError, match="no token '</s>'"):
         export(tmp_path / "ours", tmp_path / "other", eos="</s>")
 
