@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-MAX_ROWS = 16  # twice as fast on two cores up to here (docs/benchmarks/language.md)
+MAX_ROWS = 16  # 1.6 to 1.9 times as fast on two cores up to here, once (scripts/bench_language.py measures it again)
 MIN_WEIGHTS = 2**16  # below, the call costs more than the product
 
 
