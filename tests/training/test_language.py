@@ -181,6 +181,7 @@ def test_checkpointing_and_compiling_change_nothing(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
 def test_a_compiled_step_is_the_eager_one(name):
     torch._dynamo.reset()
