@@ -29,7 +29,10 @@ __all__ = [
     "load",
     "model_names",
     "save",
+    "tokenizer_beside",
 ]
+
+_TOKENIZER = "tokenizer.json"
 
 
 def create(name: str, **overrides: Any) -> LanguageModel:
@@ -56,9 +59,9 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> 
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, str | Path):
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        shutil.copyfile(tokenizer, folder / _TOKENIZER)
     elif tokenizer is not None:
-        tokenizer.save(folder / "tokenizer.json")
+        tokenizer.save(folder / _TOKENIZER)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
     values = {"diffvision": "language", **dataclasses.asdict(model.config)}
@@ -107,6 +110,30 @@ def load(
     return model.eval()
 
 
+def tokenizer_beside(checkpoint: str | Path) -> Path | None:
+    """The tokenizer.json of a checkpoint: in its folder, beside a .ckpt file, or where its training had it.
+
+    Args:
+        checkpoint: as `load` takes.
+
+    Returns:
+        The file; None if none lies there and the one of the training is no more, or was not a file.
+
+    Raises:
+        FileNotFoundError: no such checkpoint. ValueError: it is damaged.
+    """
+    path = Path(checkpoint)
+    beside = (path if path.is_dir() else path.parent) / _TOKENIZER
+    if beside.is_file():
+        return beside
+    recorded = None if path.is_dir() else _content(path, "meta").get("diffvision")
+    named = recorded.get("tokenizer") if isinstance(recorded, dict) else None
+    if not isinstance(named, str):
+        return None
+    found = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
+    return found if found.is_file() else None
+
+
 def _read_directory(folder: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and weights that `save` wrote."""
     for name in ("config.json", "model.safetensors"):
@@ -124,6 +151,21 @@ def _read_directory(folder: Path, map_location: torch.device | str) -> tuple[dic
 
 def _read_lightning(path: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The model's configuration and weights from a checkpoint of our language training."""
+    content = _content(path, map_location)
+    hyper = content.get("hyper_parameters")
+    values = hyper.get("config") if isinstance(hyper, dict) else None
+    if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"checkpoint {path} is none of our language training: it has no hyper_parameters.config")
+    state = {
+        name.removeprefix("model.").removeprefix("_orig_mod."): value
+        for name, value in content["state_dict"].items()
+        if name.startswith("model.")
+    }
+    return values, state
+
+
+def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
+    """What a .ckpt file holds, tensors and plain values; none if that is not a dictionary."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
     try:
@@ -133,15 +175,7 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> tuple[dict[
         raise ValueError(
             f"checkpoint {path} is damaged, or holds more than tensors and plain values: {first}"
         ) from error
-    values = content.get("hyper_parameters", {}).get("config") if isinstance(content, dict) else None
-    if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"checkpoint {path} is none of our language training: it has no hyper_parameters.config")
-    state = {
-        name.removeprefix("model.").removeprefix("_orig_mod."): value
-        for name, value in content["state_dict"].items()
-        if name.startswith("model.")
-    }
-    return values, state
+    return content if isinstance(content, dict) else {}
 
 
 def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:

@@ -343,3 +343,27 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     save_file({"embed.weight": torch.zeros(4096, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="weights of variant 'standard'"):
         language.load(tmp_path)
+
+
+def test_the_tokenizer_of_a_checkpoint(tmp_path):
+    """In its folder, beside a .ckpt file, else where the training had it, if it is still there."""
+    run, words = tmp_path / "run", tmp_path / "words"
+    run.mkdir()
+    words.mkdir()
+    path, own, trained = run / "last.ckpt", run / "tokenizer.json", words / "tokenizer.json"
+    for recorded in (None, {}, {"tokenizer": None}, {"tokenizer": str(words)}, {"tokenizer": "gpt2"}):
+        torch.save({"weight": torch.zeros(2)} if recorded is None else {"diffvision": recorded}, path)
+        assert language.tokenizer_beside(path) is None
+    trained.write_text("{}")
+    for named in (words, trained):
+        torch.save({"diffvision": {"model": "diff-3m", "tokenizer": str(named)}}, path)
+        assert language.tokenizer_beside(str(path)) == trained
+    assert language.tokenizer_beside(run) is None
+    own.write_text("{}")
+    assert language.tokenizer_beside(path) == language.tokenizer_beside(run) == own
+    own.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nothing\.ckpt"):
+        language.tokenizer_beside(run / "nothing.ckpt")
+    path.write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged"):
+        language.tokenizer_beside(path)
