@@ -256,7 +256,7 @@ def check_tables(results: list[ShardCheck], directory: str | Path) -> Group:
 
 
 def stats_table(stats: dict[Path, ShardStats], directory: str | Path) -> Table:
-    """A column a directory."""
+    """A column a directory; a row that none of them fills is left out."""
     table = Table("", title=f"{directory}")
     rows: dict[str, list[str]] = {}
     for part, own in stats.items():
@@ -264,7 +264,8 @@ def stats_table(stats: dict[Path, ShardStats], directory: str | Path) -> Table:
         for label, value in _described(own).items():
             rows.setdefault(label, []).append(value)
     for label, values in rows.items():
-        table.add_row(label, *values)
+        if any(values):
+            table.add_row(label, *values)
     return table
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from diffvision.data.decode import BadSample
 from diffvision.data.samples import Members, check_key
@@ -9,6 +10,45 @@ from diffvision.data.samples import Members, check_key
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_LINES_BYTES = 1 << 30
 """Of one member with a document in each line, which is read whole."""
+
+
+@dataclass(kw_only=True)
+class DocumentAccount:
+    """What became of the documents of a source.
+
+    Attributes:
+        documents: that were used; `empty` ones and those `skipped`, by reason, are not among them.
+        examples: for each reason the first few, as "shard: key".
+    """
+
+    documents: int = 0
+    empty: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> int:
+        return sum(self.skipped.values())
+
+    @property
+    def seen(self) -> int:
+        return self.documents + self.empty + self.bad
+
+    def skip(self, reason: str, where: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < 3:
+            shown.append(where)
+
+    def summary(self) -> str:
+        """A line of counts, and one for each reason."""
+        lines = [f"{self._used()}, {self.empty:,} empty, {self.bad:,} skipped"]
+        for reason, count in sorted(self.skipped.items(), key=lambda entry: -entry[1]):
+            lines.append(f"  {count:,} x {reason}: {', '.join(self.examples.get(reason, []))}")
+        return "\n".join(lines)
+
+    def _used(self) -> str:
+        return f"{self.documents:,} documents"
 
 
 class TextMember:
@@ -47,8 +87,11 @@ class TextMember:
     def _document(self, data: bytes) -> str | BadSample:
         try:
             text = data.decode("utf-8-sig")
-            return text if not self._field else _field(text, self._field)
-        except UnicodeDecodeError:
+            found = text if not self._field else _field(text, self._field)
+            if isinstance(found, str):
+                found.encode()  # JSON can write half of a surrogate pair
+            return found
+        except UnicodeError:
             return BadSample("text not UTF-8")
 
 

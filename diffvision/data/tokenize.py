@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.cache import identity, locked
 from diffvision.data.decode import BadSample
-from diffvision.data.documents import TextMember
+from diffvision.data.documents import DocumentAccount, TextMember
 from diffvision.data.index import user_cache
+from diffvision.data.order import Sample
 from diffvision.data.packing import packing_progress, write_manifest, write_tar
 from diffvision.data.report import BadDataError, Limits
 from diffvision.data.shards import as_is
 from diffvision.data.storage import ShardSet
-from diffvision.data.tokenizers import Tokenizer
+from diffvision.data.tokenizers import BadText, Tokenizer
 from diffvision.data.tokens import MEMBER, TOKENS, TOKENS_FORMAT, TokenAccount, find_accounts, token_dtype
 
 _ROWS = 256  # samples in one piece of a worker's work
@@ -81,8 +82,8 @@ class _Parts(Dataset):
             return np.array([], dtype=self.dtype)
         try:
             return np.array([*self.tokenizer.encode(document), self.tokenizer.eos_id], dtype=self.dtype)
-        except BadSample as reason:
-            return reason
+        except BadText as error:
+            return BadSample(error.reason)
 
 
 def tokenize_shards(
@@ -164,29 +165,59 @@ def cached_tokens(
     return directory
 
 
-def check_limits(account: TokenAccount, limits: Limits, expected: int = 0) -> None:
+def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) -> None:
     """Too many documents skipped, of those seen or of as many as are expected?
 
     Raises:
         BadDataError: yes, with a summary.
     """
-    seen = account.documents + account.empty + account.bad
-    total = max(expected, seen)
+    total = max(expected, account.seen)
     if account.bad > limits.max_bad_fraction * total:
         limit = f"the limit is {limits.max_bad_fraction:.2%} of {total:,} (max_bad_fraction)"
         raise BadDataError(f"{account.bad} documents cannot be used: {limit}.\n{account.summary()}")
 
 
-def documents_of(source: ShardSet, text: TextMember | None = None) -> Iterator[str]:
-    """Every document that can be read, in order."""
-    text = text or TextMember()
+def documents_of(
+    source: ShardSet,
+    text: TextMember | None = None,
+    *,
+    limits: Limits | None = None,
+    account: DocumentAccount | None = None,
+) -> Iterator[str]:
+    """Every document that can be read, in order, the empty ones with them.
+
+    Args:
+        text: where a sample's documents are; by default in its `txt` member.
+        limits: of documents that cannot be used.
+        account: these documents, and those that cannot be used, are added to it.
+
+    Raises:
+        BadDataError: too many documents cannot be used, of those that there seem to be.
+    """
+    text, limits = text or TextMember(), limits or Limits()
+    account = DocumentAccount() if account is None else account
+    before, read = account.seen, 0
     for number, count in enumerate(source.counts):
         for row in range(int(count)):
-            try:
-                found = list(text.documents(source.members((number, row))))
-            except BadSample:
-                continue
-            yield from (document for document in found if isinstance(document, str))
+            yield from _usable(source, (number, row), text, account)
+            read += 1
+            here = (account.seen - before) * len(source) // read  # a sample may have one document or many
+            check_limits(account, limits, expected=before + here)
+
+
+def _usable(source: ShardSet, sample: Sample, text: TextMember, account: DocumentAccount) -> Iterator[str]:
+    """The documents of a sample; all of them are counted."""
+    try:
+        found = list(text.documents(source.members(sample)))
+    except BadSample as reason:
+        found = [reason]
+    for document in found:
+        if isinstance(document, BadSample):
+            account.skip(str(document), source.describe(sample))
+        else:
+            account.documents += bool(document.strip())
+            account.empty += not document.strip()
+            yield document
 
 
 def _write(

@@ -14,8 +14,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from diffvision.data.decode import BadSample
-
 END = "<|endoftext|>"
 """The end of a document in tokenizers trained here, GPT-2's and tiktoken's."""
 
@@ -24,6 +22,28 @@ _CONFIG = "tokenizer_config.json"  # where Hugging Face says which of the specia
 _KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _BYTES = 256
 _MAX_VOCABULARY = 1 << 24
+
+
+class BadText(ValueError):
+    """A text that cannot be tokenised, and in `reason` what such texts of a corpus are counted under."""
+
+    def __init__(self, reason: str, told: str) -> None:
+        super().__init__(f"{reason}: {told}")
+        self.reason = reason
+
+
+def check_text(text: str) -> None:
+    """Raises:
+    BadText: the text has half of a surrogate pair, which is no character and cannot be written in UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadText(
+            "text not UTF-8",
+            f"character {error.start + 1} is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
+            "leave it out, or write the text in UTF-8",
+        ) from None
 
 
 class Tokenizer:
@@ -71,12 +91,9 @@ class Tokenizer:
         """The ids of a text, with nothing added before or after.
 
         Raises:
-            BadSample (data.decode): the text has half of a surrogate pair, which is no character.
+            BadText: the text has half of a surrogate pair; or the tokenizer cannot but end a document with it.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadSample("text not UTF-8") from None
+        check_text(text)
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return self._without_end(text) if self.eos_id in ids else ids
 
@@ -122,7 +139,10 @@ class Tokenizer:
             for half in halves:
                 ids += self._backend.encode(half, add_special_tokens=False).ids
         if self.eos_id in ids:
-            raise BadSample("text that its tokenizer takes for the end of a document")
+            raise BadText(
+                "text that its tokenizer takes for the end of a document",
+                f"it has {self.eos!r} in it; leave that out, or take another tokenizer",
+            )
         return ids
 
 
@@ -176,7 +196,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     pairs to merge than asked for: `vocab_size` of the result tells.
 
     Raises:
-        ValueError: a vocabulary with no room for the bytes and the end of a document; no text.
+        ValueError: a vocabulary with no room for the bytes and the end of a document; no text; one that is not UTF-8.
     """
     least = _BYTES + 1
     if not least <= vocab_size <= _MAX_VOCABULARY:
@@ -209,5 +229,6 @@ class _Counted:
 
     def __next__(self) -> str:
         text = next(self._texts)
+        check_text(text)
         self.characters += len(text)
         return text

@@ -8,7 +8,7 @@ is left at a shard's end is shorter than a sequence; it is counted.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from diffvision.data.batches import TokenBatch
 from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
+from diffvision.data.documents import DocumentAccount
 from diffvision.data.order import Sample
 from diffvision.data.samples import Members
 from diffvision.data.sources import Shard, find_shards, read_beside
@@ -29,52 +30,35 @@ TOKENS = "tokens.json"
 TOKENS_FORMAT = "diffvision-tokens-1"
 MEMBER = "npy"
 _HEADER_BYTES = 4096  # numpy's is 128 for an array of one axis
+_READ_TOKENS = 1 << 16  # at a time, where documents are read one after another
 
 
 @dataclass
-class TokenAccount:
+class TokenAccount(DocumentAccount):
     """What a corpus became: `tokens.json`.
 
     Attributes:
         vocab_size, eos_id: of the tokenizer.
         fingerprint: of the tokenizer.
         shards: {name: tokens}.
-        documents: that are in the shards; `empty` ones and those `skipped`, by reason, are not.
-        examples: for each reason the first few, as "shard: key".
+        others: as `DocumentAccount`, of the text.
     """
 
     vocab_size: int
     eos_id: int
     fingerprint: str
     shards: dict[str, int] = field(default_factory=dict)
-    documents: int = 0
-    empty: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return sum(self.shards.values())
 
     @property
-    def bad(self) -> int:
-        return sum(self.skipped.values())
-
-    @property
     def dtype(self) -> np.dtype:
         return token_dtype(self.vocab_size)
 
-    def skip(self, reason: str, where: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < 3:
-            shown.append(where)
-
-    def summary(self) -> str:
-        lines = [f"{self.documents:,} documents, {self.tokens:,} tokens, {self.empty:,} empty, {self.bad:,} skipped"]
-        for reason, count in sorted(self.skipped.items(), key=lambda entry: -entry[1]):
-            lines.append(f"  {count:,} x {reason}: {', '.join(self.examples.get(reason, []))}")
-        return "\n".join(lines)
+    def _used(self) -> str:
+        return f"{self.documents:,} documents, {self.tokens:,} tokens"
 
     def text(self) -> str:
         return json.dumps({"format": TOKENS_FORMAT, **self.__dict__}, indent=1) + "\n"
@@ -197,6 +181,30 @@ class TokenShards(ShardSet):
         number, row = sample
         super().members((number, 0))  # the shard can be read, and holds its array
         return _Sequence(self, number, row)
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """The tokens of each document in order, without its end; shards cut documents, and these are whole again.
+
+        Raises:
+            ValueError: a shard is damaged.
+        """
+        kept: list[np.ndarray] = []
+        for number, shard in enumerate(self.shards):
+            for start in range(0, int(self._tokens[number]), _READ_TOKENS):
+                stop = min(start + _READ_TOKENS, int(self._tokens[number]))
+                try:
+                    piece = np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
+                except BadSample as reason:
+                    raise ValueError(f"{shard.location}: {reason}; make the token shards anew") from reason
+                if int(piece.max()) >= self.account.vocab_size:
+                    raise ValueError(f"{shard.location}: token outside of the vocabulary; make the token shards anew")
+                *whole, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
+                for part in whole:
+                    yield np.concatenate([*kept, part[:-1]])
+                    kept = []
+                kept.append(rest)
+        if any(map(len, kept)):
+            yield np.concatenate(kept)
 
     def describe(self, sample: Sample) -> str:
         return f"{self.shards[sample[0]].name}: sequence {sample[1]}"

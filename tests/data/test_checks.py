@@ -100,5 +100,8 @@ def test_stats(shards, capsys, corpus):
     assert stats(str(shards.parent)) == 0
     printed = capsys.readouterr().out
     assert "PNG RGB 40" in printed
+    rows = {line.split("│")[1].strip() for line in printed.splitlines() if "│" in line}
+    assert rows >= {"samples", "width"}
+    assert not rows & {"texts", "tokens"}
     with pytest.raises(ValueError, match=r"no .tar files in or under"):
         stats(str(shards / "none"))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 
-from diffvision.data.decode import BadSample
 from diffvision.data.tiktokens import _byte_names, converted
 from diffvision.data.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -118,8 +117,12 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
             train_tokenizer(nothing, 300)
     with pytest.raises(ValueError, match="token id 300: this tokenizer's lie between 0 and 299"):
         tokenizer.decode([5, 300])
-    with pytest.raises(BadSample, match="text not UTF-8"):
+    with pytest.raises(
+        ValueError, match=r"text not UTF-8: character 14 is U\+D800, half of .*; leave it out, or write"
+    ):
         tokenizer.encode("half a pair: \ud800")
+    with pytest.raises(ValueError, match=r"text not UTF-8: character 3 is U\+D800"):
+        train_tokenizer(["good", "ab\ud800c"], 300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.documents import TextMember
+from diffvision.data.documents import DocumentAccount, TextMember
 from diffvision.data.folders import EvaluationLoader
-from diffvision.data.packing import write_shards, write_tar
+from diffvision.data.packing import write_manifest, write_shards, write_tar
 from diffvision.data.tokenize import documents_of, tokenize_shards
 from diffvision.data.tokenizers import END, train_tokenizer
 from diffvision.data.tokens import TokenSequence, TokenShards
@@ -232,7 +232,11 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
     assert (account.documents, account.empty) == (55, 2)
     good = [d for n, d in enumerate(DOCUMENTS) if n not in (3, 5, 6, 20, 40)]
     assert rows(in_order(tmp_path / "t", 16)[0]) == sequences_of(stream_of(tokenizer, good), 16, 10**9)
-    assert list(documents_of(ShardSet(spoiled))) == [*good[:4], " \n", "", *good[4:]]
+    read = DocumentAccount()
+    found = documents_of(ShardSet(spoiled), limits=LENIENT, account=read)
+    assert list(found) == [*good[:4], " \n", "", *good[4:]]
+    assert (read.documents, read.empty, read.skipped) == (55, 2, account.skipped)
+    assert "55 documents, 2 empty, 3 skipped\n  2 x text not UTF-8: 000000.tar: 003, 000001.tar: 020" in read.summary()
     beside = loader_of(tmp_path / "t").report.as_dict()
     assert (beside["skipped_documents"], beside["empty_documents"]) == (3, 2)
 
@@ -240,6 +244,10 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
 def test_too_many_of_them_stop_it_and_leave_nothing(spoiled, tokenizer, tmp_path):
     with pytest.raises(BadDataError, match=r"documents cannot be used: the limit is 1.00% of 60(.|\n)*000000.tar: 003"):
         tokenize_shards(ShardSet(spoiled), tmp_path / "t", tokenizer, num_workers=0)
+    with pytest.raises(
+        BadDataError, match=r"1 documents cannot be used: the limit is 1.00% of 60(.|\n)*000000.tar: 003"
+    ):
+        list(documents_of(ShardSet(spoiled)))
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "user-cache") == ["spoiled"]
 
 
@@ -249,6 +257,29 @@ def test_half_a_character_in_json_is_a_bad_document(tokenizer, tmp_path):
         ShardSet(tmp_path / "s"), tmp_path / "t", tokenizer, TextMember("jsonl:t"), num_workers=0, limits=LENIENT
     )
     assert (account.documents, account.skipped) == (1, {"text not UTF-8": 1})
+    assert list(documents_of(ShardSet(tmp_path / "s"), TextMember("jsonl:t"), limits=LENIENT)) == ["good"]
+
+
+def test_the_limit_is_of_the_documents_that_there_seem_to_be(tmp_path):
+    lines = '{"t": "good"}\n' * 149 + "{\n"
+    write_shards(tmp_path / "s", [{"__key__": str(n), "jsonl": lines if n < 2 else lines[:-3]} for n in range(4)])
+    account = DocumentAccount()
+    found = documents_of(ShardSet(tmp_path / "s"), TextMember("jsonl:t"), account=account)
+    assert (len(list(found)), account.bad) == (596, 2)
+
+
+def test_documents_come_back_whole_from_token_shards(made, tokenizer, tmp_path):
+    found = [tokenizer.decode(document) for document in TokenShards(made, 1).documents()]
+    assert found == DOCUMENTS
+    damaged = copied(made, tmp_path / "damaged")
+    write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": array(np.full(300, 300, dtype="<u2"))}])
+    write_manifest(damaged)
+    with pytest.raises(ValueError, match=r"000001\.tar: token outside of the vocabulary; make the token shards anew"):
+        list(TokenShards(damaged, 1).documents())
+    write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": b"none"}])
+    write_manifest(damaged)
+    with pytest.raises(ValueError, match=r"000001\.tar: damaged token array; make"):
+        list(TokenShards(damaged, 1).documents())
 
 
 def test_directories_and_sources_that_will_not_do(text, made, tokenizer, tmp_path):
