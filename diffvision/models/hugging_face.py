@@ -7,6 +7,9 @@ the package imports transformers for it.
 """
 
 import dataclasses
+import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +36,8 @@ from diffvision.models.language_config import LanguageConfig
 from diffvision.nn.cache import KVCache
 
 _FIELDS = {field.name for field in dataclasses.fields(LanguageConfig)} - {"max_length"}
-_CODE = "modeling_diffvision"  # the file in an exported folder that imports this module
+_CODE = "modeling_diffvision"  # the file in a saved folder that imports this module
+_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")  # of a document, as data.tokenizers finds it
 
 
 class DiffTransformerConfig(PreTrainedConfig):
@@ -92,6 +96,20 @@ class DiffTransformerConfig(PreTrainedConfig):
         """Ours; ValueError for values that it refuses."""
         values = {name: getattr(self, name) for name in _FIELDS}
         return LanguageConfig(max_length=self.max_position_embeddings, **values)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers' (a model's comes by here), and the file of one line for `trust_remote_code=True`."""
+        classes = {"AutoConfig": DiffTransformerConfig, "AutoModelForCausalLM": DiffTransformerForCausalLM}
+        self.auto_map = {auto: f"{_CODE}.{own.__name__}" for auto, own in classes.items()}  # of this very folder
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        names = ", ".join(own.__name__ for own in classes.values())
+        line = f"from {__name__} import {names}  # noqa: F401\n"
+        (Path(save_directory) / f"{_CODE}.py").write_text(line, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers asks when it has run a folder's line, and would then save this module's text."""
 
 
 class DiffTransformerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -217,6 +235,10 @@ class DiffTransformerForCausalLM(PreTrainedModel, GenerationMixin):
                 "shorten the prompt or lower max_new_tokens"
             )
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: as `DiffTransformerConfig.register_for_auto_class`."""
+
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Recompute each block's activations in the backward pass, as `LanguageModel.set_grad_checkpointing`."""
         self.model.set_grad_checkpointing(True)
@@ -309,8 +331,8 @@ def _check_positions(given: Tensor, tokens: Tensor, start: int, padding: Tensor 
         )
 
 
-def export(checkpoint: str | Path, directory: str | Path, *, eos: str = "<|endoftext|>") -> None:
-    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer where one lies beside it.
+def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
+    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer.
 
     A program that knows nothing of this package loads the folder with `trust_remote_code=True`: a file of one line in
     it imports this module, which must be installed. lm-eval-harness, for one:
@@ -318,30 +340,42 @@ def export(checkpoint: str | Path, directory: str | Path, *, eos: str = "<|endof
         lm_eval --model hf --model_args pretrained=DIRECTORY,trust_remote_code=True --tasks ...
 
     Args:
-        checkpoint: as `diffvision.models.language.load` takes.
+        checkpoint: directory of a saved language model, or a checkpoint of our training (.ckpt).
         directory: made if it is not there.
-        eos: token of the tokenizer that ends a document.
+        tokenizer: tokenizer.json, or a directory that holds one; by default the one beside the checkpoint, or the one
+            of its training. Without any there is a warning, and the folder has none.
+        eos: token that ends a document; by default the one that tokenizer_config.json beside the tokenizer names, or
+            <|endoftext|> or another of the usual names.
 
     Raises:
-        FileNotFoundError, ValueError: as `load`; the tokenizer has no such token, or more tokens than the model.
+        FileNotFoundError, ValueError: no such checkpoint or tokenizer, or a damaged one; the tokenizer has no such
+            token, or more tokens than the model.
     """
     model = language.load(checkpoint)
-    file = Path(checkpoint) / "tokenizer.json"
+    file = language.tokenizer_beside(checkpoint) if tokenizer is None else _tokenizer_file(Path(tokenizer))
     ends: dict[str, int] = {}
-    if file.is_file():
-        tokenizer = _tokenizer(file, model.config, eos)
-        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-        tokenizer.save_pretrained(directory)
-    classes = {"AutoConfig": DiffTransformerConfig, "AutoModelForCausalLM": DiffTransformerForCausalLM}
-    auto_map = {auto: f"{_CODE}.{own.__name__}" for auto, own in classes.items()}
-    host = DiffTransformerForCausalLM.from_diffvision(model, auto_map=auto_map, **ends)
-    host.save_pretrained(directory)
-    names = ", ".join(own.__name__ for own in classes.values())
-    (Path(directory) / f"{_CODE}.py").write_text(f"from {__name__} import {names}  # noqa: F401\n", encoding="utf-8")
+    if file is None:
+        warnings.warn(f"no tokenizer beside {checkpoint}: {directory} has none; name one with tokenizer", stacklevel=2)
+    else:
+        words = _tokenizer(file, model.config, eos)
+        ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
+        words.save_pretrained(directory)
+    DiffTransformerForCausalLM.from_diffvision(model, **ends).save_pretrained(directory)
 
 
-def _tokenizer(file: Path, config: LanguageConfig, eos: str) -> PreTrainedTokenizerFast:
-    vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {path}: give a tokenizer.json, or a directory that holds one")
+    return file
+
+
+def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTrainedTokenizerFast:
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{file} is not a file of the tokenizers library: {error}") from None
+    eos = eos or _told_end(file) or next((name for name in _ENDS if name in vocabulary), _ENDS[0])
     if eos not in vocabulary:
         raise ValueError(f"{file} has no token {eos!r} that ends a document: name its own with eos")
     if (size := max(vocabulary.values()) + 1) > config.vocab_size:
@@ -353,6 +387,20 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str) -> PreTrainedTokeni
         padding_side="left",
         model_max_length=config.max_length,
     )
+
+
+def _told_end(file: Path) -> str | None:
+    """The end of a document that tokenizer_config.json beside the file names, if it does."""
+    beside = file.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return None
+    try:
+        told: Any = json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{beside} is not JSON: {error}") from None
+    token = told.get("eos_token") if isinstance(told, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def register() -> None:

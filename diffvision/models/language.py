@@ -46,7 +46,8 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> 
     Args:
         model: whose weights are written in their own dtype.
         directory: made if it is not there; files of these names in it are replaced.
-        tokenizer: a file to copy, or an object with `save(path)`; its vocabulary must fit.
+        tokenizer: a file to copy, with the tokenizer_config.json beside it if there is one, or an object with
+            `save(path)`; its vocabulary must fit.
 
     Raises:
         ValueError: a tokenizer with more tokens than the model has.
@@ -59,7 +60,7 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> 
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, str | Path):
-        shutil.copyfile(tokenizer, folder / _TOKENIZER)
+        _copy_tokenizer(Path(tokenizer), folder)
     elif tokenizer is not None:
         tokenizer.save(folder / _TOKENIZER)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -132,6 +133,14 @@ def tokenizer_beside(checkpoint: str | Path) -> Path | None:
         return None
     found = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
     return found if found.is_file() else None
+
+
+def _copy_tokenizer(file: Path, folder: Path) -> None:
+    told = file.with_name("tokenizer_config.json")  # which token ends a document
+    copied = [(file, folder / _TOKENIZER), *([(told, folder / told.name)] if told.is_file() else [])]
+    for source, target in copied:
+        if source.resolve() != target.resolve():
+            shutil.copyfile(source, target)
 
 
 def _read_directory(folder: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,7 +1,13 @@
 """The language models as Hugging Face ones: logits, cache, padding, generation, files, and what is refused."""
 
 import ast
+import dataclasses
+import itertools
+import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +16,8 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from diffvision.models import language  # noqa: E402
+from diffvision.data import tokenizers as own_tokenizers  # noqa: E402
+from diffvision.models import hugging_face, language  # noqa: E402
 from diffvision.models.generation import generate  # noqa: E402
 from diffvision.models.hugging_face import DiffTransformerConfig, DiffTransformerForCausalLM, export  # noqa: E402
 
@@ -146,7 +153,7 @@ def test_export_writes_model_and_tokenizer(tmp_path):
     backend.save(str(tmp_path / "words.json"))
     model = _model("diff-debug")
     language.save(model, tmp_path / "ours", tmp_path / "words.json")
-    export(tmp_path / "ours", tmp_path / "theirs")
+    export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     host = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     batch = tokenizer(["a b b", "b"], padding=True, return_tensors="pt")
@@ -161,7 +168,85 @@ def test_export_writes_model_and_tokenizer(tmp_path):
         "AutoModelForCausalLM": DiffTransformerForCausalLM,
     }
     with pytest.raises(ValueError, match="no token '</s>'"):
-        export(tmp_path / "ours", tmp_path / "other", eos="</s>")
+        export(str(tmp_path / "ours"), str(tmp_path / "other"), eos="</s>")
+
+
+def _words(path, *ends):
+    """A tokenizer.json of two words and ends of a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {name: index for index, name in enumerate(["a", "b", *ends])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    own_tokenizers.Tokenizer(backend, ends[-1]).save(path)
+    return path
+
+
+def _end(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder).eos_token
+
+
+def test_export_finds_the_end_of_a_document(tmp_path):
+    """The one that tokenizer_config.json names, else the first of the names that our own tokenizers look for."""
+    model = _model("diff-debug")
+    for ends, expected in ((["</s>"], "</s>"), (["<|endoftext|>", "</s>", "<stop>"], "<stop>")):
+        folder = tmp_path / expected[1:-1].strip("/")
+        language.save(model, folder, _words(folder / "tokenizer.json", *ends))  # where it lies already
+        assert own_tokenizers.load_tokenizer(folder).eos == expected
+        export(str(folder), str(folder / "theirs"))
+        assert _end(folder / "theirs") == expected
+        assert json.loads((folder / "theirs" / "config.json").read_text())["eos_token_id"] == len(ends) + 1
+    assert hugging_face._ENDS == own_tokenizers._KNOWN_ENDS
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
+        export(str(folder), str(folder / "theirs"))
+
+
+def test_export_of_a_training_run_has_its_tokenizer(tmp_path):
+    model, words = _model("diff-debug"), _words(tmp_path / "words" / "tokenizer.json", "</s>")
+    path, content = tmp_path / "last.ckpt", {"hyper_parameters": {"config": dataclasses.asdict(model.config)}}
+    content["state_dict"] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({**content, "diffvision": {"model": "diff-debug", "tokenizer": str(words.parent)}}, path)
+    export(str(path), str(tmp_path / "recorded"))
+    assert _end(tmp_path / "recorded") == "</s>"
+    torch.save(content, path)
+    export(str(path), str(tmp_path / "named"), str(words.parent))
+    assert _end(tmp_path / "named") == "</s>"
+    with pytest.warns(UserWarning, match=r"no tokenizer beside .*last\.ckpt: .*none has none; name one"):
+        export(str(path), str(tmp_path / "none"))
+    assert not (tmp_path / "none" / "tokenizer.json").exists()
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*nothing"):
+        export(str(path), str(tmp_path / "none"), str(tmp_path / "nothing"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad.json is not a file of the tokenizers library"):
+        export(str(path), str(tmp_path / "none"), str(tmp_path / "bad.json"))
+
+
+OPENED_AND_SAVED = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__ == type(model.config).__module__ == "diffvision.models.hugging_face", type(model)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_path):
+    """Whichever way it was opened; nothing is copied but the line that imports this package."""
+    folders = [tmp_path / str(number) for number in range(4)]
+    DiffTransformerForCausalLM.from_diffvision(_model("diff-debug")).save_pretrained(folders[0])
+    DiffTransformerForCausalLM.from_pretrained(folders[0]).save_pretrained(folders[1])
+    env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    for source, target in itertools.pairwise(folders[1:]):
+        command = [sys.executable, "-c", OPENED_AND_SAVED, str(source), str(target)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+    for folder in folders:
+        assert [path.name for path in folder.glob("*.py")] == ["modeling_diffvision.py"]
+        assert len((folder / "modeling_diffvision.py").read_text().splitlines()) == 1
+    assert transformers.AutoConfig.from_pretrained(folders[0]).auto_map == {
+        "AutoConfig": "modeling_diffvision.DiffTransformerConfig",
+        "AutoModelForCausalLM": "modeling_diffvision.DiffTransformerForCausalLM",
+    }
 
 
 def test_weights_of_another_variant_are_refused(tmp_path):

@@ -28,8 +28,8 @@ class HuggingFaceTokenizer:
         self.start_id: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Tokens of a text, without special ones: one whose name is written in the text is text, as in ours."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: list[int]) -> str:
         """The text of tokens."""
@@ -39,22 +39,26 @@ class HuggingFaceTokenizer:
 def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None]:
     """A causal language model and its tokenizer (None if the folder has none), from a folder or the Hub's name.
 
+    Folders that `diffvision.models.hugging_face.export` wrote open too: our classes are known without their code.
+
     Raises:
         ValueError: transformers is missing, or finds no causal language model there. No code of the folder is run.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import diffvision.models.hugging_face  # noqa: F401  (registers our classes)
     except ImportError as error:
-        raise ValueError(f"hf:{path} needs the transformers package: pip install transformers") from error
+        raise ValueError(f"hf:{path} needs transformers 5 or later: pip install diffvision[hf] ({error})") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"transformers finds no causal language model at {path!r}: {first}") from error
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return model, None
-    return model, HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path))
+    return model, HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
 
 
 @contextmanager
