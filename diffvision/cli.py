@@ -107,7 +107,7 @@ def _reported(call: Callable[[], Any]) -> int:
     """Runs a command: bad input ends with its one line, not a page of traceback."""
     try:
         result = call()
-    except (ValueError, FileNotFoundError, BadDataError, FloatingPointError) as error:
+    except (ValueError, OSError, BadDataError, FloatingPointError) as error:
         print(f"diffvision: error: {error}", file=sys.stderr)
         return 1
     return result if isinstance(result, int) else 0

@@ -37,6 +37,14 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     assert "Traceback" not in error
 
 
+def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["data", "make", "stdlib", str(tmp_path / "file" / "deeper")]) == 1
+    error = capsys.readouterr().err
+    assert "diffvision: error: " in error
+    assert "Traceback" not in error
+
+
 def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["models", "--filter", "*debug*"]) == 0

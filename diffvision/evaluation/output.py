@@ -28,6 +28,21 @@ def bar(batches: Any, description: str) -> Iterable:
     return track(batches, description=description, console=console, transient=True)
 
 
+def check_folder(folder: str | Path) -> None:
+    """Before any work: can files be written in a folder that is there, or will be made?
+
+    Raises:
+        ValueError: a file is in its way, or it may not be written.
+    """
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"output is {folder}, and {there} is a file: name a folder, there already or not")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output is {folder}, and {there} may not be written: name another folder")
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes plain values; ValueError for a NaN, which JSON has not."""
     write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode())

@@ -18,7 +18,7 @@ from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import bar, listed, write_json
+from diffvision.evaluation.output import bar, check_folder, listed, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
 
@@ -147,6 +147,8 @@ def run(
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
         options: the evaluations' own settings.
     """
+    if output is not None:
+        check_output(output)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
@@ -234,6 +236,17 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
         }
         for (task, dataset), values in tasks.items()
     ]
+
+
+def check_output(output: str | Path) -> None:
+    """Before any work: ValueError where `write_records` could not write."""
+    output = Path(output)
+    if output.suffix != ".json":
+        check_folder(output)
+        return
+    check_folder(output.parent)
+    if output.is_dir():
+        raise ValueError(f"output is {output}, which is a folder: name a file, or a folder that does not end in .json")
 
 
 def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:

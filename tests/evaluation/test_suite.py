@@ -7,7 +7,17 @@ import pytest
 from rich.console import Console
 
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import EVALUATIONS, evaluate, expand, plan, records, table, write_records
+from diffvision.evaluation.suite import (
+    EVALUATIONS,
+    check_output,
+    evaluate,
+    expand,
+    plan,
+    records,
+    run,
+    table,
+    write_records,
+)
 
 METRICS = {
     "zero_shot/digits/acc1": 0.5,
@@ -107,3 +117,15 @@ def test_table_shows_every_metric_once():
     assert "image_retrieval_recall@5" in text
     assert "0.2500" in text
     assert "nan" in text
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "all.json"):
+        with pytest.raises(ValueError, match=r"output is .*file, and .*file is a file: name a folder"):
+            run(model="none", data="nowhere", output=str(output))
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.json, which is a folder: name a file"):
+        check_output(tmp_path / "folder.json")
+    check_output(tmp_path / "new" / "all.json")
+    check_output(tmp_path / "file.json")

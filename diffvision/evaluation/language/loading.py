@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.tokenizers import load_tokenizer
+from diffvision.data.documents import DocumentAccount, TextMember
+from diffvision.data.report import Limits
+from diffvision.data.sources import COMPRESSED, PLAIN
+from diffvision.data.storage import ShardSet
+from diffvision.data.tokenize import check_limits, documents_of
+from diffvision.data.tokenizers import BadText, check_text, load_tokenizer
+from diffvision.data.tokens import TokenShards, are_tokens
 from diffvision.evaluation.language.hugging_face import load_hugging_face
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.models import language
@@ -37,7 +43,7 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
         checkpoint: a folder or .ckpt file of ours, or `hf:PATH` for a Hugging Face causal language model; `NAME=`
             before it names the model in tables and pictures (by default the path's last part).
         tokenizer: a file or name as `diffvision.data.tokenizers.load_tokenizer` takes, where none came with the model
-            or another is wanted.
+            or another is wanted. Ours have one where `language.tokenizer_beside` finds it.
         device: where to.
 
     Raises:
@@ -50,7 +56,8 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
         model, own = load_hugging_face(path.removeprefix(HUGGING_FACE))
     else:
         model = language.load(path)
-        own = load_tokenizer(path) if (Path(path) / "tokenizer.json").is_file() else None
+        beside = None if tokenizer is not None else language.tokenizer_beside(path)
+        own = None if beside is None else load_tokenizer(beside)
     own = load_tokenizer(tokenizer) if tokenizer is not None else own
     config: Any = model.config
     if own is not None and own.vocab_size > config.vocab_size:
@@ -64,41 +71,112 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
     return Subject(name, model.to(device).eval(), own, length)
 
 
-def read_texts(sources: Sequence[str | Path]) -> Iterator[str]:
-    """Documents: each .txt file is one, each line of a .jsonl file has one in its field "text"; of a folder all such
-    files below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt.
+@dataclass(frozen=True)
+class Reading:
+    """How text is read, and what became of it.
+
+    Attributes:
+        text_key: where a sample of shards has its text, as `TextMember` takes it; its FIELD is also that of
+            .jsonl files.
+        limits: of documents of shards that cannot be used.
+        account: of the documents of shards.
+    """
+
+    text_key: str = "txt"
+    limits: Limits = field(default_factory=Limits)
+    account: DocumentAccount = field(default_factory=DocumentAccount)
+
+    @property
+    def json_field(self) -> str:
+        """Of a line of a .jsonl file."""
+        return self.text_key.partition(":")[2] or "text"
+
+
+def read_documents(
+    sources: Sequence[str | Path], tokenizer: Any, reading: Reading | None = None
+) -> Iterator[str | list[int]]:
+    """Documents as `read_texts`, and of token shards (as `diffvision data tokenize` writes) each document's tokens.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: nothing to read there, or text that is not UTF-8.
+        FileNotFoundError, ValueError, BadDataError: as `read_texts`. ValueError: tokens of another tokenizer.
     """
+    reading = reading or Reading()
+    for source in sources:
+        if _are_shards(Path(source)) and are_tokens(str(source)):
+            yield from _token_documents(str(source), tokenizer, reading)
+        else:
+            yield from read_texts([source], reading)
+
+
+def read_texts(sources: Sequence[str | Path], reading: Reading | None = None) -> Iterator[str]:
+    """Documents: each .txt file is one, each line of a .jsonl file has one in its field "text"; of a folder all such
+    files below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt, or
+    what `reading` names.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: nothing to read there, or a file with text that is not UTF-8.
+        BadDataError: too many documents of shards cannot be used.
+    """
+    reading = reading or Reading()
     for source in sources:
         path = Path(source)
-        if path.is_dir() and not any(path.glob("*.tar")):
+        if _are_shards(path):
+            text = TextMember(reading.text_key)
+            yield from documents_of(ShardSet(str(source)), text, limits=reading.limits, account=reading.account)
+        elif path.is_dir():
             files = sorted(file for suffix in ("*.txt", "*.jsonl") for file in path.rglob(suffix))
             if not files:
                 raise ValueError(f"no .txt, .jsonl or .tar in {path}: give files of text, or shards of them")
-            yield from read_texts(files)
-        elif path.suffix in (".txt", ".jsonl"):
-            try:
-                yield from _documents(path)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from error
+            yield from read_texts(files, reading)
+        elif path.suffix == ".txt":
+            yield _content(path)
         else:
-            yield from _members(str(source))
+            yield from (text for (text,) in json_lines(path, {reading.json_field: (str,)}, "has no document"))
 
 
-def tokenised(texts: Iterable[str], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
-    """Documents as tokens, each behind a start token, `at_most` in all (the last one is cut), and the bytes of UTF-8 in
-    their text.
+def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str) -> Iterator[tuple[str, ...]]:
+    """The fields of each line's JSON object, as text.
+
+    Args:
+        fields: {name: types that it may have}.
+        problem: what is said of a line that has them not.
 
     Raises:
-        ValueError: no text has a token.
+        FileNotFoundError. ValueError: not UTF-8; a line without them, by its number.
+    """
+    # Lines end at \n alone: JSON may have U+2028 and others, at which str.splitlines would cut, in its strings.
+    for number, line in enumerate(_content(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            values = [record[name] for name in fields]
+            if strange := [value for value, kinds in zip(values, fields.values(), strict=True)
+                           if not isinstance(value, kinds)]:  # fmt: skip
+                raise TypeError(f"{strange[0]!r} is no text")
+            found = tuple(map(str, values))
+            for text in found:
+                check_text(text)
+        except BadText as error:
+            raise ValueError(f"line {number} of {path}: {error}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            wanted = ", ".join(f'"{name}": ...' for name in fields)
+            raise ValueError(f"line {number} of {path} {problem}: write {{{wanted}}} on each line ({error})") from error
+        yield found
+
+
+def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
+    """Documents, of text or of tokens, as tokens, each behind a start token, `at_most` in all (the last one is cut),
+    and the bytes of UTF-8 in their text.
+
+    Raises:
+        ValueError: no text has a token; one that is not UTF-8.
     """
     documents: list[Tensor] = []
     num_bytes, left, start = 0, at_most, start_tokens(tokenizer)
     for text in texts:
-        tokens = tokenizer.encode(text)
-        if len(tokens) > left:
+        tokens = tokenizer.encode(text) if isinstance(text, str) else text
+        if len(tokens) > left or not isinstance(text, str):
             tokens = tokens[:left]
             text = tokenizer.decode(tokens)
         if tokens:
@@ -136,22 +214,28 @@ def _named(checkpoint: str) -> tuple[str, str]:
     return (last.stem if last.suffix == ".ckpt" else last.name) or "model", checkpoint
 
 
-def _documents(path: Path) -> Iterator[str]:
-    if path.suffix == ".txt":
-        yield path.read_text(encoding="utf-8-sig")
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        if line.strip():
-            try:
-                yield str(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f'line {number} of {path} has no document: write {{"text": ...}} on each line'
-                ) from error
+def _are_shards(path: Path) -> bool:
+    """Whether a source is one of shards rather than files of text."""
+    if path.is_dir():
+        return any(file.name.endswith(PLAIN + COMPRESSED) for file in path.iterdir())
+    return path.suffix not in (".txt", ".jsonl")
 
 
-def _members(source: str) -> Iterator[str]:
-    from diffvision.data.storage import ShardSet
-    from diffvision.data.tokenize import documents_of
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from error
 
-    return documents_of(ShardSet(source))
+
+def _token_documents(source: str, tokenizer: Any, reading: Reading) -> Iterator[list[int]]:
+    shards = TokenShards(source, 1)
+    theirs, ours = shards.account, getattr(tokenizer, "fingerprint", None)
+    if theirs.fingerprint != ours:
+        raise ValueError(
+            f"{source} is of a tokenizer of {theirs.vocab_size} tokens ({theirs.fingerprint}), the model's has "
+            f"{tokenizer.vocab_size} ({ours or 'of transformers'}): give the text itself, or tokenise it with the "
+            "model's"
+        )
+    check_limits(theirs, reading.limits)
+    yield from (document.tolist() for document in shards.documents())

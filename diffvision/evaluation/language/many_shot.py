@@ -7,7 +7,6 @@ demonstrations, arranged at random or alternately by class.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diffvision.evaluation.language.loading import json_lines
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, constrained_choices, unseen
 
@@ -70,7 +70,7 @@ def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | No
     """A task of two files of JSON lines, {"text": ..., "label": ...} each.
 
     Raises:
-        FileNotFoundError; ValueError: a line without the two, named with its number; what `Task` raises.
+        FileNotFoundError; ValueError: not UTF-8; a line without the two, named with its number; what `Task` raises.
     """
     return Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
 
@@ -237,18 +237,8 @@ def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
 
 
 def _examples(path: Path) -> list[Example]:
-    examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-            examples.append(Example(str(content["text"]), str(content["label"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'line {number} of {path} is no example: write {{"text": ..., "label": ...}} on each line'
-            ) from error
-    return examples
+    fields = {"text": (str,), "label": (str, int)}
+    return [Example(text, label) for text, label in json_lines(path, fields, "is no example")]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffvision.evaluation.language.needle_text import FORMS
+from diffvision.data.documents import TextMember
+from diffvision.data.needle_text import FORMS
+from diffvision.data.report import Limits
 from diffvision.evaluation.language.quantization import Granularity
 
 
@@ -14,6 +16,8 @@ class LanguageOptions:
 
     Args:
         tokens: of the documents, the most that are read.
+        text_key: the member of shards with the text: "txt", "json:FIELD", or "jsonl:FIELD", a document in each line.
+        max_bad_fraction: documents of shards that cannot be used are left out and counted; more of them are an error.
         window: tokens that a model reads at a time; None for its own length, at most 2048.
         stride: distance of perplexity's windows; None for windows that do not overlap.
         points: positions of `position_nll`'s curve.
@@ -39,6 +43,8 @@ class LanguageOptions:
     """
 
     tokens: int = 400_000
+    text_key: str = "txt"
+    max_bad_fraction: float = 0.01
     window: int | None = None
     stride: int | None = None
     points: int = 32
@@ -78,6 +84,8 @@ class LanguageOptions:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         for pair in self.needles:
             needle_pair(pair)
+        TextMember(self.text_key)
+        Limits(self.max_bad_fraction)
 
 
 def needle_pair(text: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,22 +14,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diffvision.data.needle_text import FORMS, Form, sentences_of
+from diffvision.data.report import Limits
 from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.loading import Subject, load_subject, read_texts, rows_of, tokenised
+from diffvision.evaluation.language.loading import (
+    Reading,
+    Subject,
+    load_subject,
+    read_documents,
+    read_texts,
+    rows_of,
+    tokenised,
+)
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
 from diffvision.evaluation.language.needle import needle
-from diffvision.evaluation.language.needle_text import FORMS, Form, sentences_of
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.output import bar, listed, write_bytes, write_json
+from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
 
 LENGTHS = (512, 1024, 2048, 4096)
 
@@ -78,7 +88,9 @@ class Work:
         form = FORMS[self.options.form]
         if self.options.haystack is None:
             return form
-        return dataclasses.replace(form, haystack=sentences_of("\n".join(read_texts([self.options.haystack]))))
+        return dataclasses.replace(
+            form, haystack=sentences_of("\n".join(read_texts([self.options.haystack], _reading(self.options))))
+        )
 
 
 class LanguageEvaluation(NamedTuple):
@@ -115,7 +127,9 @@ def _position_nll(work: Work) -> dict[str, float]:
 def _associative_recall(work: Work) -> dict[str, float]:
     options, frequent = work.options, None
     if options.frequent_text is not None:
-        training = ([*work.subject.tokenizer.encode(text)] for text in read_texts([options.frequent_text]))  # type: ignore[union-attr]
+        tokenizer: Any = work.subject.tokenizer
+        texts = read_documents([options.frequent_text], tokenizer, _reading(options))
+        training = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
         frequent = frequent_bigrams(map(torch.tensor, training), options.frequent_count)
     return associative_recall(
         work.subject.model,
@@ -268,7 +282,8 @@ def run(
             it if wanted; several are shown in one picture.
         tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
             (a list, or separated by commas).
-        data: text: files or folders of .txt or .jsonl ({"text": ...} a line), or shards of .txt.
+        data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
+            token shards of the model's tokenizer.
         output: folder for TASK.json and TASK.png.
         tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies with the checkpoint.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
@@ -278,6 +293,8 @@ def run(
     """
     names = list(dict.fromkeys(listed(tasks)))
     check(names, has_documents=data is not None)
+    if output is not None:
+        check_folder(output)
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
     given = [] if demonstrations is None or queries is None else [read_task(demonstrations, queries)]
@@ -320,8 +337,16 @@ def _work(subject: Subject, options: LanguageOptions, data: list[str] | None, ta
         return Work(subject, options, tasks=tasks, progress=bar)
     if subject.tokenizer is None:
         raise ValueError(f"{subject.name} came without a tokenizer, which reads the data: give one")
-    documents, num_bytes = tokenised(read_texts(data), subject.tokenizer, options.tokens)
+    reading = _reading(options)
+    texts = read_documents(data, subject.tokenizer, reading)
+    documents, num_bytes = tokenised(texts, subject.tokenizer, options.tokens)
+    if reading.account.bad:
+        print(f"of the data, {reading.account.summary()}", file=sys.stderr)
     return Work(subject, options, documents, num_bytes, tasks, bar)
+
+
+def _reading(options: LanguageOptions) -> Reading:
+    return Reading(options.text_key, Limits(options.max_bad_fraction))
 
 
 def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.evaluation.language import label_mapping
+from diffvision.data import mapping_text
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.many_shot import (
     Example,
@@ -77,26 +77,26 @@ def test_mappings_are_one_to_one_and_anew_for_each_task():
     tasks = label_mapping_tasks(4, classes=4)
     for task in tasks:
         kinds = {
-            label: {kind for kind, own in label_mapping.KINDS.items() for e in task.demonstrations
+            label: {kind for kind, own in mapping_text.KINDS.items() for e in task.demonstrations
                     if e.label == label and e.text in own.split()}
             for label in task.labels
         }  # fmt: skip
         assert len(task.labels) == 4
         assert all(len(kind) == 1 for kind in kinds.values())
     assert len({tuple(task.labels) for task in tasks}) > 1
-    words_of_all = [word for own in label_mapping.KINDS.values() for word in own.split()]
+    words_of_all = [word for own in mapping_text.KINDS.values() for word in own.split()]
     assert len(words_of_all) == len(set(words_of_all))
     with pytest.raises(ValueError, match="classes is 9"):
         label_mapping_tasks(1, classes=9)
 
 
 def test_training_documents_are_contexts(words):
-    documents = list(label_mapping.training_documents(5, shots=(8, 20)))
+    documents = list(mapping_text.training_documents(5, shots=(8, 20)))
     assert len(set(documents)) == 5
     for document in documents:
         lines = [line.split(": ") for line in document.splitlines()]
         assert 8 <= len(lines) <= 20
-        kind_of = {word: kind for kind, own in label_mapping.KINDS.items() for word in own.split()}
+        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
         mapping = {}
         assert all(mapping.setdefault(kind_of[word], name) == name for word, name in lines)
 
@@ -135,6 +135,14 @@ def test_tasks_from_files(tmp_path):
     assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
     with pytest.raises(ValueError, match=r'line 2 of .*test\.jsonl is no example: write \{"text"'):
+        read_task(file, queries)
+    queries.write_bytes(b'{"text": "c", "label": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"test\.jsonl is not UTF-8 .*: convert it"):
+        read_task(file, queries)
+    queries.write_text('\ufeff{"text": "c\u2028d", "label": "1"}\n', encoding="utf-8")
+    assert read_task(file, queries).queries == [Example("c\u2028d", "1")]
+    queries.write_text('{"text": "c", "label": null}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* is no example: .*\(None is no text\)"):
         read_task(file, queries)
 
 

@@ -9,13 +9,23 @@ import pytest
 import torch
 from PIL import Image
 
+from diffvision.data import BadDataError, ShardSet
+from diffvision.data.documents import TextMember
+from diffvision.data.mapping_text import training_documents as mappings
+from diffvision.data.needle_text import FORMS, training_documents
 from diffvision.data.packing import write_shards
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.tokenize import tokenize_shards
+from diffvision.data.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language import figures
-from diffvision.evaluation.language.label_mapping import training_documents as mappings
-from diffvision.evaluation.language.loading import load_subject, read_texts, rows_of, tokenised
+from diffvision.evaluation.language.loading import (
+    Reading,
+    load_subject,
+    read_documents,
+    read_texts,
+    rows_of,
+    tokenised,
+)
 from diffvision.evaluation.language.many_shot import Example, Task
-from diffvision.evaluation.language.needle_text import FORMS, training_documents
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import (
     LANGUAGE_EVALUATIONS,
@@ -24,7 +34,9 @@ from diffvision.evaluation.language.suite import (
     run,
     write_numbers,
 )
+from diffvision.evaluation.output import check_folder
 from diffvision.models import language
+from diffvision.training.language import LanguageModule
 
 SMALL = LanguageOptions(
     tokens=400,
@@ -151,6 +163,92 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
         list(read_texts([tmp_path / "none"]))
 
 
+def test_lines_of_json_end_at_line_feeds_alone_and_hold_text(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('\ufeff{"text": "one\u2028line\x85"}\r\n{"text": "", "body": "b"}\n', encoding="utf-8")
+    assert list(read_texts([file])) == ["one\u2028line\x85", ""]
+    with pytest.raises(ValueError, match=r"line 1 of .* has no document: write {\"body\": ...} on each line"):
+        list(read_texts([file], Reading("jsonl:body")))
+    for value in ("null", "5", '["a"]'):
+        file.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
+        with pytest.raises(
+            ValueError, match=r"line 2 of .*a\.jsonl has no document: .*\((None|5|\['a'\]) is no text\)"
+        ):
+            list(read_texts([file]))
+    file.write_text('{"text": "abc \\ud800 def"}\n')
+    with pytest.raises(
+        ValueError, match=r"line 1 of .*a\.jsonl: text not UTF-8: character 5 is U\+D800, .*; leave it out"
+    ):
+        list(read_texts([file]))
+
+
+@pytest.fixture
+def corpus(home, tmp_path):
+    """Shards of a jsonl member whose documents are in the field "body", the same as token shards, and the texts."""
+    texts = ["a first text", "another one", "and the third"]
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    write_shards(tmp_path / "shards", [{"__key__": "a", "jsonl": lines}])
+    tokenizer = load_tokenizer(home / "diff-debug")
+    key = TextMember("jsonl:body")
+    tokenize_shards(ShardSet(tmp_path / "shards"), tmp_path / "tokens", tokenizer, key, num_workers=0)
+    return tmp_path, tokenizer, texts
+
+
+def test_shards_are_read_by_their_key_and_token_shards_are_the_same_documents(corpus, words):
+    root, tokenizer, texts = corpus
+    assert list(read_texts([root / "shards"], Reading("jsonl:body"))) == texts
+    for at_most, documents in ((1000, 3), (5, 1)):
+        plain = tokenised(texts, tokenizer, at_most)
+        read = tokenised(read_documents([root / "tokens"], tokenizer), tokenizer, at_most)
+        assert [d.tolist() for d in read[0]] == [d.tolist() for d in plain[0]]
+        assert read[1] == plain[1]
+        assert len(read[0]) == documents
+    other = train_tokenizer(["of another text"], 300)
+    for strange in (other, words):
+        with pytest.raises(
+            ValueError, match=r"tokens is of a tokenizer of 400 tokens .*: give the text itself, or tok"
+        ):
+            list(read_documents([root / "tokens"], strange))
+
+
+def test_documents_that_cannot_be_used_are_told_and_limited(home, corpus, capsys):
+    root, _, texts = corpus
+    given = {"checkpoint": str(home / "diff-debug"), "tasks": "perplexity", "device": "cpu"}
+    with pytest.raises(
+        BadDataError, match=r"1 documents cannot be used: the limit is 1.00% of 1 .*(.|\n)*member 'txt'"
+    ):
+        run(**given, data=str(root / "shards"))
+    samples = [{"__key__": str(n), "txt": text} for n, text in enumerate([*texts, b"\xff\xff"])]
+    write_shards(root / "half", samples)
+    with pytest.raises(BadDataError, match=r"the limit is 1.00% of 4 .*\n.*\n  1 x text not UTF-8: 000000.tar: 3"):
+        run(**given, data=str(root / "half"), options=LanguageOptions(window=4))
+    run(**given, data=str(root / "half"), options=LanguageOptions(window=4, max_bad_fraction=0.5))
+    assert "of the data, 3 documents, 0 empty, 1 skipped\n  1 x text not UTF-8" in capsys.readouterr().err
+    options = LanguageOptions(window=4, text_key="jsonl:body", frequent_text=str(root / "tokens"))
+    recall = run(**given | {"tasks": "associative_recall"}, data=str(root / "shards"), options=options)
+    assert recall["diff-debug"]
+
+
+def test_the_tokenizer_beside_a_checkpoint_of_training_is_found(home, tmp_path):
+    module = LanguageModule("diff-debug", model_args={"vocab_size": 400}, tokenizer=str(home / "diff-debug"))
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    assert load_subject(str(tmp_path / "last.ckpt")).tokenizer.vocab_size == 400
+    other = train_tokenizer(["of another text"], 300)
+    other.save(tmp_path)
+    assert load_subject(str(tmp_path / "last.ckpt")).tokenizer.fingerprint == other.fingerprint
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_runs(home, tmp_path):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(ValueError, match=r"output is .*, and .*file is a file: name a folder"):
+            run(checkpoint="nothing", tasks="needle", output=str(output))
+    check_folder(tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_hugging_face_model_beside_ours(home, tmp_path, results):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -199,6 +297,8 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"needles": ("two",)}, "needles has 'two'"),
         ({"bits": ()}, "bits is empty"),
         ({"form": "verse"}, "form is 'verse': choose one of text, synthetic"),
+        ({"text_key": "jpg"}, "member 'jpg' is of a type that is not read here: use one of txt"),
+        ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),
     ],
 )
 def test_bad_options_are_named(settings, message):
