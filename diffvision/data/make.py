@@ -8,7 +8,8 @@ from diffvision.data.packing import write_manifest
 
 __all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
-MADE = ("digits", "digit-scenes", "stdlib", "folder")
+MADE = ("digits", "digit-scenes", "stdlib", "recall", "folder")
+_SETTINGS = {"digits": {"copies"}, "digit-scenes": {"copies"}, "recall": {"documents", "words"}}
 
 
 def make(
@@ -17,6 +18,8 @@ def make(
     source: str | None = None,
     captions: str | None = None,
     copies: int | None = None,
+    documents: int | None = None,
+    words: int | None = None,
     seed: int = 0,
     per_shard: int = 10_000,
     num_workers: int = 2,
@@ -24,17 +27,23 @@ def make(
     """Write a data set as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, stdlib (text: the running Python's own library), or folder to pack your images.
+        name: digits, digit-scenes, stdlib (text: the running Python's own library), recall (synthetic text: needles and
+            mappings to mix into training text), or folder to pack your images.
         directory: where; it must have no shards yet.
         source: for folder: the folder of images.
         captions: for folder: a csv or tsv with a header, columns such as image and caption; else x.txt beside x.jpg.
         copies: for digits and digit-scenes: images made of each training digit.
-        seed: of all that is drawn at random in digits and digit-scenes.
+        documents: for recall: how many.
+        words: for recall: the most words of a document with needles.
+        seed: of all that is drawn at random in digits, digit-scenes and recall.
         per_shard: for folder: samples a shard.
         num_workers: for folder: processes.
     """
     made = f"made {name} in {Path(directory)}"
-    settings = {} if copies is None else {"copies": copies}
+    given = {"copies": copies, "documents": documents, "words": words}
+    settings: dict[str, int] = {setting: value for setting, value in given.items() if value is not None}
+    if strange := sorted(settings.keys() - _SETTINGS.get(name, set())):
+        raise ValueError(f"make {name} has no setting {', '.join(strange)}: leave it out")
     if name == "digits":
         from diffvision.data.digits import make_digits
 
@@ -47,6 +56,10 @@ def make(
         from diffvision.data.corpus import make_stdlib
 
         made = f"made stdlib in {Path(directory)}: {make_stdlib(directory).summary()}"
+    elif name == "recall":
+        from diffvision.data.recall import make_recall
+
+        made += f": {make_recall(directory, seed=seed, **settings):,} characters"
     elif name == "folder":
         from diffvision.data.packing import pack_folder
 
@@ -89,11 +102,11 @@ def stats(directory: str, num_workers: int = 2) -> int:
     return 0
 
 
-def tokenizer(source: str, path: str, vocab_size: int = 4096, text_key: str = "txt") -> int:
+def tokenizer(source: str | list[str], path: str, vocab_size: int = 4096, text_key: str = "txt") -> int:
     """Train a byte-level BPE tokenizer on the text of shards.
 
     Args:
-        source: text shards, as for training.
+        source: text shards, as for training; several as [a,b].
         path: the file to write, or a directory for tokenizer.json.
         vocab_size: tokens, with the 256 bytes and the end of a document among them.
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.

@@ -2,11 +2,12 @@
 
 Two forms of one text. "text" is the paper's protocol ("magic number of a city", arXiv 2410.05258 section 3.4), for
 models that read English. "synthetic" has the same build from short words and two-digit numbers, for models of 1M to 30M
-parameters; `training_documents` writes documents of the same distribution to mix into their training text.
+parameters; `training_documents` writes documents of the same kind to mix into their training text.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -88,9 +89,9 @@ FORMS = {
         haystack=_random_sentences,
     ),
     "synthetic": Form(
-        needle="# {city} = {number};",  # a mark before, so that every city has a space before it
+        needle="# {city} {number};",  # a mark before, so that every city has a space before it
         question="",
-        answer="? {city} = {number};",
+        answer="? {city} {number};",
         lowest=10,
         highest=99,
         haystack=_random_words,
@@ -206,28 +207,74 @@ def training_documents(
     form: str | Form = "synthetic",
     *,
     count: int,
-    lengths: tuple[int, int] = (100, 500),
-    most_needles: int = 6,
+    lengths: tuple[int, int] = (12, 140),
+    most_needles: int = 16,
     seed: int = 0,
-    measure: Callable[[str], int] | None = None,
 ) -> Iterator[str]:
-    """Documents of the evaluation's distribution, answers included, to mix into training text: length, depth, number of
-    needles and of questions are drawn for each.
+    """Documents to mix into training text, from which retrieval can be learned: in turn, facts that are told and asked
+    for again and again, which is where a small model starts to look back, and a haystack with questions at its end, as
+    the evaluation has them but for the order of needles and questions, which says nothing here.
 
     Args:
         form: a name in `FORMS`, or one.
         count: how many.
-        lengths: least and most of a document's length.
-        most_needles: the most needles; 1 to as many as the length has room for, of which 1 to all are asked for.
+        lengths: least and most words of a document, short ones being the more frequent (log-uniform); a tokenizer makes
+            one to two tokens of a word.
+        most_needles: the most in a document; no more than a word in eight.
         seed: other seeds give other documents; the evaluation's never coincide with them but by chance.
-        measure: length of a text; by default its words, of which a tokenizer makes one to two tokens each.
+
+    Raises:
+        ValueError: unknown form, or lengths without room for one needle and its question.
     """
-    form = FORMS[form] if isinstance(form, str) else form
-    measure = measure or (lambda text: len(text.split()))
+    form = form if isinstance(form, Form) else _form(form)
+    bare = _words(form.needle) + _words(form.answer)
+    if not bare <= lengths[0] <= lengths[1]:
+        raise ValueError(f"lengths is {lengths}: a needle and its question have {bare} words; give (least, most)")
     for number in range(count):
         draw = random.Random(f"training {seed} {number}")
-        length, depth, needles = draw.randint(*lengths), draw.random(), draw.randint(1, most_needles)
-        while needles > 1 and measure(compose(form, [], draw, needles=needles, queries=needles, depth=0).text) > length:
-            needles -= 1
-        queries = draw.randint(1, needles)
-        yield compose_to_length(form, draw, measure, length=length, needles=needles, queries=queries, depth=depth).text
+        length = round(math.exp(draw.uniform(*map(math.log, lengths))))
+        needles = draw.randint(1, max(1, min(most_needles, length // 8, len(form.cities))))
+        cities = draw.sample(list(form.cities), needles)
+        numbers = draw.sample(range(form.lowest, form.highest + 1), needles)
+        pairs = [{"city": city, "number": str(value)} for city, value in zip(cities, numbers, strict=True)]
+        yield (_told_and_asked if number % 3 else _hidden)(form, draw, pairs, length)
+
+
+def _told_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
+    """Facts one by one, and after each some questions for any of those so far."""
+    stream = form.haystack(draw)
+    told: list[dict[str, str]] = []
+    text, words = "", 0
+    while words < length:
+        kind = draw.random()
+        if len(told) < len(pairs) and (not told or kind < 0.3):
+            told.append(pairs[len(told)])
+            part = " " + form.needle.format(**told[-1])
+        elif kind < 0.9:
+            part = "\n" + form.answer.format(**draw.choice(told))
+        else:
+            part = " " + next(stream)
+        text, words = text + part, words + _words(part)
+    return text.strip()
+
+
+def _hidden(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
+    """Facts anywhere in a haystack, and a question for each of them."""
+    sentences = [form.needle.format(**pair) for pair in pairs]
+    stream, left = form.haystack(draw), length - len(pairs) * (_words(form.needle) + _words(form.answer))
+    while left > 0:
+        sentences.append(next(stream))
+        left -= _words(sentences[-1])
+    draw.shuffle(sentences)
+    draw.shuffle(pairs)
+    return " ".join(sentences) + "".join("\n" + form.answer.format(**pair) for pair in pairs)
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def _form(name: str) -> Form:
+    if name not in FORMS:
+        raise ValueError(f"unknown form {name!r} of needle texts: choose one of {', '.join(FORMS)}")
+    return FORMS[name]

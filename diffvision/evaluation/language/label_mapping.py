@@ -1,35 +1,17 @@
-"""A many-shot task that needs no dataset: which made-up name does each kind of word have in this context?
-
-A context has lines such as "pear: dax" and "wolf: wug"; the names of the kinds are drawn anew for every context, so
-the mapping can only be learned from it. `training_documents` are contexts of the same distribution, to mix into the
-training text of small models.
-"""
+"""A many-shot task that needs no dataset: which made-up name does each kind of word have in this context?"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
+from diffvision.data.mapping_text import KINDS, TEMPLATE, draw_mapping, draw_word
 from diffvision.evaluation.language.many_shot import Example, Task
-
-TEMPLATE = "{text}: {label}\n"
-KINDS = {
-    "fruit": "apple pear plum cherry grape lemon peach banana orange mango fig melon",
-    "animal": "wolf bear lion horse sheep goat tiger rabbit mouse camel fox deer",
-    "colour": "red blue green yellow purple brown pink grey white black violet scarlet",
-    "tool": "hammer saw drill wrench chisel pliers spade rake axe shovel file clamp",
-    "body": "hand foot knee elbow nose ear neck finger toe shoulder ankle wrist",
-    "weather": "rain snow wind fog hail storm frost thunder cloud sleet mist breeze",
-    "garment": "shirt coat hat scarf glove sock shoe dress skirt belt jacket boot",
-    "room": "kitchen cellar attic bedroom hall pantry study nursery lounge porch garage stable",
-}
-NAMES = "dax wug blick toma fep zorp kiki gazzer modi lorp tulver pim"
 
 
 def label_mapping_tasks(
     count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
 ) -> list[Task]:
-    """Tasks with a mapping each.
+    """Tasks with a mapping each; contexts of `diffvision.data.mapping_text`.
 
     Args:
         count: how many tasks.
@@ -45,34 +27,14 @@ def label_mapping_tasks(
     tasks = []
     for number in range(count):
         draw = random.Random(f"mapping {seed} {number}")
-        names = _mapping(draw, classes)
-        kinds = list(names)
-        shown = [_example(draw, kinds[place % classes], names) for place in range(max(demonstrations, classes))]
-        asked = [_example(draw, kinds[place % classes], names) for place in range(queries)]
+        names = draw_mapping(draw, classes)
+        shown, asked = (
+            [_example(draw, list(names)[place % classes], names) for place in range(count)]
+            for count in (max(demonstrations, classes), queries)
+        )
         tasks.append(Task(shown, asked, TEMPLATE, f"mapping {seed}/{number}"))
     return tasks
 
 
-def training_documents(
-    count: int, *, classes: tuple[int, int] = (2, 8), shots: tuple[int, int] = (8, 64), seed: int = 0
-) -> Iterator[str]:
-    """Contexts of the same distribution, a mapping each, to mix into training text.
-
-    Args:
-        count: how many.
-        classes, shots: least and most in a document.
-        seed: other seeds give other documents; the tasks' mappings and words are drawn apart from them.
-    """
-    for number in range(count):
-        draw = random.Random(f"mapping training {seed} {number}")
-        names = _mapping(draw, draw.randint(*classes))
-        lines = [_example(draw, draw.choice(list(names)), names) for _ in range(draw.randint(*shots))]
-        yield "".join(TEMPLATE.format(text=text, label=label) for text, label in lines)
-
-
-def _mapping(draw: random.Random, classes: int) -> dict[str, str]:
-    return dict(zip(draw.sample(list(KINDS), classes), draw.sample(NAMES.split(), classes), strict=True))
-
-
 def _example(draw: random.Random, kind: str, names: dict[str, str]) -> Example:
-    return Example(draw.choice(KINDS[kind].split()), names[kind])
+    return Example(draw_word(draw, kind), names[kind])

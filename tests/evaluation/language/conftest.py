@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.evaluation.language.needle_text import FORMS
+from diffvision.data.needle_text import FORMS
 from diffvision.nn import ATTENTION, build_attention
 
 
@@ -41,8 +41,8 @@ class Words:
 
 
 class Copier(nn.Module):
-    """Looks for the last two tokens in what came before, and says what followed them there: an oracle of retrieval. A
-    blind one always says one token."""
+    """Looks for the last two tokens in what came before, or else for the last one, and says what followed there: an
+    oracle of retrieval. A blind one always says one token."""
 
     def __init__(self, vocabulary=512, blind=None):
         super().__init__()
@@ -54,7 +54,9 @@ class Copier(nn.Module):
             follower = {}
             for place in range(2, len(own)):
                 follower.setdefault((own[place - 2], own[place - 1]), own[place])
-                said[row, place] = follower.get((own[place - 1], own[place]), 0)
+                follower.setdefault(own[place - 1], own[place])
+                last = own[place]
+                said[row, place] = follower.get((own[place - 1], last), follower.get(last, 0))
         return F.one_hot(said, self.vocabulary).float()
 
 

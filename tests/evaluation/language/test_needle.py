@@ -1,19 +1,20 @@
 """Needle texts and retrieval: an oracle finds all, a blind model what chance gives."""
 
 import random
+import re
 
 import pytest
 import torch
 
-from diffvision.evaluation.language.attention_mass import SPANS, attention_mass, span_masses
-from diffvision.evaluation.language.needle import NeedleSample, needle, needle_samples
-from diffvision.evaluation.language.needle_text import (
+from diffvision.data.needle_text import (
     FORMS,
     compose,
     compose_to_length,
     sentences_of,
     training_documents,
 )
+from diffvision.evaluation.language.attention_mass import SPANS, attention_mass, span_masses
+from diffvision.evaluation.language.needle import NeedleSample, needle, needle_samples
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -94,19 +95,24 @@ def test_a_tokenizer_without_borders_is_refused(synthetic):
 
 
 def test_training_documents_are_of_the_same_kind():
-    documents = list(training_documents(count=20, lengths=(60, 120), most_needles=4))
-    assert documents == list(training_documents(count=20, lengths=(60, 120), most_needles=4))
-    assert len(set(documents)) == 20
-    for document in documents:
-        assert len(document.split()) <= 120
-        haystack, *answers = document.split("\n")
-        assert 1 <= len(answers) <= haystack.count("#") <= 4
-        assert all(answer.replace("?", "#") in haystack for answer in answers)
-    assert (
-        len(list(training_documents(count=20, lengths=(10, 20), most_needles=6))) == 20
-    )  # fewer needles where it must
-    with pytest.raises(ValueError, match="a context of 5 is too short for 1 needles"):
+    documents = list(training_documents(count=30, lengths=(20, 120), most_needles=4))
+    assert documents == list(training_documents(count=30, lengths=(20, 120), most_needles=4))
+    assert len(set(documents)) == 30
+    for number, document in enumerate(documents):
+        facts = dict(re.findall(r"# (\w+) (\d+);", document))
+        asked = re.findall(r"\? (\w+) (\d+);", document)
+        assert 1 <= len(facts) <= 4
+        assert all(facts[city] == value for city, value in asked)
+        if number % 3:  # told and asked in turn: no question before its fact
+            assert all(document.index(f"# {city} ") < document.index(f"? {city} ") for city, _ in asked)
+        else:  # hidden: all the questions at the end, one for each
+            assert sorted(city for city, _ in asked) == sorted(facts)
+            assert "#" not in document.partition("\n")[2]
+        assert len(document.split()) <= 120 + 6
+    with pytest.raises(ValueError, match=r"lengths is \(5, 5\): a needle and its question have 6 words"):
         next(training_documents(count=1, lengths=(5, 5)))
+    with pytest.raises(ValueError, match="unknown form 'x'"):
+        next(training_documents("x", count=1))
 
 
 def test_a_haystack_of_ones_own_keeps_its_order(synthetic, draw):

@@ -1,0 +1,50 @@
+"""Contexts that give words of a kind a made-up name: "pear: dax", "wolf: wug", "plum: dax", ...
+
+The names of the kinds are drawn anew for every context, so the mapping can only be learned from it. The synthetic form
+of many-shot learning, in evaluation and in the training text of small models alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+TEMPLATE = "{text}: {label}\n"
+KINDS = {
+    "fruit": "apple pear plum cherry grape lemon peach banana orange mango fig melon",
+    "animal": "wolf bear lion horse sheep goat tiger rabbit mouse camel fox deer",
+    "colour": "red blue green yellow purple brown pink grey white black violet scarlet",
+    "tool": "hammer saw drill wrench chisel pliers spade rake axe shovel file clamp",
+    "body": "hand foot knee elbow nose ear neck finger toe shoulder ankle wrist",
+    "weather": "rain snow wind fog hail storm frost thunder cloud sleet mist breeze",
+    "garment": "shirt coat hat scarf glove sock shoe dress skirt belt jacket boot",
+    "room": "kitchen cellar attic bedroom hall pantry study nursery lounge porch garage stable",
+}
+NAMES = "dax wug blick toma fep zorp kiki gazzer modi lorp tulver pim"
+
+
+def draw_mapping(draw: random.Random, classes: int) -> dict[str, str]:
+    """{kind: name} of as many kinds, no two with one name."""
+    return dict(zip(draw.sample(list(KINDS), classes), draw.sample(NAMES.split(), classes), strict=True))
+
+
+def draw_word(draw: random.Random, kind: str) -> str:
+    """A word of the kind."""
+    return draw.choice(KINDS[kind].split())
+
+
+def training_documents(
+    count: int, *, classes: tuple[int, int] = (2, 8), shots: tuple[int, int] = (8, 64), seed: int = 0
+) -> Iterator[str]:
+    """Contexts with a mapping each, to mix into training text.
+
+    Args:
+        count: how many.
+        classes, shots: least and most in a document.
+        seed: other seeds give other documents; the evaluation's mappings and words are drawn apart from them.
+    """
+    for number in range(count):
+        draw = random.Random(f"mapping training {seed} {number}")
+        names = draw_mapping(draw, draw.randint(*classes))
+        kinds = draw.choices(list(names), k=draw.randint(*shots))
+        yield "".join(TEMPLATE.format(text=draw_word(draw, kind), label=names[kind]) for kind in kinds)
