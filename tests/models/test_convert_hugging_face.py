@@ -111,9 +111,27 @@ def test_what_theirs_cannot_be(settings, message):
         ({"attention_bias": True}, "attention_bias=True; ours is False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'; ours is 'silu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; ours is 'default'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'; ours is 'default'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='linear'; ours is 'default'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; ours is 1.0"),
+        ({"max_position_embeddings": None, "rms_norm_eps": None}, "lacks max_position_embeddings, rms_norm_eps"),
+        ({"num_attention_heads": 7}, "num_attention_heads=7; it must be a positive multiple of 2"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1; it must be a positive multiple of 2"),
+        ({"num_key_value_heads": 6}, "num_attention_heads=8, which is no multiple of its num_key_value_heads=6"),
+        ({}, "state_dict lacks model.embed_tokens.weight"),
     ],
 )
 def test_what_ours_cannot_be(changed, message):
     values, _ = to_hugging_face(*(lambda m: (m.config, m.state_dict()))(_ours("v1", 4, True)))
     with pytest.raises(ValueError, match=message):
         from_hugging_face({**values, **changed}, {})
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_reads_settings_of_transformers_4(scaling):
+    """Which had the base of the angles outside, and no scaling as None."""
+    model = _ours("standard", 2, False)
+    values, state = to_hugging_face(model.config, model.state_dict())
+    theta = values.pop("rope_parameters")["rope_theta"]
+    config, _ = from_hugging_face({**values, "rope_theta": theta, "rope_scaling": scaling}, state)
+    assert config == model.config

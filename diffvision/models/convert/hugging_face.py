@@ -29,6 +29,22 @@ _SHARED = {
     "mlp.down": "mlp.down_proj",
 }
 _LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+class _State(dict[str, Tensor]):
+    """A state_dict that names what it lacks."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(f"the transformers model's state_dict lacks {name}: take its whole state_dict")
 
 
 def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -86,9 +102,10 @@ def from_hugging_face(
         state: its state_dict.
 
     Raises:
-        ValueError: another model, or settings that ours has not (biases, scaled rotary positions, another activation).
+        ValueError: another model, settings or weights that are missing, or settings that ours has not (biases, scaled
+            rotary positions, another activation, an odd number of DiffLlama's heads).
     """
-    config = _our_config(values)
+    config, state = _our_config(values), _State(state)
     out = {"embed.weight": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
     if not config.tied:
         out["head.weight"] = state["lm_head.weight"]
@@ -125,24 +142,38 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     variants = {model_type: variant for variant, model_type in MODEL_TYPES.items()}
     if (model_type := values.get("model_type")) not in variants:
         raise ValueError(f"a transformers model of type {model_type!r} is none of {', '.join(variants)}")
-    rope = values.get("rope_parameters") or {"rope_theta": values.get("rope_theta", 10_000.0)}
+    if missing := [name for name in _NEEDED if values.get(name) is None]:
+        raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")
+    rope = _rope(values)
     for name, found, ours in (
         ("attention_bias", bool(values.get("attention_bias")), False),
         ("mlp_bias", bool(values.get("mlp_bias")), False),
         ("hidden_act", values.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope.get("rope_type", "default"), "default"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+        ("rope_type", rope["rope_type"], "default"),
+        ("partial_rotary_factor", rope["partial_rotary_factor"], 1.0),
     ):
         if found != ours:
             raise ValueError(f"the transformers model has {name}={found!r}; ours is {ours!r} always")
-    variant, heads, kv_heads = variants[model_type], values["num_attention_heads"], values.get("num_key_value_heads")
+    variant, heads = variants[model_type], values["num_attention_heads"]
+    kv_heads = heads if values.get("num_key_value_heads") is None else values["num_key_value_heads"]
     maps = 2 if variant == "v1" else 1
+    for name, found in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if found < maps or found % maps:
+            raise ValueError(
+                f"the transformers model has {name}={found}; it must be a positive multiple of {maps}, for a head of "
+                f"ours has {maps} of a {model_type}'s"
+            )
+    if heads % kv_heads:
+        raise ValueError(
+            f"the transformers model has num_attention_heads={heads}, which is no multiple of its "
+            f"num_key_value_heads={kv_heads}"
+        )
     config = LanguageConfig(
         vocab_size=values["vocab_size"],
         dim=values["hidden_size"],
         depth=values["num_hidden_layers"],
         num_heads=heads // maps,
-        num_kv_heads=None if kv_heads in (None, heads) else kv_heads // maps,
+        num_kv_heads=None if kv_heads == heads else kv_heads // maps,
         head_dim=values.get("head_dim") or values["hidden_size"] // heads,
         mlp_dim=values["intermediate_size"],
         variant=variant,
@@ -153,6 +184,22 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     )
     _check(config)
     return config
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling and outside."""
+    places = [values.get("rope_parameters") or {}, values.get("rope_scaling") or {}, values]
+
+    def found(default: Any, *names: str) -> Any:
+        """What differs from the default in any place: only one of them is in use."""
+        given = (place.get(name) for place in places for name in names)
+        return next((value for value in given if value not in (None, default)), default)
+
+    return {
+        "rope_theta": found(10_000.0, "rope_theta"),
+        "rope_type": found("default", "rope_type", "type"),  # "type" before transformers 4.43
+        "partial_rotary_factor": found(1.0, "partial_rotary_factor"),
+    }
 
 
 def _layers(config: LanguageConfig) -> list[tuple[str, str]]:
