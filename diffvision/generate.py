@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from diffvision.data.tokenizers import Tokenizer, load_tokenizer
+from diffvision.evaluation.distributed import found_device
 from diffvision.models import language
 from diffvision.models.generation import generate
 
@@ -20,7 +21,7 @@ def generate_text(
     top_p: float | None = None,
     seed: int = 0,
     tokenizer: str | None = None,
-    device: str | None = None,
+    device: str = "auto",
     compile: bool = False,
 ) -> str:
     """Continues a prompt with a language model, and prints the text as it is made, up to the end of the document.
@@ -32,10 +33,10 @@ def generate_text(
         temperature: 0 takes the likeliest token each time; 1 draws from the model's own distribution.
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.
-        seed: the same seed gives the same text on the same machine.
+        seed: the same seed gives the same text on the same machine; -2**63 to 2**64 - 1.
         tokenizer: tokenizer.json, a directory that holds one, or a name of tiktoken's; by default the one beside the
-            checkpoint.
-        device: such as cpu or cuda; by default cuda where there is one.
+            checkpoint, or the one of its training.
+        device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
         compile: compile the decoding step; pays for long texts.
 
     Returns:
@@ -47,7 +48,9 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}: it must be -2**63 to 2**64 - 1, as torch's generators take it")
+    device = found_device(device)
     model = language.load(checkpoint, device)
     words = load_tokenizer(tokenizer or _beside(checkpoint))
     if words.vocab_size > model.config.vocab_size:
@@ -97,8 +100,7 @@ class _Shown:
 
 
 def _beside(checkpoint: str) -> Path:
-    path = Path(checkpoint)
-    found = (path if path.is_dir() else path.parent) / "tokenizer.json"
-    if not found.is_file():
+    found = language.tokenizer_beside(checkpoint)
+    if found is None:
         raise FileNotFoundError(f"no tokenizer.json beside {checkpoint}: name the tokenizer that it was trained with")
     return found

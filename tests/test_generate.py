@@ -54,11 +54,14 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
     model = language.load(checkpoint)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     path = tmp_path / "last.ckpt"
-    torch.save({"state_dict": state, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}, path)
+    content = {"state_dict": state, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}
+    torch.save(content, path)
     with pytest.raises(FileNotFoundError, match=r"no tokenizer.json beside .*last\.ckpt: name the tokenizer"):
         generate_text(str(path), "a")
     own = generate_text(checkpoint, "the cat", max_new_tokens=9, temperature=0.0)
     assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
+    torch.save({**content, "diffvision": {"model": "diff-debug", "tokenizer": checkpoint}}, path)
+    assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0) == own
 
 
 def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
@@ -72,3 +75,30 @@ def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         generate_text(str(tmp_path / "nothing"), "a", tokenizer=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "foo"}, "device 'foo' is not here: give auto, cpu"),
+        ({"device": "cpu:x"}, "device 'cpu:x' is not here"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not here"),
+        ({"seed": 2**64}, f"seed is {2**64}: it must be"),
+        ({"seed": -(2**63) - 1}, "it must be -2"),
+    ],
+)
+def test_a_setting_that_this_machine_has_not_is_one_error(settings, message, checkpoint, capsys):
+    with pytest.raises(ValueError, match=message):
+        generate_text(checkpoint, "a", **settings)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+def test_any_seed_that_torch_takes(seed, checkpoint, capsys):
+    assert generate_text(checkpoint, "the cat", max_new_tokens=3, seed=seed, device="auto") is not None
+
+
+def test_no_cuda_is_one_error(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' is not here: give auto, cpu, or cuda where torch finds a GPU"):
+        generate_text(checkpoint, "a", device="cuda")

@@ -16,18 +16,33 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+def found_device(device: str) -> str:
+    """The device itself, or the one that "auto" means: CUDA where there is one.
+
+    Raises:
+        ValueError: torch does not find it.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError:  # not even a name
+        place = None
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
+    counts["mps"] = int(torch.backends.mps.is_available())
+    if place is None or (place.index or 0) >= counts.get(place.type, 0):
+        raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
+    return device
+
+
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
     """Joins the processes that torchrun started, if it did and nobody else has joined them; gives the rank's device.
 
     Args:
-        device: "auto" (CUDA where there is one), or a device; with several processes "cuda" means each rank's own.
+        device: as `found_device` takes it; with several processes "cuda" means each rank's own.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda", "mps") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
+    device = found_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield device
         return

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ class Sampling:
             raise ValueError("top_k and top_p choose among drawn tokens, and temperature 0 draws none: set temperature")
 
     def probabilities(self, logits: Float[Tensor, "... vocab"]) -> Float[Tensor, "... vocab"]:
-        """What tokens are drawn with; temperature must be above 0."""
-        logits = logits / self.temperature
+        """What tokens are drawn with; temperature must be above 0, and near 0 the likeliest tokens share all."""
+        least_divisor = torch.finfo(logits.dtype).tiny  # a smaller one is 0 where such numbers are flushed
+        logits = logits - logits.amax(-1, keepdim=True)  # first: the quotients may overflow, and then do so downwards
+        logits = logits / max(self.temperature, least_divisor)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -93,30 +96,31 @@ def generate(
 
     Raises:
         ValueError: no prompt, an empty one, one with tokens outside of the vocabulary, or one that leaves no room for
-            max_new_tokens within the model's max_length; a value that `Sampling` refuses.
+            max_new_tokens within the model's max_length; a vocab_size that is not within the model's; a value that
+            `Sampling` refuses.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    rows = [[int(token) for token in row] for row in prompts]
-    _check(model, rows, max_new_tokens)
+    rows = _rows(prompts)
+    _check(model, rows, max_new_tokens, vocab_size)
     device = model.head_weight.device
     tokens, padding = _left_padded(rows, device)
     length = tokens.shape[1]
     room = length + max_new_tokens
-    cache = model.new_cache(len(rows), -(-room // ROOM) * ROOM if compile else room)
-    decode = _compiled(model) if compile else None
+    past = model.new_cache(len(rows), -(-room // ROOM) * ROOM if compile else room)
+    decode = _compiled_step() if compile else None
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
-    hidden = model.hidden(tokens, cache=cache, padding=padding)
+    hidden = model.hidden(tokens, cache=past, padding=padding)
     for position in range(length, room):
         chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
         _note(chosen.tolist(), new, running, stop, on_token)
         if not running or position == room - 1:
             break
         if decode is None:
-            hidden = model.hidden(chosen[:, None], cache=cache, padding=padding)
+            hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
         else:
-            hidden = decode(chosen[:, None], torch.tensor([position], device=device), cache, padding)
-            cache.advance(1)
+            hidden = decode(model, chosen[:, None], torch.tensor([position], device=device), past, padding)
+            past.advance(1)
     return new
 
 
@@ -138,8 +142,26 @@ def _note(
             on_token(index, token)
 
 
-def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int) -> None:
+def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    """The ids of each prompt."""
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2 or prompts.is_floating_point():
+            raise ValueError(
+                f"prompts are a tensor {list(prompts.shape)} of {prompts.dtype}: give whole numbers [B, N], one prompt "
+                "as prompt[None]"
+            )
+        return prompts.tolist()
+    if any(isinstance(row, int) for row in prompts):
+        raise ValueError("prompts are numbers: give the ids of each prompt, one prompt as [prompt]")
+    return [[int(token) for token in row] for row in prompts]
+
+
+def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int, vocab_size: int | None) -> None:
     config = model.config
+    if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"vocab_size is {vocab_size}: it must be 1 to the model's {config.vocab_size}, or None for all tokens"
+        )
     if not rows:
         raise ValueError("there is no prompt: give at least one")
     if max_new_tokens < 1:
@@ -167,8 +189,11 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
 
 
-def _compiled(model: LanguageModel) -> Any:
-    """The model's decoding step, compiled once for a model."""
-    if "compiled_step" not in model.__dict__:
-        model.__dict__["compiled_step"] = torch.compile(model.step, fullgraph=True)
-    return model.__dict__["compiled_step"]
+def _step(model: LanguageModel, *given: Any) -> Tensor:
+    return model.step(*given)
+
+
+@cache
+def _compiled_step() -> Any:
+    """`LanguageModel.step` compiled, for all models: one kept in a model could not be pickled with it."""
+    return torch.compile(_step, fullgraph=True)

@@ -86,9 +86,10 @@ def load(
 
     Raises:
         FileNotFoundError: no such checkpoint. ValueError: it is none of ours, it is damaged, its weights are not those
-            of its configuration, or it has not the expected variant or vocabulary.
+            of its configuration, or it has not the expected variant or vocabulary; map_location is no device here.
     """
     path = Path(path)
+    _check_device(map_location)
     values, state = _read_directory(path, map_location) if path.is_dir() else _read_lightning(path, map_location)
     try:
         found = LanguageConfig(**values)
@@ -133,6 +134,15 @@ def tokenizer_beside(checkpoint: str | Path) -> Path | None:
         return None
     found = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
     return found if found.is_file() else None
+
+
+def _check_device(device: torch.device | str) -> None:
+    """ValueError if nothing can be put there; else the readers' errors would read as those of a damaged file."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is not here ({first}): give cpu, or one that torch finds") from error
 
 
 def _copy_tokenizer(file: Path, folder: Path) -> None:

@@ -1,5 +1,10 @@
 """Generation: the cache against none, batches against single prompts, how tokens are drawn, and what is refused."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 
@@ -112,6 +117,17 @@ def test_sampling_follows_its_probabilities():
     torch.testing.assert_close(drawn, plain, rtol=0, atol=0.01)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-60, 5e-324])
+def test_greedy_is_the_limit_of_low_temperatures(temperature):
+    """Whose quotients overflow, and which are 0 in float32; equals share what greedy gives to the first."""
+    near = Sampling(temperature=temperature)
+    logits = torch.tensor([[3.0, -2.0, 9.0, 8.9], [-5.0, -7.0, -5.0, -6.0], [0.0, 1e30, -1e30, -torch.inf]])
+    expected = torch.tensor([[0, 0, 1.0, 0], [0.5, 0, 0.5, 0], [0, 1.0, 0, 0]])
+    assert torch.equal(near.probabilities(logits), expected)
+    assert torch.equal(Sampling(temperature=temperature, top_k=3, top_p=0.9).probabilities(logits), expected)
+    assert near.choose(logits[::2]).tolist() == Sampling().choose(logits[::2]).tolist()
+
+
 def test_draws_repeat_with_their_generator(model):
     def draw(seed, **settings):
         generator = torch.Generator().manual_seed(seed)
@@ -135,11 +151,30 @@ def test_draws_repeat_with_their_generator(model):
         ([[1]], {"temperature": 1.0, "top_k": 0}, "top_k is 0"),
         ([[1]], {"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5"),
         ([[1]], {"top_k": 5}, "temperature 0 draws none: set temperature"),
+        ([[1]], {"vocab_size": 0}, "vocab_size is 0: it must be 1 to the model's 97, or None"),
+        ([[1]], {"vocab_size": -5}, "vocab_size is -5: it must be 1 to"),
+        ([[1]], {"vocab_size": 98}, "vocab_size is 98: it must be 1 to"),
+        (torch.tensor([1, 2]), {}, r"prompts are a tensor \[2\] of torch.int64: give whole numbers \[B, N\], one"),
+        (torch.ones(1, 2), {}, r"prompts are a tensor \[1, 2\] of torch.float32"),
+        ([1, 2], {}, r"prompts are numbers: .* one prompt as \[prompt\]"),
     ],
 )
 def test_what_is_refused(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generate(_model("diff-debug"), prompts, **{"max_new_tokens": 7, **settings})
+
+
+def test_a_model_that_ran_compiled_can_be_pickled_and_copied():
+    """And is freed: nothing outside of it holds it."""
+    model = _model("diff-debug")
+    with torch.compiler.set_stance("force_eager"):
+        made = generate(model, [[1, 2]], max_new_tokens=5, compile=True)
+    again = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    assert [generate(one, [[1, 2]], max_new_tokens=5) for one in again] == [made, made]
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
 
 
 def test_only_the_tokenizer_s_tokens(model):

@@ -367,3 +367,12 @@ def test_the_tokenizer_of_a_checkpoint(tmp_path):
     path.write_bytes(b"none")
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged"):
         language.tokenizer_beside(path)
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_a_device_that_is_not_here_is_no_damage(device, tmp_path):
+    language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path)
+    torch.save({}, tmp_path / "last.ckpt")
+    for path in (tmp_path, tmp_path / "last.ckpt"):
+        with pytest.raises(ValueError, match=f"device '{device}' is not here .*: give cpu"):
+            language.load(path, device)
