@@ -1,6 +1,7 @@
 """The command line: argument -> function. Every command's arguments, types and help are its function's signature."""
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -12,7 +13,11 @@ from diffvision.data.report import BadDataError
 
 # command -> (module, function, what it does); the module is imported only when its command runs
 COMMANDS = {
-    "demo": ("diffvision.demo", "demo", "train and compare a CLIP and a DiffCLIP on real digits, in minutes"),
+    "demo": (
+        "diffvision.demo",
+        "demo",
+        "train and compare small models in minutes: CLIPs, or with --language text",
+    ),
     "evaluate": ("diffvision.evaluation.suite", "run", "zero-shot, retrieval, probes and composition of a model"),
     "models": ("diffvision.cli", "models", "list our models with their parameters"),
     "doctor": ("diffvision.doctor", "doctor", "check the installation"),
@@ -100,7 +105,19 @@ def main(argv: list[str] | None = None) -> int:
     command = getattr(importlib.import_module(module), function)
     # Sources and destinations are given by their place; whatever else must be given has its name before it.
     places = argv[0] == "data"
-    return _reported(lambda: auto_cli(command, args=argv[words:], prog=f"diffvision {name}", as_positional=places))
+    args = _switched(command, argv[words:])
+    return _reported(lambda: auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=places))
+
+
+def _switched(command: Callable[..., Any], args: list[str]) -> list[str]:
+    """The arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
+    parameters = inspect.signature(command).parameters.values()
+    switches = {f"--{own.name}" for own in parameters if own.annotation in (bool, "bool")}
+    given: list[str] = []
+    for place, arg in enumerate(args):
+        alone = arg in switches and args[place + 1 : place + 2] not in (["true"], ["false"])
+        given += [arg, "true"] if alone else [arg]
+    return given
 
 
 def _reported(call: Callable[[], Any]) -> int:

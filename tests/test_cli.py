@@ -63,3 +63,15 @@ def test_run_hands_over(tmp_path, capsys, monkeypatch):
     assert cli.main(["run", str(program), "--x", "1"]) == 0
     assert capsys.readouterr().out == "['--x', '1']\n"
     assert cli.main(["run"]) == 2
+
+
+def test_a_switch_needs_no_value(monkeypatch):
+    seen = []
+
+    def demo(output: str = "x", seeds: int = 1, language: bool = False) -> None:
+        seen.append((output, seeds, language))
+
+    monkeypatch.setattr("diffvision.demo.demo", demo)
+    for words in (["--language"], ["--language", "--seeds", "2"], ["--language", "false"], ["--language=true"], []):
+        assert cli.main(["demo", *words]) == 0
+    assert seen == [("x", 1, True), ("x", 2, True), ("x", 1, False), ("x", 1, True), ("x", 1, False)]

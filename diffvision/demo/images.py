@@ -1,12 +1,9 @@
-"""The demo: a CLIP and a DiffCLIP trained alike on real digits, evaluated, and compared in a table and in pictures.
+"""The images' demo: a CLIP and a DiffCLIP trained alike on real digits, evaluated, and compared in table and pictures.
 
 It is `diffvision data make digits`, `diffvision fit` with configs/clip/debug.yaml for each model and seed, and
 `diffvision evaluate`'s functions, one after the other.
 """
 
-import base64
-import html
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +19,11 @@ from diffvision.analysis import figures
 from diffvision.analysis.attention import patch_maps
 from diffvision.data.folders import EvaluationFolder, find_folders
 from diffvision.data.make import make
+from diffvision.demo.report import as_text, html_page, recipe, spread
 from diffvision.evaluation.suite import evaluate
 from diffvision.training.fit import fit
 
 MODELS = ("CLIP-debug", "DiffCLIP-debug")
-PACKAGE = Path(__file__).parent
 
 # title -> metric's key on the digits, shown in percent
 COLUMNS = {
@@ -55,19 +52,14 @@ class Run:
     pictures: list[figures.LookedAt] = field(default_factory=list)
 
 
-def demo(output: str = "runs/demo", seeds: int = 1) -> None:
+def images(directory: Path, seeds: int) -> None:
     """Trains CLIP-debug and DiffCLIP-debug with one recipe, evaluates both, prints a table and writes report.html.
 
     Args:
-        output: directory for the shards, the runs and the report.
+        directory: for the shards, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
-
-    Raises:
-        ValueError: seeds below 1.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be 1 or more, got {seeds}")
-    directory, console, start = Path(output), Console(), time.perf_counter()
+    console, start = Console(), time.perf_counter()
     data = directory / "digits"
     if not (data / "train" / "manifest.json").exists():
         console.rule(f"Making digits in {data}")
@@ -83,26 +75,13 @@ def demo(output: str = "runs/demo", seeds: int = 1) -> None:
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def recipe() -> Path:
-    """configs/clip/debug.yaml: beside the package in a clone, inside it in a wheel.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    places = [folder / "configs" / "clip" / "debug.yaml" for folder in (PACKAGE.parent, PACKAGE)]
-    for place in places:
-        if place.is_file():
-            return place
-    raise FileNotFoundError(f"the demo's recipe is in neither {places[0]} nor {places[1]}: reinstall diffvision")
-
-
 def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
     root = directory / f"{model}-{seed}"
     start = time.perf_counter()
     cli = fit(
         [
             "fit",
-            f"--config={recipe()}",
+            f"--config={recipe('clip/debug.yaml')}",
             f"--seed_everything={seed}",
             f"--model.init_args.model={model}",
             f"--data.init_args.train={data / 'train'}",
@@ -157,7 +136,7 @@ def comparison(runs: Sequence[Run]) -> Table:
     title = "Real digits, unseen in training" + (f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else "")
     table = Table("", *MODELS, title=title)
     for column, key in COLUMNS.items():
-        table.add_row(column, *(_percent([run.metrics[key] for run in _of(runs, model)]) for model in MODELS))
+        table.add_row(column, *(spread([100 * run.metrics[key] for run in _of(runs, model)]) for model in MODELS))
     table.add_section()
     table.add_row("parameters", *(f"{_of(runs, model)[0].parameters:,}" for model in MODELS))
     speeds = [statistics.median(run.samples_per_second for run in _of(runs, model)) for model in MODELS]
@@ -188,30 +167,8 @@ def page(runs: Sequence[Run]) -> str:
     for model, own in by_model.items():
         text = "Where the class token of the last layer looks, mean over heads."
         sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].pictures)))
-    console = Console(record=True, width=100, file=io.StringIO())
-    console.print(comparison(runs))
-    body = "".join(
-        f"<h2>{html.escape(title)}</h2><p>{html.escape(text)}</p>"
-        f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for title, text, png in sections
-    )
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>diffvision demo</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-img {{ max-width: 100%; }} pre {{ line-height: 1.2; overflow-x: auto; }} p {{ color: #555; }}
-</style>
-<h1>CLIP and DiffCLIP on real digits</h1>
-<pre>{html.escape(console.export_text())}</pre>
-{body}
-</html>
-"""
+    return html_page("CLIP and DiffCLIP on real digits", as_text(comparison(runs)), sections)
 
 
 def _of(runs: Sequence[Run], model: str) -> list[Run]:
     return [run for run in runs if run.model == model]
-
-
-def _percent(values: Sequence[float]) -> str:
-    mean = f"{100 * statistics.mean(values):.1f}"
-    return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean

@@ -1,0 +1,26 @@
+"""The demo: small models with and without differential attention, trained alike and compared, in minutes."""
+
+from pathlib import Path
+
+
+def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False) -> None:
+    """Trains a CLIP and a DiffCLIP on real digits, evaluates both, prints a table and writes report.html.
+
+    Args:
+        output: directory for the data, the runs and the report.
+        seeds: repeat with this many seeds, and report means and spreads.
+        language: a Transformer and its differential V1 and V2 on text instead.
+
+    Raises:
+        ValueError: seeds below 1.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be 1 or more, got {seeds}")
+    if language:
+        from diffvision.demo.text import text
+
+        text(Path(output), seeds)
+    else:
+        from diffvision.demo.images import images
+
+        images(Path(output), seeds)
