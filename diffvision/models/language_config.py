@@ -61,19 +61,27 @@ class LanguageConfig:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         if self.variant not in ATTENTION:
             raise ValueError(f"variant is {self.variant!r}: choose one of {', '.join(ATTENTION)}")
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            raise ValueError(f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads "
-                             f"({self.num_kv_heads})")  # fmt: skip
+        divisors = [number for number in range(1, self.num_heads + 1) if self.num_heads % number == 0]
+        if self.num_kv_heads is not None and self.num_kv_heads not in divisors:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads ({self.num_kv_heads}): set "
+                f"num_kv_heads to one of {', '.join(map(str, divisors))}"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs and needs an even one")
-        if self.rotary_theta <= 1:
-            raise ValueError(f"rotary_theta is {self.rotary_theta}: it must be above 1, such as 10000")
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps is {self.norm_eps}: it must be above 0, such as 1e-5")
+            raise ValueError(
+                f"head_dim is {self.head_dim}: rotary embedding turns pairs and needs an even one, such as "
+                f"{self.head_dim + 1}"
+            )
+        for name, least, usual in (("rotary_theta", 1, "10000"), ("norm_eps", 0, "1e-5")):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > least:
+                raise ValueError(f"{name} is {value!r}: it must be above {least}, such as {usual}")
         if isinstance(self.lambda_init, str) and self.lambda_init != "depth":
             raise ValueError(f"lambda_init is {self.lambda_init!r}: give a number or 'depth'")
         if self.variant != "v1" and self.lambda_init != "depth":
-            raise ValueError(f"lambda_init is {self.lambda_init}, and variant {self.variant!r} has none: only v1 has")
+            raise ValueError(
+                f"lambda_init is {self.lambda_init}, and variant {self.variant!r} has none: leave it at 'depth'"
+            )
 
     @property
     def uses_head_norm(self) -> bool:

@@ -75,6 +75,18 @@ class FitCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
 
+    def instantiate_classes(self) -> None:
+        """An error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            own = _raised_elsewhere(error)
+            if own is None:
+                raise
+            if isinstance(own, ValueError | OSError):
+                raise own from own.__cause__
+            raise ValueError(f"{type(own).__name__}: {own}") from own  # a host's, such as timm's of an unknown model
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.progress_bar_callback, RichProgressBar):
@@ -96,6 +108,18 @@ class FitCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""
+
+
+def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
+    """The first of an error and its causes that jsonargparse itself did not raise, if there is one."""
+    while error is not None:
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        if traceback is not None and not traceback.tb_frame.f_globals["__name__"].startswith("jsonargparse"):
+            return error
+        error = error.__cause__
+    return None
 
 
 def fit(args: list[str] | None = None) -> FitCLI:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -100,10 +101,11 @@ class LanguageModule(pl.LightningModule):
     def _same_model(self, theirs: dict[str, Any], checkpoint: str, but: tuple[str, ...] = ()) -> None:
         """ValueError where a checkpoint's configuration is not this model's, but for some fields."""
         ours = asdict(self.model.config)
-        wrong = {k: (theirs.get(k), v) for k, v in ours.items() if k not in but and theirs.get(k) != v}
-        if wrong:
-            told = ", ".join(f"{k} {old!r} (here {new!r})" for k, (old, new) in wrong.items())
-            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {told}: set model.model_args")
+        if not theirs.keys() >= {"variant", "depth"}:
+            raise ValueError(f"{checkpoint} is none of our language training: give a checkpoint of LanguageModule")
+        if wrong := _differing(theirs, ours, but):
+            told = ", ".join(f"{k} {theirs.get(k)!r} (here {ours[k]!r})" for k in wrong)
+            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {told}: {_named(theirs, but)}")
 
     def configure_model(self) -> None:
         """Shard the model over the devices, where the strategy asks for it: each block, and the rest together."""
@@ -200,9 +202,26 @@ class LanguageModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), "the checkpoint")
+        path = None if self._trainer is None else self._trainer.ckpt_path
+        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), str(path or "the checkpoint"))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what `language.load` needs to rebuild the model, as plain Python values."""
         checkpoint["hyper_parameters"] = {"config": asdict(self.model.config)}
         checkpoint["diffvision"] = {"model": self.name, "tokenizer": self.tokenizer}
+
+
+def _differing(theirs: dict[str, Any], ours: dict[str, Any], but: tuple[str, ...]) -> list[str]:
+    """Fields of two configurations that are not the same."""
+    return [name for name, value in ours.items() if name not in but and theirs.get(name) != value]
+
+
+def _named(theirs: dict[str, Any], but: tuple[str, ...]) -> str:
+    """What to set for a model of this configuration: the named model that is nearest, and the fields that it lacks."""
+    known = {name: asdict(language.config(name)) for name in language.model_names()}
+    far = {name: _differing(theirs, own, but) for name, own in known.items() if own["variant"] == theirs["variant"]}
+    if not far:
+        return f"no model has its variant {theirs['variant']!r}"
+    name = min(far, key=lambda name: len(far[name]))
+    args = "".join(f" --model.model_args.{field}={json.dumps(theirs.get(field))}" for field in far[name])
+    return f"set --model.model={name}{args}"

@@ -83,12 +83,17 @@ def test_a_configuration_is_plain_values():
         ({"vocab_size": 0}, "vocab_size is 0: it must be a whole number of at least 1"),
         ({"depth": 2.5}, "depth is 2.5"),
         ({"variant": "v9"}, "variant is 'v9': choose one of standard, v1, v2"),
-        ({"num_heads": 3, "num_kv_heads": 2}, r"num_heads \(3\) must be a positive multiple of num_kv_heads \(2\)"),
-        ({"head_dim": 7}, "head_dim is 7: .* even"),
+        (
+            {"num_heads": 3, "num_kv_heads": 2},
+            r"num_heads \(3\) must be a positive multiple of num_kv_heads \(2\): set .* 1, 3$",
+        ),
+        ({"num_kv_heads": "2"}, r"num_kv_heads \(2\): set num_kv_heads to one of"),
+        ({"head_dim": 7}, "head_dim is 7: .* even one, such as 8"),
+        ({"rotary_theta": "big"}, "rotary_theta is 'big': it must be above 1"),
         ({"rotary_theta": 0.5}, "rotary_theta is 0.5: it must be above 1"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
         ({"lambda_init": "deep"}, "lambda_init is 'deep': give a number or 'depth'"),
-        ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none"),
+        ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none: leave it at 'depth'"),
     ],
 )
 def test_bad_values_are_named(values, message):

@@ -116,6 +116,30 @@ def test_unknown_settings_are_refused(shards, tmp_path, capsys):
     assert "learning_rate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["LanguageModule", "--model.model=diff-1m", "--model.model_args.head_dim=15"], "head_dim is 15: "),
+        (
+            ["LanguageModule", "--model.model=diff-1m", "--model.model_args.num_kv_heads=3"],
+            r"num_heads \(4\) must be a ",
+        ),
+        (
+            ["LanguageModule", "--model.model=diff-1m", "--model.model_args.width=3"],
+            "model_args: a language model has no",
+        ),
+        (["LanguageModule", "--model.model=diff-1m", "--model.pretrained=none"], "no checkpoint 'none': "),
+        (["ContrastiveModule", "--model.model=CLAP"], "CLAP"),
+        (["ClassificationModule", "--model.model=vat", "--model.num_classes=3"], r"Unknown model \(vat\)$"),
+    ],
+)
+def test_errors_of_a_module_are_its_own_line(shards, settings, message):
+    data = ["--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=16"]
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        fit(["fit", f"--model={settings[0]}", *settings[1:], *data, "--trainer.logger=false"])
+    assert "\n" not in str(raised.value)
+
+
 def test_a_monitor_that_nothing_measures_is_named_before_any_step():
     watched = SimpleNamespace(monitor="zero_shot/digits/acc1")
     cli = FitCLI.__new__(FitCLI)

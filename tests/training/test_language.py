@@ -249,9 +249,30 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     assert all(torch.equal(v, longer.model.state_dict()[k]) for k, v in module.model.state_dict().items())
     with pytest.raises(ValueError, match=r"of another model than 'diff-debug', with lambda_init 'depth' \(here 0.8\)"):
         make(model_args={"lambda_init": 0.8}, pretrained=str(tmp_path / "x.ckpt"))
-    with pytest.raises(ValueError, match=r"the checkpoint is of another model.*mlp_dim 48 \(here 64\)"):
+    with pytest.raises(
+        ValueError, match=r"the checkpoint is of another model.*mlp_dim 48 \(here 64\): set --model.mod"
+    ):
         make(model_args={"mlp_dim": 64}).on_load_checkpoint(stored)
     module.on_load_checkpoint(stored)
+    with pytest.raises(ValueError, match="the checkpoint is none of our language training: give a checkpoint of Lang"):
+        module.on_load_checkpoint({"state_dict": {}})
+
+
+def test_a_checkpoint_of_another_variant_is_told_with_what_to_set(tmp_path):
+    language.save(language.create("diff-1m"), tmp_path / "v1")
+    with pytest.raises(
+        ValueError, match=r"v1 is of another model than 'transformer-1m', with .*--model.model=diff-1m$"
+    ):
+        LanguageModule("transformer-1m", pretrained=str(tmp_path / "v1"))
+    LanguageModule("diff-1m", model_args={"rotary_theta": 1e6}, pretrained=str(tmp_path / "v1"))
+    module = make("diffv2-debug", {"num_kv_heads": 1})
+    train(module).save_checkpoint(tmp_path / "x.ckpt")
+    args = "vocab_size=50 .*num_kv_heads=1 --model.model_args.head_dim=8 .*max_length=64"
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1, max_steps=2)
+    with pytest.raises(
+        ValueError, match=rf"x\.ckpt is of .*: set --model.model=diffv2-debug --model.model_args.{args}$"
+    ):
+        trainer.fit(make(), datamodule=Tokens(), ckpt_path=str(tmp_path / "x.ckpt"))
 
 
 def test_bad_settings_are_named():
