@@ -28,8 +28,9 @@ PAPER_3B = OptimizerSettings(
 class LanguageModule(pl.LightningModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
-    A batch's loss is the mean over its predictions, on all ranks together. Where the batch numbers its documents,
-    attention stays inside of them, and the first token of a document is not predicted from the one before.
+    A batch's loss is the mean over its predictions, on all ranks together; so is the one that is logged. Where the
+    batch numbers its documents, attention stays inside of them, and the first token of a document is not predicted from
+    the one before.
 
     Runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size the
     number of devices and tensor_parallel_size 1; weights are drawn whole in each process, and then sharded).
@@ -149,11 +150,19 @@ class LanguageModule(pl.LightningModule):
         # The mean of the ranks' gradients is that of the global batch only if all divide by the same number.
         share = count if "documents" not in batch else self.trainer.strategy.reduce(count.float(), reduce_op="mean")
         share = share.clamp(min=1)
-        self.log("train/loss", nll / count.clamp(min=1), prog_bar=True)
+        nats, penalty, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
+        self.log("train/loss", nats / predictions.clamp(min=1), prog_bar=True)
         if self.z_loss:
-            self.log("train/z_loss", (loss.detach() - nll) / count.clamp(min=1))
+            self.log("train/z_loss", penalty / predictions.clamp(min=1))
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss / share
+
+    def _on_all_ranks(self, sums: Tensor) -> Tensor:
+        """Summed over ranks on the steps that are logged; on others this rank's own, for ranks need not wait then."""
+        every = self.trainer.log_every_n_steps
+        if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
+            return sums
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None

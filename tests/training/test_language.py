@@ -310,7 +310,8 @@ class Saved(pl.Callback):
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_path):
-    data, validated = Tokens(documents=documents), {"limit_val_batches": 1.0, "val_check_interval": 1}
+    data = Tokens(documents=documents)
+    validated = {"limit_val_batches": 1.0, "val_check_interval": 1, "log_every_n_steps": 1}
     kept = Gradients()
     one = train(make(), kept, data=data, precision="64-true", **validated)
     # Forked, so that the two need not import everything again; nothing else runs threads here.
@@ -319,7 +320,8 @@ def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_
     for rank in (0, 1):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
     assert both.callback_metrics["val/tokens"] == one.callback_metrics["val/tokens"]
-    torch.testing.assert_close(both.callback_metrics["val/loss"], one.callback_metrics["val/loss"], rtol=1e-6, atol=0)
+    for key in ("val/loss", "train/loss"):
+        torch.testing.assert_close(both.callback_metrics[key], one.callback_metrics[key], rtol=1e-6, atol=0)
 
 
 def sharded(rank, port, directory, name):
@@ -353,7 +355,7 @@ def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True), rtol=1e-5, atol=1e-7)
         metrics = torch.load(tmp_path / f"metrics{rank}.pt", weights_only=True)
         # V2's lambda is of the tokens that a rank sees; the first one's are those of one process.
-        for key in ("val/loss", "val/tokens", "train/grad_norm", *(["lambda"] if rank == 0 else [])):
+        for key in ("val/loss", "val/tokens", "train/loss", "train/grad_norm", *(["lambda"] if rank == 0 else [])):
             assert metrics[key] == pytest.approx(one.logged_metrics[key].item(), rel=1e-5), key
     # The second step began from the first one's weights, with a validation between them.
     same(dict(module.model.state_dict()), dict(language.load(tmp_path / "x.ckpt").state_dict()), rtol=1e-5, atol=1e-6)
