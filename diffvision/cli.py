@@ -29,10 +29,16 @@ COMMANDS = {
         "perplexity, needles, many-shot, outliers and more of language models",
     ),
     "generate": ("diffvision.generate", "generate_text", "continue a text with a language model"),
+    "export": (
+        "diffvision.models.hugging_face",
+        "export",
+        "write a language model as a Hugging Face folder",
+    ),
     "data tokenizer": ("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": ("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": ("diffvision.data.make", "stats", "count and measure shards"),
 }
+EXTRAS = {"diffvision.models.hugging_face": "'diffvision[hf]'"}  # module -> what brings the packages it needs
 TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config configs/clip/debug.yaml",
     "validate": "run a configuration's evaluations",
@@ -41,10 +47,10 @@ TRAINER_COMMANDS = {
 
 
 def models(filter: str = "*") -> None:
-    """Prints our models, timm's and OpenCLIP's, with their parameters (counted on the meta device).
+    """Prints our models, for timm, OpenCLIP and text, with their parameters (counted on the meta device).
 
     Args:
-        filter: shell pattern, e.g. "diff_vit_base*" or "DiffCLIP*".
+        filter: shell pattern, e.g. "diff_vit_base*", "DiffCLIP*" or "*-3b".
     """
     from fnmatch import fnmatch
 
@@ -54,7 +60,7 @@ def models(filter: str = "*") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from diffvision.models import clip, vision
+    from diffvision.models import clip, language, vision
 
     table = Table("model", "host", "parameters")
     logging.disable(logging.WARNING)  # OpenCLIP warns of every model that it builds without weights
@@ -65,6 +71,9 @@ def models(filter: str = "*") -> None:
         for name in clip.model_names():
             if fnmatch(name, filter):
                 table.add_row(name, "OpenCLIP", _parameters(open_clip.create_model(name, device="meta")))
+        for name in language.model_names():
+            if fnmatch(name, filter):
+                table.add_row(name, "text", _parameters(language.create(name)))
     logging.disable(logging.NOTSET)
     Console().print(table)
 
@@ -102,9 +111,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"diffvision: no command {name!r}\n\n{_help()}", file=sys.stderr)
         return 2
     module, function, _ = COMMANDS[name]
-    command = getattr(importlib.import_module(module), function)
+    try:
+        command = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if module not in EXTRAS or (error.name or "").startswith("diffvision"):
+            raise
+        print(f"diffvision: error: {name} needs {error.name}: pip install {EXTRAS[module]}", file=sys.stderr)
+        return 1
     # Sources and destinations are given by their place; whatever else must be given has its name before it.
-    places = argv[0] == "data"
+    places = argv[0] in ("data", "export")
     args = _switched(command, argv[words:])
     return _reported(lambda: auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=places))
 

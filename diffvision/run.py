@@ -1,13 +1,15 @@
-"""Runs another program, unmodified, with our models registered in timm and OpenCLIP.
+"""Runs another program, unmodified, with our models registered in timm, OpenCLIP and, where it is there, transformers.
 
     python -m diffvision.run open_clip_train.main --model DiffCLIP-ViT-B-16 ...
     python -m diffvision.run clip_benchmark.cli eval --model DiffCLIP-ViT-B-16 ...
     python -m diffvision.run path/to/train.py --model diff_vit_base ...
+    python -m diffvision.run lm_eval --model hf --model_args pretrained=FOLDER ...    (of `diffvision export`)
     torchrun --nproc-per-node 8 -m diffvision.run open_clip_train.main ...
 
-timm and OpenCLIP have no plugin discovery: a program that never imports diffvision does not know its names.
+None of them has plugin discovery: a program that never imports diffvision does not know its names.
 """
 
+import contextlib
 import importlib.util
 import os
 import runpy
@@ -23,6 +25,8 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: no such file, or no such module.
     """
+    with contextlib.suppress(ImportError):  # transformers is not here, or too old
+        import diffvision.models.hugging_face  # noqa: F401  (registers the language models)
     target = argv[0]
     is_file = target.endswith(".py")
     # As `python FILE` and `python -m MODULE` do: the program's own folder, or the current one, comes first.

@@ -45,6 +45,13 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     assert "Traceback" not in error
 
 
+def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "diffvision.models.hugging_face", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["export", "checkpoint", "folder"]) == 1
+    assert "export needs transformers: pip install 'diffvision[hf]'" in capsys.readouterr().err
+
+
 def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["models", "--filter", "*debug*"]) == 0

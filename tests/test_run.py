@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+from diffvision import cli
+from diffvision.models import language
+
 PROGRAM = """
 import sys, timm, open_clip
 print(__name__, sys.argv[1:], timm.is_model("diff_vit_debug"), "DiffCLIP-debug" in open_clip.list_models())
@@ -25,6 +30,19 @@ def test_files_and_modules_run_as_main_with_our_models(tmp_path):
     assert done.stdout == expected, done.stderr
     done = run("program", "--flag", "3", cwd=tmp_path)
     assert done.stdout == expected, done.stderr
+
+
+def test_exported_folders_need_no_trust(tmp_path):
+    pytest.importorskip("transformers")
+    language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")
+    (tmp_path / "program.py").write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        "print(type(AutoModelForCausalLM.from_pretrained('folder')).__module__)\n"
+    )
+    with pytest.warns(UserWarning, match="no tokenizer beside"):
+        assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
+    done = run("program", cwd=tmp_path)
+    assert done.stdout == "diffvision.models.hugging_face\n", done.stderr
 
 
 def test_a_missing_program_is_named(tmp_path):

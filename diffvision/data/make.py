@@ -102,7 +102,9 @@ def stats(directory: str, num_workers: int = 2) -> int:
     return 0
 
 
-def tokenizer(source: str | list[str], path: str, vocab_size: int = 4096, text_key: str = "txt") -> int:
+def tokenizer(
+    source: str | list[str], path: str, vocab_size: int = 4096, text_key: str = "txt", max_bad_fraction: float = 0.01
+) -> int:
     """Train a byte-level BPE tokenizer on the text of shards.
 
     Args:
@@ -110,10 +112,12 @@ def tokenizer(source: str | list[str], path: str, vocab_size: int = 4096, text_k
         path: the file to write, or a directory for tokenizer.json.
         vocab_size: tokens, with the 256 bytes and the end of a document among them.
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
     """
     from rich.progress import track
 
-    from diffvision.data.documents import TextMember
+    from diffvision.data.documents import DocumentAccount, TextMember
+    from diffvision.data.report import Limits
     from diffvision.data.storage import ShardSet
     from diffvision.data.tokenize import documents_of
     from diffvision.data.tokenizers import FILE, train_tokenizer
@@ -121,10 +125,11 @@ def tokenizer(source: str | list[str], path: str, vocab_size: int = 4096, text_k
     target = Path(path) if Path(path).suffix == ".json" else Path(path) / FILE
     if target.exists():
         raise ValueError(f"{target} is there already: remove it, or choose another path")
-    documents = documents_of(ShardSet(source), TextMember(text_key))
+    account = DocumentAccount()
+    documents = documents_of(ShardSet(source), TextMember(text_key), limits=Limits(max_bad_fraction), account=account)
     trained = train_tokenizer(track(documents, "reading", transient=True), vocab_size)
     trained.save(target)
-    print(f"trained {target}: {trained.vocab_size:,} tokens")
+    print(f"trained {target}: {trained.vocab_size:,} tokens, of {account.summary()}")
     if trained.vocab_size < vocab_size:
         print(f"  fewer than {vocab_size:,}: the text has no more pairs that come twice")
     return 0

@@ -159,7 +159,7 @@ class LanguageModule(pl.LightningModule):
 
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
         """Summed over ranks on the steps that are logged; on others this rank's own, for ranks need not wait then."""
-        every = self.trainer.log_every_n_steps
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
         if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")

@@ -77,7 +77,9 @@ def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, capsy
     assert make.make("stdlib", corpus) == 0
     assert "documents of" in capsys.readouterr().out
     assert make.tokenizer(corpus + "/train", str(tmp_path / "t"), 300) == 0
-    assert f"trained {file}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"trained {file}: " in told
+    assert " documents, 0 empty, 0 skipped" in told
     with pytest.raises(ValueError, match="is there already"):
         make.tokenizer(corpus + "/train", file, 300)
     assert make.tokenize(corpus + "/train", tokens, file, num_workers=0) == 0
