@@ -59,6 +59,7 @@ def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
     assert "DiffCLIP-debug" in printed
     count = sum(p.numel() for p in timm.create_model("diff_vit_debug").parameters())
     assert f"{count:,}" in printed
+    assert "diffv2-debug" in printed
     assert "diff_vit_base" not in printed
 
 
