@@ -66,9 +66,9 @@ class DiffAttention(AttentionLayer):
 
     def compute_lambda(self, x: Tensor | None = None) -> Float[Tensor, "1"]:
         """The layer's lambda, [1], in float32 whatever the parameters' dtype; one for all tokens, so x is not read."""
-        first = (self.lambda_q1.float() * self.lambda_k1.float()).sum(0, keepdim=True).exp()
-        second = (self.lambda_q2.float() * self.lambda_k2.float()).sum(0, keepdim=True).exp()
-        return first - second + self.lambda_init
+        first = torch.dot(self.lambda_q1.float(), self.lambda_k1.float()).exp()
+        second = torch.dot(self.lambda_q2.float(), self.lambda_k2.float()).exp()
+        return (first - second + self.lambda_init).view(1)
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         lam = self.compute_lambda()

@@ -5,8 +5,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-MAX_ROWS = 16  # 1.6 to 1.9 times as fast on two cores up to here, once (scripts/bench_language.py measures it again)
-MIN_WEIGHTS = 2**16  # below, the call costs more than the product
+# On two cores, times as fast as torch's (scripts/bench_language.py measures the first weight of a size again): 1.5 to 1.8
+# for 1 to 4 rows and 1.15 to 1.3 for 8 and 16, of 2**18 weights and more; 1.0 at 2**17, and 0.6 at 2**16, where making
+# the shares costs as much as the product.
+MAX_ROWS = 16
+MIN_WEIGHTS = 2**18
 
 
 def few_rows_linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "... out"]:
@@ -29,9 +32,9 @@ def linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float
     """`x @ weight.T`, by `few_rows_linear` where that is faster; [..., in] to [..., out]."""
     few = (
         not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()  # before any size is looked at, so that a graph holds for any
+        and weight.numel() >= MIN_WEIGHTS  # early: a small model asks this of every product
+        and not torch.compiler.is_compiling()  # before any size of x is looked at, so that a graph holds for any
         and x.numel() <= MAX_ROWS * x.shape[-1]
-        and weight.numel() >= MIN_WEIGHTS
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")

@@ -20,15 +20,15 @@ def test_taken_only_without_gradients_for_few_rows(monkeypatch):
     calls = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(room, "few_rows_linear", lambda x, weight: calls.append(len(x)) or F.linear(x, weight))
-    layer = Linear(256, 256, bias=False)
-    x = torch.randn(17, 256)
+    layer = Linear(512, 512, bias=False)
+    x = torch.randn(17, 512)
     layer(x[:2])
     with torch.no_grad():
         layer(x)
         layer(x[:16])
         linear(x[:3], layer.weight)
-        Linear(256, 256)(x[:4])
-        Linear(256, 16, bias=False)(x[:5])
+        Linear(512, 512)(x[:4])
+        Linear(512, 511, bias=False)(x[:5])
         layer.double()(x[:6].double())
         layer.float()
         with torch.autocast("cpu", dtype=torch.bfloat16):
