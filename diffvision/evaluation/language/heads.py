@@ -7,6 +7,7 @@ this makes).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def head_statistics(
     sums: list[list[Tensor]] = [[] for _ in layers]
     other: list[list[Tensor]] = [[] for _ in layers]  # of a batch: negative, absolute
     rms: list[list[Tensor]] = [[] for _ in layers]
-    calls = iter(())
+    calls: Iterator[int] = iter(())  # the layer of each attention, in a pass
 
     def see(call: AttentionCall) -> None:
         layer, applied = next(calls), call.applied()
