@@ -82,14 +82,15 @@ def test_the_language_report_holds_its_table_and_pictures():
 
 @pytest.mark.slow
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
-    """`diffvision demo --language`: the losses fall from the logarithm of 4,096 (8.3), and one needle is found."""
+    """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(text, "STEPS", 150)
     demo(str(tmp_path), language=True)
     printed = capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 50_000
     losses = re.search(r"validation loss\D+([\d.]+)\D+([\d.]+)\D+([\d.]+)", printed)
     assert losses is not None
-    assert all(float(loss) < 6 for loss in losses.groups())
+    assert all(float(loss) < 7.5 for loss in losses.groups())
     assert "def main(" in printed
 
 
