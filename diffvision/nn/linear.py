@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# On two cores, times as fast as torch's (scripts/bench_language.py measures the first weight of a size again): 1.5 to 1.8
-# for 1 to 4 rows and 1.15 to 1.3 for 8 and 16, of 2**18 weights and more; 1.0 at 2**17, and 0.6 at 2**16, where making
-# the shares costs as much as the product.
+# Times as fast as torch on two cores (scripts/bench_language.py times one weight of a size): 1.5 to 1.8 for up to 4
+# rows and 1.15 to 1.3 for 8 and 16, from 2**18 weights on; 1.0 at 2**17, and 0.6 at 2**16, where making the shares
+# costs as much as the product.
 MAX_ROWS = 16
 MIN_WEIGHTS = 2**18
 
