@@ -11,19 +11,19 @@ from diffvision.demo import demo, images, report, text
 LAYERS = ("visual.trunk.blocks.0.attn", "visual.trunk.blocks.1.attn", "transformer.resblocks.0.attn")
 
 
-def run(model: str, seed: int) -> images.Run:
+def run(model: str, seed: int) -> report.Run:
     logged = ["train/loss", "zero_shot/digits/acc1", "train/logit_scale"]
     logged += [f"lambda/{name}" for name in LAYERS] if model.startswith("Diff") else []
     rng = np.random.default_rng(seed)
-    return images.Run(
+    return report.Run(
         model=model,
         seed=seed,
         parameters=3_000_000,
         seconds=60.0,
-        samples_per_second=1234.0,
+        speed=1234.0,
         metrics=dict.fromkeys(images.COLUMNS.values(), 0.5 + 0.1 * seed),
         curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-        pictures=[LookedAt(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
+        shown=[LookedAt(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
     )
 
 
@@ -59,15 +59,15 @@ def test_the_language_report_holds_its_table_and_pictures():
         metrics[f"needle/{pair}/accuracy/{length}/{depth:g}"] = 0.25
     logged = ["train/loss", "val/loss", "lambda/blocks.0.attn"]
     runs = [
-        text.Run(
+        report.Run(
             model=model,
             seed=seed,
             parameters=361_000,
             seconds=60.0,
-            tokens_per_second=9876.0,
+            speed=9876.0,
             metrics={key: value + 0.01 * seed for key, value in metrics.items()},
             curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-            sample="def main(<argv>)",
+            shown="def main(<argv>)",
         )
         for seed in (0, 1)
         for model in text.MODELS
@@ -87,7 +87,7 @@ def test_the_language_demo(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text, "STEPS", 150)
     demo(str(tmp_path), language=True)
     printed = capsys.readouterr().out
-    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert (tmp_path / "language.html").stat().st_size > 50_000
     losses = re.search(r"validation loss\D+([\d.]+)\D+([\d.]+)\D+([\d.]+)", printed)
     assert losses is not None
     assert all(float(loss) < 7.5 for loss in losses.groups())

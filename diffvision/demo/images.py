@@ -4,10 +4,8 @@ It is `diffvision data make digits`, `diffvision fit` with configs/clip/debug.ya
 `diffvision evaluate`'s functions, one after the other.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from diffvision.analysis import figures
 from diffvision.analysis.attention import patch_maps
 from diffvision.data.folders import EvaluationFolder, find_folders
 from diffvision.data.make import make
-from diffvision.demo.report import as_text, html_page, recipe, spread
+from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
 from diffvision.evaluation.suite import evaluate
-from diffvision.training.fit import fit
 
 MODELS = ("CLIP-debug", "DiffCLIP-debug")
 
@@ -36,20 +33,6 @@ COLUMNS = {
     "text R@10": "retrieval/digits/text_retrieval_recall@10",
     "composition": "composition/digits/acc",
 }
-
-
-@dataclass
-class Run:
-    """One trained model and what was measured of it."""
-
-    model: str
-    seed: int
-    parameters: int
-    seconds: float  # of `fit`, its evaluations included
-    samples_per_second: float
-    metrics: dict[str, float]
-    curves: dict[str, figures.Curve]
-    pictures: list[figures.LookedAt] = field(default_factory=list)
 
 
 def images(directory: Path, seeds: int) -> None:
@@ -69,49 +52,24 @@ def images(directory: Path, seeds: int) -> None:
         for model in MODELS:
             console.rule(f"{model}, seed {seed}")
             runs.append(_train_and_evaluate(model, seed, data, directory))
-    console.print(comparison(runs))
+    console.print(table(runs))
     report = directory / "report.html"
     report.write_text(page(runs), encoding="utf-8")
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
 def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
-    root = directory / f"{model}-{seed}"
-    start = time.perf_counter()
-    cli = fit(
-        [
-            "fit",
-            f"--config={recipe('clip/debug.yaml')}",
-            f"--seed_everything={seed}",
-            f"--model.init_args.model={model}",
-            f"--data.init_args.train={data / 'train'}",
-            f"--data.init_args.evaluations=[{data / 'zero_shot'}]",
-            f"--data.init_args.seed={seed}",
-            f"--trainer.default_root_dir={root}",
-            f"--trainer.logger.init_args.save_dir={root}",
-        ]
-    )
-    seconds = time.perf_counter() - start
-    module: Any = cli.model
+    folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
+    trained = train("clip/debug.yaml", model, seed, directory, *folders)
+    module = trained.module
     metrics: dict[str, float] = {}
     for folder in find_folders(data):
         metrics |= evaluate(
             module.model, folder, transform=module.eval_transform, tokenizer=module.tokenizer, batch_size=256
         )
-    log: Any = cli.trainer.logger
-    curves = figures.read_metrics(Path(log.log_dir) / "metrics.csv")
-    return Run(
-        model=model,
-        seed=seed,
-        parameters=sum(p.numel() for p in module.model.parameters()),
-        seconds=seconds,
-        samples_per_second=statistics.median(curves["train/samples_per_second"].values),
-        metrics=metrics,
-        curves=curves,
-        pictures=_pictures(module.model, module.eval_transform, EvaluationFolder(data / "zero_shot"))
-        if not seed
-        else [],
-    )
+    pictured = EvaluationFolder(data / "zero_shot")
+    pictures = [] if seed else _pictures(module.model, module.eval_transform, pictured)
+    return trained.run(model, seed, "samples", metrics, pictures)
 
 
 @torch.no_grad()
@@ -130,25 +88,16 @@ def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolde
     return rows
 
 
-def comparison(runs: Sequence[Run]) -> Table:
-    """The table that the demo prints: a row a model; means, and with several seeds the standard deviation."""
-    seeds = len({run.seed for run in runs})
-    title = "Real digits, unseen in training" + (f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else "")
-    table = Table("", *MODELS, title=title)
-    for column, key in COLUMNS.items():
-        table.add_row(column, *(spread([100 * run.metrics[key] for run in _of(runs, model)]) for model in MODELS))
-    table.add_section()
-    table.add_row("parameters", *(f"{_of(runs, model)[0].parameters:,}" for model in MODELS))
-    speeds = [statistics.median(run.samples_per_second for run in _of(runs, model)) for model in MODELS]
-    table.add_row("samples/s", *(f"{speed:,.0f}" for speed in speeds))
-    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in _of(runs, model)):.0f}" for model in MODELS))
-    return table
+def table(runs: Sequence[Run]) -> Table:
+    """What the demo prints."""
+    rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
+    return comparison(runs, {m: m for m in MODELS}, rows, title="Real digits, unseen in training", unit="samples")
 
 
 def page(runs: Sequence[Run]) -> str:
     """The report, one HTML file with its pictures inside."""
     shown = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
-    by_model = {model: _of(runs, model) for model in MODELS}
+    by_model = {model: of_model(runs, model) for model in MODELS}
     curves = {
         title: {model: [run.curves[key] for run in own] for model, own in by_model.items()}
         for title, key in shown.items()
@@ -166,9 +115,5 @@ def page(runs: Sequence[Run]) -> str:
     ]
     for model, own in by_model.items():
         text = "Where the class token of the last layer looks, mean over heads."
-        sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].pictures)))
-    return html_page("CLIP and DiffCLIP on real digits", as_text(comparison(runs)), sections)
-
-
-def _of(runs: Sequence[Run], model: str) -> list[Run]:
-    return [run for run in runs if run.model == model]
+        sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].shown)))
+    return html_page("CLIP and DiffCLIP on real digits", as_text(table(runs)), sections)

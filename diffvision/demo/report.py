@@ -1,16 +1,82 @@
-"""What both demos share: where the recipes lie, numbers with their spread, and the report's page."""
+"""What both demos share: the recipe's training, the table that compares models, and the report's page."""
 
 import base64
 import html
 import io
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from diffvision.analysis.figures import Curve, read_metrics
+from diffvision.training.fit import fit
+
 PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass
+class Run:
+    """One trained model and what was measured of it.
+
+    Attributes:
+        seconds: of `fit`, its evaluations included.
+        speed: samples or tokens a second, the median over training.
+        metrics: on data that training did not see.
+        shown: what the report shows of it besides: pictures of attention, or a text.
+    """
+
+    model: str
+    seed: int
+    parameters: int
+    seconds: float
+    speed: float
+    metrics: dict[str, float]
+    curves: dict[str, Curve]
+    shown: Any
+
+
+@dataclass
+class Trained:
+    """What `train` returns: a module, and how it came about; the fields of `Run` that training knows."""
+
+    module: Any
+    seconds: float
+    curves: dict[str, Curve]
+
+    def run(self, model: str, seed: int, unit: str, metrics: dict[str, float], shown: Any) -> Run:
+        """The record of it. Unit: "samples" or "tokens", what the speed counts."""
+        parameters = sum(p.numel() for p in self.module.model.parameters())
+        speed = statistics.median(self.curves[f"train/{unit}_per_second"].values)
+        return Run(model, seed, parameters, self.seconds, speed, metrics, self.curves, shown)
+
+
+def train(config: str, model: str, seed: int, directory: Path, *arguments: str) -> Trained:
+    """`diffvision fit` with a file of configs/, for one model and seed.
+
+    Args:
+        directory: in which the run has one of its own.
+        arguments: further ones.
+    """
+    root, start = directory / f"{model}-{seed}", time.perf_counter()
+    cli = fit(
+        [
+            "fit",
+            f"--config={recipe(config)}",
+            f"--seed_everything={seed}",
+            f"--model.init_args.model={model}",
+            f"--data.init_args.seed={seed}",
+            f"--trainer.default_root_dir={root}",
+            f"--trainer.logger.init_args.save_dir={root}",
+            *arguments,
+        ]
+    )
+    log: Any = cli.trainer.logger
+    return Trained(cli.model, time.perf_counter() - start, read_metrics(Path(log.log_dir) / "metrics.csv"))
 
 
 def recipe(name: str) -> Path:
@@ -30,6 +96,34 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     """The mean, and of several values the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def of_model(runs: Sequence[Run], model: str) -> list[Run]:
+    """The model's runs, a seed each."""
+    return [run for run in runs if run.model == model]
+
+
+def comparison(
+    runs: Sequence[Run], names: Mapping[str, str], rows: Mapping[str, tuple[str, float, int]], *, title: str, unit: str
+) -> Table:
+    """The table that a demo prints: a column a model; means, and with several seeds the standard deviation.
+
+    Args:
+        names: {model: what the column is called}.
+        rows: {what the row is called: (metric, what it is multiplied with, decimals)}.
+        unit: "samples" or "tokens".
+    """
+    seeds = len({run.seed for run in runs})
+    told = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
+    table = Table("", *names.values(), title=title + told)
+    own = [of_model(runs, model) for model in names]
+    for row, (key, factor, digits) in rows.items():
+        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in own))
+    table.add_section()
+    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in own))
+    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in own))
+    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in own))
+    return table
 
 
 def as_text(table: Table) -> str:

@@ -4,27 +4,25 @@ It is `diffvision data make stdlib` and `recall`, `data tokenizer`, `diffvision 
 for each model and seed, and `diffvision evaluate-language`'s and `generate`'s functions, one after the other.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from diffvision.analysis import figures
 from diffvision.data.make import make, tokenizer
 from diffvision.data.tokenizers import Tokenizer, load_tokenizer
-from diffvision.demo.report import as_text, html_page, recipe, spread
+from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
 from diffvision.evaluation.language import figures as panels
 from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
 from diffvision.models.generation import generate
-from diffvision.training.fit import fit
 
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
@@ -52,23 +50,9 @@ ROWS = {
 }
 
 
-@dataclass
-class Run:
-    """One trained model and what was measured of it."""
-
-    model: str
-    seed: int
-    parameters: int
-    seconds: float  # of `fit`
-    tokens_per_second: float
-    metrics: dict[str, float]
-    curves: dict[str, figures.Curve]
-    sample: str
-
-
 def text(directory: Path, seeds: int) -> None:
     """Trains a Transformer, V1 and V2 on Python's own library mixed with needles, evaluates them, prints a table and a
-    sample of each, and writes report.html.
+    sample of each, and writes language.html.
 
     Args:
         directory: for the data, the runs and the report.
@@ -82,11 +66,11 @@ def text(directory: Path, seeds: int) -> None:
         for model in MODELS:
             console.rule(f"{model}, seed {seed}")
             runs.append(_train_and_evaluate(model, seed, directory, words, documents, num_bytes))
-    console.print(comparison(runs))
+    console.print(table(runs))
     for run in runs[: len(MODELS)]:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
-        console.print(run.sample, markup=False, highlight=False)
-    report = directory / "report.html"
+        console.print(run.shown, markup=False, highlight=False)
+    report = directory / "language.html"
     report.write_text(page(runs), encoding="utf-8")
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
@@ -104,43 +88,24 @@ def _data(directory: Path, console: Console) -> Tokenizer:
 
 
 def _train_and_evaluate(
-    model: str, seed: int, directory: Path, words: Tokenizer, documents: Any, num_bytes: int | None
+    model: str, seed: int, directory: Path, words: Tokenizer, documents: Sequence[Tensor], num_bytes: int
 ) -> Run:
-    root = directory / f"{model}-{seed}"
-    start = time.perf_counter()
-    cli = fit(
-        [
-            "fit",
-            f"--config={recipe('language/recall.yaml')}",
-            f"--seed_everything={seed}",
-            f"--model.init_args.model={model}",
-            f"--model.init_args.tokenizer={directory / 'tokenizer.json'}",
-            f"--data.init_args.train=[{directory / 'stdlib/train'},{directory / 'recall'}]",
-            f"--data.init_args.evaluation={directory / 'stdlib/validation'}",
-            f"--data.init_args.seed={seed}",
-            f"--trainer.max_steps={STEPS}",
-            f"--trainer.val_check_interval={STEPS // 4}",
-            "--trainer.limit_val_batches=4",
-            f"--trainer.default_root_dir={root}",
-            f"--trainer.logger.init_args.save_dir={root}",
-        ]
+    trained = train(
+        "language/recall.yaml",
+        model,
+        seed,
+        directory,
+        f"--model.init_args.tokenizer={directory / 'tokenizer.json'}",
+        f"--data.init_args.train=[{directory / 'stdlib/train'},{directory / 'recall'}]",
+        f"--data.init_args.evaluation={directory / 'stdlib/validation'}",
+        f"--trainer.max_steps={STEPS}",
+        f"--trainer.val_check_interval={STEPS // 4}",
+        "--trainer.limit_val_batches=4",
     )
-    seconds = time.perf_counter() - start
-    module: Any = cli.model
-    log: Any = cli.trainer.logger
-    curves = figures.read_metrics(Path(log.log_dir) / "metrics.csv")
-    subject = Subject(MODELS[model], module.model, words, module.model.config.max_length)
-    work = Work(subject, OPTIONS, documents, num_bytes)
-    return Run(
-        model=model,
-        seed=seed,
-        parameters=sum(p.numel() for p in module.model.parameters()),
-        seconds=seconds,
-        tokens_per_second=statistics.median(curves["train/tokens_per_second"].values),
-        metrics=evaluate_language(work, ["perplexity", "needle", "outliers"]),
-        curves=curves,
-        sample=_sample(module.model, words),
-    )
+    own = trained.module.model
+    work = Work(Subject(MODELS[model], own, words, own.config.max_length), OPTIONS, documents, num_bytes)
+    metrics = evaluate_language(work, ["perplexity", "needle", "outliers"])
+    return trained.run(model, seed, "tokens", metrics, _sample(own, words))
 
 
 def _sample(model: Any, words: Tokenizer) -> str:
@@ -157,28 +122,16 @@ def _sample(model: Any, words: Tokenizer) -> str:
     return PROMPT + words.decode(tokens)
 
 
-def comparison(runs: Sequence[Run]) -> Table:
-    """The table that the demo prints: a column a model; means, and with several seeds the standard deviation."""
-    seeds = len({run.seed for run in runs})
-    title = "Python's library, unseen files; needles among words" + (
-        f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
-    )
-    table = Table("", *MODELS.values(), title=title)
-    for row, (key, factor, digits) in ROWS.items():
-        table.add_row(row, *(spread([factor * run.metrics[key] for run in _of(runs, m)], digits) for m in MODELS))
-    table.add_section()
-    table.add_row("parameters", *(f"{_of(runs, model)[0].parameters:,}" for model in MODELS))
-    speeds = [statistics.median(run.tokens_per_second for run in _of(runs, model)) for model in MODELS]
-    table.add_row("tokens/s", *(f"{speed:,.0f}" for speed in speeds))
-    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in _of(runs, model)):.0f}" for model in MODELS))
-    return table
+def table(runs: Sequence[Run]) -> Table:
+    """What the demo prints."""
+    return comparison(runs, MODELS, ROWS, title="Python's library, unseen files; needles among words", unit="tokens")
 
 
 def page(runs: Sequence[Run]) -> str:
     """The report, one HTML file with its pictures inside."""
-    first = {name: _of(runs, model)[0] for model, name in MODELS.items()}
+    first = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
     losses = {
-        title: {name: [run.curves[key] for run in _of(runs, model)] for model, name in MODELS.items()}
+        title: {name: [run.curves[key] for run in of_model(runs, model)] for model, name in MODELS.items()}
         for title, key in {"training loss": "train/loss", "validation loss": "val/loss"}.items()
     }
     lambdas = {
@@ -198,9 +151,5 @@ def page(runs: Sequence[Run]) -> str:
         ("Outliers", "Seed 0: attention logits and hidden states.", panels.outlier_bars(of_task("outliers"))),
         ("Lambda, layer by layer", "V1, seed 0.", figures.lambda_curves(lambdas)),
     ]
-    samples = "\n\n".join(f"--- {name}\n{run.sample}" for name, run in first.items())
-    return html_page("A Transformer, and two with differential attention", as_text(comparison(runs)), sections, samples)
-
-
-def _of(runs: Sequence[Run], model: str) -> list[Run]:
-    return [run for run in runs if run.model == model]
+    samples = "\n\n".join(f"--- {name}\n{run.shown}" for name, run in first.items())
+    return html_page("A Transformer, and two with differential attention", as_text(table(runs)), sections, samples)
