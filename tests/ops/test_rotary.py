@@ -28,3 +28,16 @@ def test_keeps_the_dtype_and_refuses_odd_heads():
     assert apply_rotary(x, *rotary_tables(torch.arange(5), 6)).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="even head_dim, got 5"):
         rotary_tables(torch.arange(3), 5)
+
+
+def test_without_gradients_the_values_are_the_same():
+    """One complex product there, where the memory allows it; the tables may be broadcast, as with left padding."""
+    cos, sin = rotary_tables(torch.arange(22).reshape(2, 1, 11), 8)
+    whole = torch.randn(2, 3, 11, 8)
+    odd = torch.randn(2 * 3 * 11 * 8 + 1)[1:].view(2, 3, 11, 8)  # begins between two pairs
+    for x in (whole, odd, whole.transpose(0, 1).contiguous().transpose(0, 1), whole[:, :, :, :].half()):
+        expected = apply_rotary(x, cos, sin)
+        with torch.no_grad():
+            torch.testing.assert_close(apply_rotary(x, cos, sin), expected, rtol=1e-6, atol=1e-6)
+    with torch.inference_mode():
+        assert apply_rotary(whole, cos, sin).shape == whole.shape

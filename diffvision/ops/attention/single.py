@@ -4,6 +4,8 @@ In a group of heads that share keys, their queries are the rows of one product. 
 operations, so that little is spent beside reading the keys and values.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,27 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked; one query sees all keys."""
-    (batch, heads, _, _, size), kv_heads = q.shape, k.shape[1]
+    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+        return _attend(q, k, v, lam, mask, q.shape[4] ** -0.5 if scale is None else scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    (batch, heads, _, _, size), (_, kv_heads, key_maps, keys, _) = q.shape, k.shape
     group, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        rows = q.to(dtype).mul(size**-0.5 if scale is None else scale)
-        rows = rows.reshape(batch, kv_heads, group, 2, size).transpose(2, 3)
-        rows = rows.reshape(batch, kv_heads, k.shape[2], -1, size)  # one key for both maps: not copied for each
-        scores = torch.matmul(rows, k.to(dtype).transpose(-1, -2)).view(batch, kv_heads, 2, group, k.shape[3])
-        if mask is not None:
-            mask = mask.expand(-1, heads, -1, -1).reshape(mask.shape[0], kv_heads, 1, group, mask.shape[3])
-            scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
-        maps = scores.softmax(-1)
-        if mask is not None:
-            maps = maps * mask  # a row without any key is zeros
-        lam = lam.to(dtype).expand(batch, heads, 1, 1).reshape(batch, kv_heads, group, 1)
-        out = torch.matmul(torch.addcmul(maps[:, :, 0], maps[:, :, 1], lam, value=-1), v.to(dtype))
+    rows = q.to(dtype).mul(scale)
+    if group > 1:
+        rows = rows.view(batch, kv_heads, group, 2, size).transpose(2, 3)
+    # bmm rather than matmul, whose care for broadcasting costs as much as a small product.
+    rows = rows.reshape(batch * kv_heads * key_maps, -1, size)  # one key for both maps: not copied for each
+    scores = torch.bmm(rows, k.to(dtype).reshape(batch * kv_heads * key_maps, keys, size).transpose(1, 2))
+    scores = scores.view(batch, kv_heads, 2, group, keys)
+    if mask is not None:
+        mask = mask.expand(-1, heads, -1, -1).reshape(mask.shape[0], kv_heads, 1, group, keys)
+        scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
+    maps = scores.softmax(-1)
+    if mask is not None:
+        maps = maps * mask  # a row without any key is zeros
+    lam = lam.to(dtype).expand(batch, heads, 1, 1).reshape(batch, kv_heads, group, 1)
+    difference = torch.addcmul(maps[:, :, 0], maps[:, :, 1], lam, value=-1).view(-1, group, keys)
+    out = torch.bmm(difference, v.to(dtype).reshape(batch * kv_heads, keys, -1))
     return out.view(batch, heads, 1, v.shape[3]).to(q.dtype)
