@@ -46,7 +46,7 @@ def apply_rotary(
 def _as_complex(x: Tensor, cos: Tensor) -> bool:
     """Whether one complex product does it: half the calls, which is what a step of decoding is made of. Graphs and
     gradients do without complex numbers, which neither inductor nor an export takes well."""
-    return (
+    return bool(
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.dtype == cos.dtype == torch.float32
