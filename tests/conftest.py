@@ -12,6 +12,12 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 ASSETS = Path(__file__).parent / "assets"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that train in forked processes come first: what some others start (compiled graphs, threads of autograd)
+    does not survive a fork, and autograd then refuses to work there."""
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)

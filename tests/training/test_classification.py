@@ -46,6 +46,7 @@ def trainer(*callbacks, **settings):
     return pl.Trainer(**defaults | quiet | settings, use_distributed_sampler=False, callbacks=list(callbacks))
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("processes", [1, 2])
 def test_validation_counts_every_sample_once(processes):
     module, data = make(), Images()

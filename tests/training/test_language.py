@@ -308,6 +308,7 @@ class Saved(pl.Callback):
             torch.save(whole, self.directory / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("documents", [False, True])
 def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_path):
     data = Tokens(documents=documents)
@@ -337,6 +338,7 @@ def sharded(rank, port, directory, name):
     torch.save({k: v.item() for k, v in trainer.logged_metrics.items()}, directory / f"metrics{rank}.pt")
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
 def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
     with socket.socket() as free:
@@ -346,7 +348,7 @@ def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
     two = multiprocessing.start_processes(
         sharded, (port, tmp_path, name), nprocs=2, join=False, daemon=True, start_method="fork"
     )
-    assert any(two.join(timeout=20) for _ in range(2))  # a join returns when the first one ends
+    assert any(two.join(timeout=90) for _ in range(2))  # a join returns when the first one ends
     module, kept = make(name), Gradients()
     validated = {"limit_val_batches": 1.0, "val_check_interval": 1}
     one = train(module, kept, LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,
