@@ -3,31 +3,21 @@
 One group a kind, through the commands and functions that users call.
 """
 
-import gzip
 import importlib
-import io
 import json
-import lzma
-import os
 import pickle
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import open_clip
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 
 from diffvision import cli
-from diffvision.data import ShardSet
-from diffvision.data.cache import ShardCache
 from diffvision.data.digits import png
 from diffvision.data.packing import write_manifest, write_tar
-from diffvision.data.sources import Shard, find_shards
-from diffvision.data.tokenizers import train_tokenizer
 from diffvision.evaluation.loading import load
 from diffvision.generate import generate_text
 from diffvision.models import language
@@ -87,7 +77,9 @@ class Data(pl.LightningDataModule): pass
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("shards")
-    write_tar(directory / "0.tar", [{"__key__": f"{i}", "png": png(np.zeros((32, 32, 3))), "txt": "a"} for i in range(4)])
+    write_tar(
+        directory / "0.tar", [{"__key__": f"{i}", "png": png(np.zeros((32, 32, 3))), "txt": "a"} for i in range(4)]
+    )
     write_manifest(directory)
     return directory
 
@@ -170,6 +162,18 @@ def test_the_other_commands_refuse_it_too(name, module, shards, capsys):
     refused([name, *run_of(shards)[1:5], f"--trainer.callbacks={module}.Watcher"], capsys, "--allow stranger_module")
 
 
+def test_configurations_of_the_other_commands_import_nothing(module, tmp_path, capsys):
+    hostile, options = tmp_path / "hostile.yaml", f"options:\n  class_path: {module}.Thing\n"
+    hostile.write_text("checkpoint: x\ntasks: perplexity\n" + options)
+    refused(["evaluate-language", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}", "--allow")
+    hostile.write_text("model: CLIP-debug\ndata: x\n" + options)
+    refused(["evaluate", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}")
+    refused(["evaluate", "--model=CLIP-debug", f"--options={module}.Thing", "--data=x"], capsys)
+    hostile.write_text("model: CLIP-debug\ndata: x\npreprocess:\n" + options.replace("options", "  mean"))
+    refused(["evaluate", f"--config={hostile}"], capsys)
+    assert module not in sys.modules
+
+
 def test_what_is_only_data_is_not_imported(module, shards):
     """A dictionary that looks like a class stays one, and a word that names a class is a word."""
     with pytest.raises((ValueError, TypeError)):
@@ -200,7 +204,7 @@ def test_what_is_only_data_is_not_imported(module, shards):
     ],
 )
 def test_callables_that_run_things_are_refused(path, shards):
-    with pytest.raises(ValueError, match="class_path .* was not imported|may not be imported"):
+    with pytest.raises(ValueError, match=r"class_path .* was not imported"):
         fit(run_of(shards, f"--trainer.callbacks={path}"))
 
 
@@ -257,7 +261,9 @@ def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys
     refused(run_of(shards, "--data.train=${oc.env:SECRET}.tar"), capsys, "${oc.env:SECRET}.tar")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:{0}/c.yaml", "memory://c.yaml", "simplecache::http://127.0.0.1:{0}/c"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{0}/c.yaml", "memory://c.yaml", "simplecache::http://127.0.0.1:{0}/c"]
+)
 def test_configurations_are_not_fetched(url, server, capsys):
     with pytest.raises(SystemExit):
         fit(["fit", "--config", url.format(server.server_port)])
@@ -338,7 +344,7 @@ def test_the_payload_works(tmp_path, trace):
         torch.load(hostile_weights(tmp_path / "x.pt", trace, layout), weights_only=False)
         assert trace.exists()
         trace.unlink()
-    pickle.loads((hostile_weights(tmp_path / "x.pt", trace, "plain pickle")).read_bytes())  # noqa: S301
+    pickle.loads((hostile_weights(tmp_path / "x.pt", trace, "plain pickle")).read_bytes())
     trace.unlink()
 
 
@@ -361,7 +367,7 @@ def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, tr
         lambda: ContrastiveModule("CLIP-debug", pretrained=str(path)),
         lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": str(path)}),
     ):
-        with pytest.raises(Exception, match="(?i)weights|pickle|unpickl|checkpoint"):
+        with pytest.raises(Exception, match=r"(?i)weights|pickle|unpickl|checkpoint"):
             call()
 
 

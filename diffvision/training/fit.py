@@ -10,13 +10,14 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from diffvision.allow import Refusing, limited_imports
+
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.folders import find_folders
 from diffvision.data.language import TextData
 from diffvision.data.modules import ImageLabelData, ImageTextData
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.models.files import refuse_urls
-from diffvision.training.allow import ImportRefused, Parser, imports_limited_to, refusal, split_allowed
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -45,6 +46,10 @@ TRAINER_DEFAULTS = {
 }
 
 
+class Parser(Refusing, LightningArgumentParser):
+    """Lightning's."""
+
+
 class FitCLI(LightningCLI):
     """LightningCLI with any module and data module, the model's transforms and tokenizer linked to its data.
 
@@ -53,10 +58,9 @@ class FitCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        args, allowed = split_allowed(sys.argv[1:] if args is None else args)
-        with imports_limited_to(allowed):
+        with limited_imports(sys.argv[1:] if args is None else args) as limited:
             super().__init__(
-                args=args,
+                args=limited,
                 run=run,
                 subclass_mode_model=True,
                 subclass_mode_data=True,
@@ -78,11 +82,7 @@ class FitCLI(LightningCLI):
             parser.link_arguments(f"model.{name}", f"data.init_args.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        # Not Lightning's own, which warns whenever arguments come from a function call.
-        try:
-            self.config = parser.parse_args(args)
-        except ImportRefused as error:
-            raise refusal(error.path, args) from error
+        self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
         if "subcommand" in self.config:
             _load_tensors_only(self.config[self.config["subcommand"]])
 

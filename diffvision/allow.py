@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from jsonargparse import _common, _optionals, set_parsing_settings
-from lightning.pytorch.cli import LightningArgumentParser
+from jsonargparse import ArgumentParser, _common, _optionals, set_parsing_settings
 
 # No prefix wider than is needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -39,35 +38,59 @@ _FILE = re.compile(r"[^\s'\"=,:\[\]{}]+\.(?:ya?ml|json)\b")
 _MAX_FILE = 1 << 20  # characters of a configuration that are searched
 
 
-class ImportRefused(ValueError):
-    """A configuration names what is not on the list.
-
-    Attributes:
-        path: what it names.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path!r} may not be imported by a configuration")
-        self.path = path
+class _Refused(ValueError):
+    """jsonargparse's message of an import that is not allowed, wherever in it."""
 
 
-class Parser(LightningArgumentParser):
-    """Lightning's parser, from which a refused import comes as `ImportRefused` rather than a page of usage."""
+class Refusing:
+    """Put before a parser's class: an import that is refused is an error of its own, not a page of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if (denied := _DENIED.search(message)) is not None:
-            raise ImportRefused(denied[1]) from ex
-        super().error(message, ex)
+        if _DENIED.search(message):
+            raise _Refused(message) from ex
+        super().error(message, ex)  # type: ignore[misc]
+        raise AssertionError("it does not return")
 
 
-def split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without `--allow PREFIX` and `--allow=PREFIX`, and the prefixes.
+class Parser(Refusing, ArgumentParser):
+    """For commands that are functions."""
 
-    They are taken from the command line alone: a file could otherwise allow itself.
+
+@contextmanager
+def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
+    """Within it, values of configurations and arguments may name what is in `ALLOWED` or what `--allow PREFIX` adds.
+
+    Args:
+        args: the command line; parsers of it must be `Refusing`.
+
+    Returns:
+        The arguments without `--allow`, to be parsed.
 
     Raises:
-        ValueError: a prefix that is no dotted name.
+        ValueError: something else was named, and where; a prefix that is none.
     """
+    rest, allowed = _split(args)
+    # The settings are the process's, which may have parsers of its own: they are put back. Nothing public reads them.
+    before, modes = dict(_common.parsing_settings), _optionals._get_config_read_mode()
+    set_parsing_settings(
+        import_path_denylist=["*", *REFUSED],
+        import_path_allowlist=[*ALLOWED, *allowed],
+        instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
+        config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
+    )
+    try:
+        yield rest
+    except (_Refused, _common.ImportDenied) as error:
+        if (denied := _DENIED.search(str(error))) is None:
+            raise
+        raise _located(denied[1], rest) from error
+    finally:
+        _common.parsing_settings.update(before)
+        _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without `--allow`, and its prefixes: of the command line alone, for a file could allow itself."""
     rest: list[str] = []
     allowed: list[str] = []
     words = iter(args)
@@ -83,26 +106,7 @@ def split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, allowed
 
 
-@contextmanager
-def imports_limited_to(allowed: Sequence[str]) -> Iterator[None]:
-    """Within it, values of configurations may name what is in `ALLOWED` or under one of these prefixes, only."""
-    # The settings are the process's, which may have parsers of its own: they are put back. Nothing public reads them.
-    before, modes = dict(_common.parsing_settings), _optionals._get_config_read_mode()
-    set_parsing_settings(
-        import_path_denylist=["*", *REFUSED],
-        import_path_allowlist=[*ALLOWED, *allowed],
-        instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
-        config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
-    )
-    try:
-        yield
-    finally:
-        _common.parsing_settings.update(before)
-        _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
-
-
-def refusal(path: str, args: Sequence[str]) -> ValueError:
-    """The error to show for a refused import: what, where, which are allowed, how to allow it."""
+def _located(path: str, args: Sequence[str]) -> ValueError:
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     return ValueError(
