@@ -5,13 +5,15 @@ import that a value leads to (class paths in files, sub-configurations and flags
 that list is set for the time of one command, and what it refuses becomes one line that says where and what to do.
 """
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, _common, _optionals, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentParser, _common, _optionals, get_loader, set_loader, set_parsing_settings
 
 # No prefix wider than is needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -36,6 +38,7 @@ FLAG = "--allow"
 _DENIED = re.compile(r"Importing '([^']+)' is not allowed")
 _FILE = re.compile(r"[^\s'\"=,:\[\]{}]+\.(?:ya?ml|json)\b")
 _MAX_FILE = 1 << 20  # characters of a configuration that are searched
+_MAX_VALUES = 100_000  # of one YAML text, with its aliases written out
 
 
 class _Refused(ValueError):
@@ -71,13 +74,14 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
     """
     rest, allowed = _split(args)
     # The settings are the process's, which may have parsers of its own: they are put back. Nothing public reads them.
-    before, modes = dict(_common.parsing_settings), _optionals._get_config_read_mode()
+    before, modes, load = dict(_common.parsing_settings), _optionals._get_config_read_mode(), get_loader("yaml")
     set_parsing_settings(
         import_path_denylist=["*", *REFUSED],
         import_path_allowlist=[*ALLOWED, *allowed],
         instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
         config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
     )
+    set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
     try:
         yield rest
     except (_Refused, _common.ImportDenied) as error:
@@ -85,8 +89,33 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
             raise
         raise _located(denied[1], rest) from error
     finally:
+        set_loader("yaml", load, exceptions=(yaml.YAMLError,))
         _common.parsing_settings.update(before)
         _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
+
+
+def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same loader, but for aliases of aliases: a few lines can stand for more values than fit into memory."""
+
+    def bounded(text: str) -> Any:
+        value = load(text)
+        if _size(value, {}) > _MAX_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {_MAX_VALUES:,} values: write it with fewer aliases")
+        return value
+
+    return bounded
+
+
+def _size(value: Any, known: dict[int, float]) -> float:
+    """Values in a value, each alias counted as what it stands for."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # should it come again below: an alias of what holds it
+        known[id(value)] = 1 + sum(
+            _size(part, known) for part in (value.values() if isinstance(value, dict) else value)
+        )
+    return known[id(value)]
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:

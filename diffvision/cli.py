@@ -154,7 +154,9 @@ def _help() -> str:
     described = {**TRAINER_COMMANDS, **{name: text for name, (_, _, text) in COMMANDS.items()}}
     described["run"] = "run another program with our models registered: diffvision run open_clip_train.main ..."
     lines = [f"  {name:<18} {text}" for name, text in described.items()]
-    return "\n".join(["usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)", "", *lines])
+    usage = "usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)"
+    allow = "--allow PREFIX, with any of them: configurations may name classes of that package too"
+    return "\n".join([usage, "", *lines, "", allow])
 
 
 if __name__ == "__main__":

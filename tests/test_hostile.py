@@ -3,10 +3,16 @@
 One group a kind, through the commands and functions that users call.
 """
 
+import gzip
 import importlib
+import io
 import json
+import lzma
 import pickle
 import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +22,14 @@ import torch
 from safetensors.torch import save_file
 
 from diffvision import cli
+from diffvision.data import ShardSet
+from diffvision.data.cache import ShardCache
 from diffvision.data.digits import png
+from diffvision.data.index import scan, shard_index
 from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.sources import Shard, find_shards
+from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.tokens import TokenShards
 from diffvision.evaluation.loading import load
 from diffvision.generate import generate_text
 from diffvision.models import language
@@ -91,7 +103,7 @@ def run_of(shards: Path, *more: str) -> list[str]:
         *("--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=2", "--data.num_workers=0"),
         *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1", "--trainer.logger=false"),
         *("--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
-        "--trainer.enable_model_summary=false",
+        *("--trainer.enable_model_summary=false", "--trainer.limit_val_batches=0"),
         *more,
     ]
 
@@ -212,12 +224,15 @@ def test_allow_adds_a_prefix_for_that_command_alone(module, shards, trace, capsy
     """And a module that is allowed is imported: the payload works."""
 
     class Parsed(FitCLI):
+        def instantiate_classes(self):
+            pass
+
         def _run_subcommand(self, subcommand):
             pass
 
     for words in (["--allow", module], [f"--allow={module}."]):
         made = Parsed([*words, *run_of(shards, f"--trainer.callbacks={module}.Watcher")])
-        assert any(type(callback).__name__ == "Watcher" for callback in made.trainer.callbacks)
+        assert made.config.fit.trainer.callbacks.class_path == f"{module}.Watcher"
         assert trace.exists()
         trace.unlink()
         sys.modules.pop(module)
@@ -276,9 +291,6 @@ def test_configurations_are_not_fetched(url, server, capsys):
 @pytest.fixture
 def server(tmp_path, trace):
     """A web server of this folder; any request is a failure."""
-    import threading
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
     asked = []
 
     class Noting(BaseHTTPRequestHandler):
@@ -410,3 +422,249 @@ def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch
     for call in (load, ContrastiveModule):
         with pytest.raises(ValueError, match="has trust_remote_code, which would run code"):
             call(f"local-dir:{folder}")
+
+
+def hugging_face_folder(folder: Path, trace: Path, tokenizer: bool) -> Path:
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
+    coded = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    if tokenizer:  # a model as any, with code for its tokenizer
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        small = LlamaConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        LlamaForCausalLM(small).save_pretrained(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": coded}))
+    else:
+        config = {"model_type": "evil", "auto_map": coded, "trust_remote_code": True}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
+def test_a_hugging_face_folder_s_code_is_not_run(tokenizer, tmp_path, trace, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = hugging_face_folder(tmp_path / "model", trace, tokenizer)
+    (tmp_path / "t.txt").write_text("a b c")
+    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
+    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, "trust_remote_code", "which is not run")
+
+
+def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
+    transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    hostile_weights(folder / "pytorch_model.bin", trace, "zip")
+    (tmp_path / "t.txt").write_text("a b c")
+    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
+    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, f"hf:{folder}", "are not loaded: take")
+
+
+# ---- shards --------------------------------------------------------------------------------------------------------
+
+HOSTILE_TYPES = ("pyd", "pkl", "pickle", "pth", "PYD", "foo.pyd", "pyd.gz", "npy", "npz", "pt", "bin", "mp", "jpg")
+
+
+def hostile_shards(directory: Path, trace: Path, suffix: str) -> Path:
+    """Good samples, each with a member that is a payload; the second has nothing else."""
+    directory.mkdir()
+    data = pickle.dumps(Payload(trace))
+    if suffix in ("pth", "pt", "bin"):
+        file = io.BytesIO()
+        torch.save(Payload(trace), file)
+        data = file.getvalue()
+    elif suffix in ("npy", "npz"):
+        file = io.BytesIO()
+        save = np.save if suffix == "npy" else np.savez
+        save(file, np.array([Payload(trace)], dtype=object), allow_pickle=True)
+        data = file.getvalue()
+    elif suffix.endswith(".gz"):
+        data = gzip.compress(data)
+    good = [{"__key__": f"{i}", "png": png(np.zeros((32, 32, 3))), "txt": "a b c"} for i in range(4)]
+    write_tar(directory / "0.tar", [*({**s, suffix: data} for s in good), {"__key__": "x", suffix: data}])
+    return directory
+
+
+@pytest.mark.parametrize("suffix", HOSTILE_TYPES)
+def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
+    directory = hostile_shards(tmp_path / "shards", trace, suffix)
+    cli.main(["data", "check", str(directory), "--num_workers", "0"])
+    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
+    train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
+    words = [str(directory), str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json"), "--max_bad_fraction=1"]
+    assert cli.main(["data", "tokenize", *words, "--num_workers=0"]) == 0
+    assert "4 documents" in capsys.readouterr().out
+    if suffix != "jpg":
+        write_manifest(directory)
+        fit(run_of(directory, "--data.max_bad_fraction=1"))
+
+
+def test_a_pickle_as_the_tokens_of_a_shard(tmp_path, trace, capsys):
+    """Token shards are arrays: one of objects is damaged, and one that claims to be of any size too."""
+    tokenizer = train_tokenizer(["a b c"], 257)
+    source = tmp_path / "text"
+    source.mkdir()
+    write_tar(source / "0.tar", [{"__key__": "0", "txt": "a b c" * 20}])
+    tokenizer.save(tmp_path / "tokenizer.json")
+    made = tmp_path / "made"
+    assert cli.main(["data", "tokenize", str(source), str(made), str(tmp_path / "tokenizer.json")]) == 0
+    objects = io.BytesIO()
+    np.save(objects, np.array([Payload(trace)], dtype=object), allow_pickle=True)
+    huge = io.BytesIO()
+    np.lib.format.write_array_header_1_0(huge, {"descr": "<u2", "fortran_order": False, "shape": (1 << 56,)})
+    for data in (objects.getvalue(), huge.getvalue() + bytes(64)):
+        write_tar(made / "000000.tar", [{"__key__": "000000", "npy": data}])
+        assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
+        assert "damaged token array" in capsys.readouterr().out
+        with pytest.raises(Exception, match=r"(?i)token|shard"):
+            list(TokenShards(str(made), 8).documents())
+
+
+COMMANDS = ["pipe:touch {0}", "a.tar::pipe:touch {0}", "file:{0}", "ssh://x/{0}", "-c touch {0}", "gs+pipe://touch {0}"]
+
+
+@pytest.mark.parametrize("location", COMMANDS)
+def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
+    """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
+    monkeypatch.setenv("GOPEN_REWRITE", "s3://=pipe:touch ")
+    monkeypatch.setenv("WDS_X", f"pipe:touch {trace}")
+    location = location.format(trace)
+    train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
+    told = f"shard location {location!r}"
+    refused(run_of(shards, f"--data.train=[{shards}, '{location}']"), capsys, told, "give a path, or a URL starting")
+    if not location.startswith("-"):
+        words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
+        refused(words, capsys, told)
+        refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, told)
+    with pytest.raises(ValueError, match="shard location"):
+        ShardSet(location)
+    with pytest.raises(ValueError, match="do not exist"):
+        find_shards("${WDS_X}.tar")
+
+
+def test_rewritten_urls_are_not_followed(tmp_path, trace, monkeypatch):
+    monkeypatch.setenv("GOPEN_REWRITE", f"s3://=pipe:touch {trace} ")
+    with pytest.raises((ValueError, OSError)):
+        ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))
+
+
+TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "a/../../escaped", "..", "\x1b]0;x\x07/escaped", "link"]
+
+
+@pytest.mark.parametrize("key", TRAVERSALS)
+def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
+    """Keys are names in reports alone; links and devices in a tar are no samples."""
+    root = tmp_path / "deep" / "down"
+    directory = root / "shards"
+    directory.mkdir(parents=True)
+    with tarfile.open(directory / "0.tar", "w") as tar:
+        for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "../../escaped.txt")):
+            link = tarfile.TarInfo("link.txt")
+            link.type, link.linkname = kind, target
+            tar.addfile(link)
+        for suffix, data in (("png", png(np.zeros((32, 32, 3)))), ("txt", b"a b c")):
+            member = tarfile.TarInfo(f"{key}.{suffix}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    train_tokenizer(["a b c"], 257).save(root / "tokenizer.json")
+    tokens = [str(directory), str(root / "tokens"), str(root / "tokenizer.json"), "--max_bad_fraction=1"]
+    before = {path for path in tmp_path.rglob("*") if path.parent != directory}
+    cli.main(["data", "check", str(directory), "--num_workers", "0"])
+    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
+    cli.main(["data", "tokenize", *tokens, "--num_workers=0"])
+    assert "root:" not in capsys.readouterr().out
+    written = set(tmp_path.rglob("*")) - before
+    assert all(path.is_relative_to(root) or path.is_relative_to(tmp_path / "cache") for path in written)
+    assert not Path("/tmp/diffvision-escaped.txt").exists()
+
+
+@pytest.mark.parametrize("listing", ["manifest.json", "sizes.json"])
+@pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "..", "pipe:touch {0}", "-x"])
+def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, trace):
+    name = name.format(trace)
+    told = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / listing).write_text(json.dumps(told if listing == "manifest.json" else {name: 1}))
+    with pytest.raises(ValueError, match=r"names there have no folders|which is not there"):
+        ShardSet(str(tmp_path / "shards"))
+
+
+# ---- bombs ---------------------------------------------------------------------------------------------------------
+
+PACKERS = {"tar.gz": gzip.compress, "tar.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_compressed_shard_that_unpacks_to_far_more_is_stopped(suffix, tmp_path, monkeypatch, capsys):
+    """A megabyte of compressed zeros may be a gigabyte; the limit is on what is written, not on what is said."""
+    monkeypatch.setattr("diffvision.data.cache._ALWAYS_UNPACKED", 1 << 20)
+    bomb = tmp_path / f"0.{suffix}"
+    bomb.write_bytes(PACKERS[suffix](bytes(30_000_000)))
+    cache = ShardCache(tmp_path / "unpacked")
+    with pytest.raises(OSError, match=r"unpacks to more than [\d,]+ bytes, over 200 times .* give the \.tar"):
+        cache.fetch(Shard(str(bomb)))
+    assert sum(path.stat().st_size for path in cache.directory.rglob("*") if path.is_file()) == 0
+    refused(run_of(bomb), capsys, "0." + suffix, "unpacks to more than")
+
+
+def test_a_sidecar_cannot_be_a_bomb(tmp_path):
+    """Indices lie beside shards, so they may come with them: one too large for its tar is not read, but made anew."""
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a"}])
+    true = shard_index(tmp_path / "0.tar")
+    sidecar = tmp_path / ".index" / "0.tar.npz"
+    with np.load(sidecar) as kept:
+        content = dict(kept)
+    hostile = {**content, "offsets": np.zeros((1, 10_000_000), dtype=np.int64)}
+    np.savez_compressed(sidecar, **hostile)
+    assert sidecar.stat().st_size < 100_000
+    unpacked = []
+
+    def noted(*args, **settings):
+        unpacked.append(args)
+        return load_of_numpy(*args, **settings)
+
+    load_of_numpy = np.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numpy.load", noted)
+        again = shard_index(tmp_path / "0.tar")
+    assert sidecar not in [args[0] for args in unpacked]
+    assert len(again) == len(true) == len(scan(tmp_path / "0.tar")) == 1
+    assert shard_index(tmp_path / "0.tar").key(0) == "0"
+
+
+def test_a_sidecar_s_pickles_are_not_read(tmp_path, trace):
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a"}])
+    shard_index(tmp_path / "0.tar")
+    sidecar = tmp_path / ".index" / "0.tar.npz"
+    with np.load(sidecar) as kept:
+        content = dict(kept)
+    np.savez(sidecar, **{**content, "types": np.array([Payload(trace)], dtype=object)})
+    assert len(shard_index(tmp_path / "0.tar")) == 1
+
+
+def test_a_member_in_gzip_is_no_member(tmp_path, capsys):
+    """webdataset unpacks x.txt.gz without a limit: here it is of a type that nothing reads."""
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    write_tar(directory / "0.tar", [{"__key__": "0", "txt.gz": gzip.compress(bytes(30_000_000)), "txt": "a b"}])
+    shards = ShardSet(str(directory))
+    assert shards.members((0, 0)).types() == ["txt"]
+
+
+LAUGHS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+LAUGHS += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("text", ["\n".join(LAUGHS), "model: &a [*a]"], ids=["a billion laughs", "a list in itself"])
+@pytest.mark.parametrize("command", [["fit"], ["evaluate"]])
+def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(text + "\n")
+    with pytest.raises(SystemExit):
+        cli.main([*command, f"--config={hostile}"])
+    assert "stands for more than 100,000 values" in capsys.readouterr().err
