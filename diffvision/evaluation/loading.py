@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffvision.models.files import refuse_urls
+from diffvision.models.files import refuse_urls, tensors_only
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 _HUBS = ("local-dir:", "hf-hub:")
@@ -101,7 +101,7 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
     ):
         raise _no_such_weights(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
     ours = weights if weights is not None and weights.lightning else None
-    with _without_a_warning_of_random_weights() if ours else nullcontext():
+    with tensors_only(name), _without_a_warning_of_random_weights() if ours else nullcontext():
         try:
             model, _, transform = open_clip.create_model_and_transforms(
                 name,

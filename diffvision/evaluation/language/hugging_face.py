@@ -3,13 +3,14 @@ only when one is used."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+from diffvision.models.files import tensors_only
 
 _NAME = "diffvision_explicit"
 
@@ -61,21 +62,17 @@ def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None
 
 def _opened(kind: Any, path: str, what: str) -> Any:
     """What one of transformers' Auto classes finds, if that needs nothing to be run; else a ValueError."""
-    try:
-        return kind.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"hf:{path} has weights with Python objects in them, which could run code and are not loaded: take its "
-            "model.safetensors, or write it with a program of those who made it"
-        ) from error
-    except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"hf:{path} has code of its own for its {what} (trust_remote_code), which is not run: give a model "
-                "that transformers knows, or convert it with code that you have read"
-            ) from error
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
+    with tensors_only(f"hf:{path}"):
+        try:
+            return kind.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
+        except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"hf:{path} has code of its own for its {what} (trust_remote_code), which is not run: give a model "
+                    "that transformers knows, or convert it with code that you have read"
+                ) from error
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
 
 
 @contextmanager
