@@ -9,6 +9,7 @@ from typing import Any
 
 from jsonargparse import auto_cli
 
+from diffvision.allow import Parser, limited_imports
 from diffvision.data.report import BadDataError
 
 # command -> (module, function, what it does); the module is imported only when its command runs
@@ -120,8 +121,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     # Sources and destinations are given by their place; whatever else must be given has its name before it.
     places = argv[0] in ("data", "export")
-    args = _switched(command, argv[words:])
-    return _reported(lambda: auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=places))
+
+    def called() -> Any:
+        with limited_imports(_switched(command, argv[words:])) as args:
+            return auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=places, parser_class=Parser)
+
+    return _reported(called)
 
 
 def _switched(command: Callable[..., Any], args: list[str]) -> list[str]:
@@ -149,7 +154,9 @@ def _help() -> str:
     described = {**TRAINER_COMMANDS, **{name: text for name, (_, _, text) in COMMANDS.items()}}
     described["run"] = "run another program with our models registered: diffvision run open_clip_train.main ..."
     lines = [f"  {name:<18} {text}" for name, text in described.items()]
-    return "\n".join(["usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)", "", *lines])
+    usage = "usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)"
+    allow = "--allow PREFIX, with any of them: configurations may name classes of that package too"
+    return "\n".join([usage, "", *lines, "", allow])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from diffvision.data.sources import COMPRESSED, Shard, remote_files
 
 DEFAULT_BYTES = 100 * 10**9
 _BLOCK = 1 << 20
-_ALWAYS_UNPACKED = 1 << 30
+_ALWAYS_UNPACKED = 1 << 28
 _MAX_RATIO = 200  # of unpacked to compressed bytes, beyond that size
 _TRIES = 3
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -89,13 +89,17 @@ class ShardCache:
         opener = _OPENERS.get(Path(shard.name).suffix)
         if opener is None:
             return path
-        limit = min(self.max_bytes, max(_ALWAYS_UNPACKED, _MAX_RATIO * path.stat().st_size))
+        ratio = max(_ALWAYS_UNPACKED, _MAX_RATIO * path.stat().st_size)
+        limit, reason = min((ratio, f"over {_MAX_RATIO} times its own size"), (self.max_bytes, "the cache's room"))
         unpacked, written = scratch / "unpacked", 0
         with opener(path, "rb") as source, open(unpacked, "wb") as target:
             while block := source.read(_BLOCK):
                 written += target.write(block)
                 if written > limit:
-                    raise _TooLarge(f"it unpacks to more than {limit:,} bytes")
+                    raise _TooLarge(
+                        f"it unpacks to more than {limit:,} bytes, {reason}: if it should, unpack it yourself and give "
+                        "the .tar"
+                    )
         return unpacked
 
     def _make_room(self, needed: int, keep: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,7 @@ def _sidecars(path: Path) -> list[Path]:
 
 def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
     try:
+        _check_unpacked(place, tar_bytes=int(stamp[1]))
         with np.load(place, allow_pickle=False) as kept:
             if not np.array_equal(kept["stamp"], stamp):
                 return None
@@ -161,10 +163,21 @@ def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
             index = ShardIndex(
                 types, kept["offsets"], kept["sizes"], kept["key_bytes"], kept["key_ends"], str(kept["damage"])
             )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
     shape = (len(types), len(index))
     return index if index.offsets.shape == shape and index.sizes.shape == shape else None
+
+
+def _check_unpacked(place: Path, tar_bytes: int) -> None:
+    """ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
+
+    A member's header is a block of 512 bytes, and no row or key of the index has more for it.
+    """
+    with zipfile.ZipFile(place) as packed:
+        unpacked = sum(entry.file_size for entry in packed.infolist())
+    if unpacked > (1 << 20) + 2 * _MAX_COLUMNS * tar_bytes // 32:
+        raise ValueError(f"{place} unpacks to {unpacked:,} bytes")
 
 
 def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> None:

@@ -127,7 +127,7 @@ def check_tokens(data: bytes, shard: Path) -> int:
         raise BadSample(f"token array without a {TOKENS}")
     try:
         tokens = np.load(BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError):
+    except (ValueError, EOFError, OSError, MemoryError):  # the last: a header may claim any size
         raise BadSample("damaged token array") from None
     if tokens.dtype != account.dtype or tokens.shape != (account.shards.get(shard.name),):
         raise BadSample(f"token array not as {TOKENS} says")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffvision.models.files import refuse_urls, tensors_only
+
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 _HUBS = ("local-dir:", "hf-hub:")
 
@@ -52,6 +54,7 @@ def load(
     import open_clip
     import timm
 
+    refuse_urls(checkpoint, "checkpoint")
     unknown = set(preprocess or {}) - set(PREPROCESS)
     if unknown:
         raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
@@ -70,9 +73,24 @@ def load(
     return loaded
 
 
+def refuse_code(name: str) -> None:
+    """ValueError if an OpenCLIP model from a folder or the Hub asks that code beside it be run, as its tokenizer may.
+
+    OpenCLIP hands the `tokenizer_kwargs` of open_clip_config.json to transformers, trust_remote_code with them.
+    """
+    import open_clip
+
+    if name.startswith(_HUBS) and "trust_remote_code" in str(open_clip.get_model_config(name)):
+        raise ValueError(
+            f"the configuration of {name} has trust_remote_code, which would run code that comes with the model: read "
+            "that code, and if the model works without it, take the setting out of its open_clip_config.json"
+        )
+
+
 def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Loaded:
     import open_clip
 
+    refuse_code(name)
     weights, path = None, _file(checkpoint)
     if path is not None and path.suffix not in (".npz", ".npy"):  # OpenCLIP reads those of big_vision itself
         weights = read_checkpoint(path)
@@ -83,7 +101,7 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
     ):
         raise _no_such_weights(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
     ours = weights if weights is not None and weights.lightning else None
-    with _without_a_warning_of_random_weights() if ours else nullcontext():
+    with tensors_only(name), _without_a_warning_of_random_weights() if ours else nullcontext():
         try:
             model, _, transform = open_clip.create_model_and_transforms(
                 name,

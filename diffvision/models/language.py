@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffvision.models.decoder import LanguageModel
+from diffvision.models.files import refuse_urls
 from diffvision.models.language_config import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
 
 __all__ = [
@@ -88,6 +89,7 @@ def load(
         FileNotFoundError: no such checkpoint. ValueError: it is none of ours, it is damaged, its weights are not those
             of its configuration, or it has not the expected variant or vocabulary; map_location is no device here.
     """
+    refuse_urls(path, "checkpoint")
     path = Path(path)
     _check_device(map_location)
     values, state = _read_directory(path, map_location) if path.is_dir() else _read_lightning(path, map_location)
@@ -124,6 +126,7 @@ def tokenizer_beside(checkpoint: str | Path) -> Path | None:
     Raises:
         FileNotFoundError: no such checkpoint. ValueError: it is damaged.
     """
+    refuse_urls(checkpoint, "checkpoint")
     path = Path(checkpoint)
     beside = (path if path.is_dir() else path.parent) / _TOKENIZER
     if beside.is_file():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch
+from diffvision.models.files import refuse_urls, tensors_only
 from diffvision.training.optim import OptimizerSettings, adamw, guard, param_groups, schedule, without_decay
 
 
@@ -56,7 +57,9 @@ class ClassificationModule(pl.LightningModule):
         self.name, self.settings, self.layer_decay = model, optimizer, layer_decay
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = dict(model_args or {})
-        made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
+        refuse_urls(self.model_args, "model_args")
+        with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
+            made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
         self.model = made
         if grad_checkpointing:
             made.set_grad_checkpointing()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch
 from diffvision.data.folders import EvaluationFolder
-from diffvision.evaluation.loading import PREPROCESS
+from diffvision.evaluation.loading import PREPROCESS, refuse_code
 from diffvision.evaluation.suite import evaluate
+from diffvision.models.files import refuse_urls, tensors_only
 from diffvision.training.optim import OptimizerSettings, adamw, guard, param_groups, schedule
 
 FEATURES = ("image_features", "text_features")
@@ -73,18 +74,21 @@ class ContrastiveModule(pl.LightningModule):
         unknown = set(preprocess or {}) - set(PREPROCESS)
         if unknown:
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
+        refuse_urls(pretrained, "pretrained")
+        refuse_code(model)
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
-            model,
-            pretrained=pretrained,
-            device=torch.get_default_device(),
-            aug_cfg=augmentation,
-            output_dict=True,
-            **{f"image_{key}": value for key, value in (preprocess or {}).items()},
-            **start,
-        )
+        with tensors_only(pretrained or model):
+            self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
+                model,
+                pretrained=pretrained,
+                device=torch.get_default_device(),
+                aug_cfg=augmentation,
+                output_dict=True,
+                **{f"image_{key}": value for key, value in (preprocess or {}).items()},
+                **start,
+            )
         self.tokenizer = open_clip.get_tokenizer(model)
         if lock_image is not None:
             self.model.lock_image_tower(unlocked_groups=lock_image)

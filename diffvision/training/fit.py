@@ -10,11 +10,14 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from diffvision.allow import Refusing, limited_imports
+
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.folders import find_folders
 from diffvision.data.language import TextData
 from diffvision.data.modules import ImageLabelData, ImageTextData
 from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -43,6 +46,10 @@ TRAINER_DEFAULTS = {
 }
 
 
+class Parser(Refusing, LightningArgumentParser):
+    """Lightning's."""
+
+
 class FitCLI(LightningCLI):
     """LightningCLI with any module and data module, the model's transforms and tokenizer linked to its data.
 
@@ -51,18 +58,20 @@ class FitCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        super().__init__(
-            args=sys.argv[1:] if args is None else args,
-            run=run,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
-            trainer_defaults=TRAINER_DEFAULTS,
-            parser_kwargs={"default_env": False, "prog": "diffvision"},
-        )
+        with limited_imports(sys.argv[1:] if args is None else args) as limited:
+            super().__init__(
+                args=limited,
+                run=run,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                seed_everything_default=0,
+                save_config_kwargs={"overwrite": True},
+                trainer_defaults=TRAINER_DEFAULTS,
+                parser_class=Parser,
+                parser_kwargs={"default_env": False, "prog": "diffvision"},
+            )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -74,6 +83,8 @@ class FitCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
+        if "subcommand" in self.config:
+            _load_tensors_only(self.config[self.config["subcommand"]])
 
     def instantiate_classes(self) -> None:
         """An error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
@@ -108,6 +119,14 @@ class FitCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""
+
+
+def _load_tensors_only(config: Any) -> None:
+    """A checkpoint is a file of this machine, of tensors and plain values: ValueError for any other wish."""
+    refuse_urls(config.get("ckpt_path"), "ckpt_path")
+    if config.get("weights_only") is False:
+        raise ValueError("weights_only is false, which would run code that is in a checkpoint: leave it out")
+    config["weights_only"] = True  # said, so that neither Lightning nor torch's environment decides
 
 
 def _raised_elsewhere(error: BaseException | None) -> BaseException | None:

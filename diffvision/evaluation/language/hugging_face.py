@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffvision.models.files import tensors_only
+
 _NAME = "diffvision_explicit"
 
 
@@ -42,7 +44,8 @@ def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None
     Folders that `diffvision.models.hugging_face.export` wrote open too: our classes are known without their code.
 
     Raises:
-        ValueError: transformers is missing, or finds no causal language model there. No code of the folder is run.
+        ValueError: transformers is missing, or finds no causal language model there; the folder has code or pickles,
+            which are not run.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,15 +53,26 @@ def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None
         import diffvision.models.hugging_face  # noqa: F401  (registers our classes)
     except ImportError as error:
         raise ValueError(f"hf:{path} needs transformers 5 or later: pip install diffvision[hf] ({error})") from error
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"transformers finds no causal language model at {path!r}: {first}") from error
+    model = _opened(AutoModelForCausalLM, path, "causal language model")
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return model, None
-    return model, HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+    return model, HuggingFaceTokenizer(_opened(AutoTokenizer, path, "tokenizer"))
+
+
+def _opened(kind: Any, path: str, what: str) -> Any:
+    """What one of transformers' Auto classes finds, if that needs nothing to be run; else a ValueError."""
+    with tensors_only(f"hf:{path}"):
+        try:
+            return kind.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
+        except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"hf:{path} has code of its own for its {what} (trust_remote_code), which is not run: give a model "
+                    "that transformers knows, or convert it with code that you have read"
+                ) from error
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
 
 
 @contextmanager

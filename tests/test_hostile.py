@@ -1,0 +1,697 @@
+"""Files from strangers: each payload would leave a trace, and none is there once it has been refused.
+
+One group a kind, through the commands and functions that users call.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import lzma
+import pickle
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diffvision import cli
+from diffvision.data import ShardSet
+from diffvision.data.cache import ShardCache
+from diffvision.data.digits import png
+from diffvision.data.index import scan, shard_index
+from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.sources import Shard, find_shards
+from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.tokens import TokenShards
+from diffvision.evaluation.loading import load
+from diffvision.generate import generate_text
+from diffvision.models import language
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.fit import FitCLI, fit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning"),  # torch's, of pickles not written by it
+]
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """The file that a payload would make, here or in a process of its own."""
+    return tmp_path / "trace"
+
+
+@pytest.fixture(autouse=True)
+def _no_trace(trace, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(trace.parent / "cache"))
+    yield
+    assert not trace.exists(), "the payload ran"
+
+
+@pytest.fixture
+def module(tmp_path, trace, monkeypatch) -> str:
+    """A module that writes the file when it is imported, with a class of every kind that a configuration may want."""
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "stranger" / "stranger_module.py").write_text(
+        f"""
+import lightning.pytorch as pl
+from pathlib import Path
+Path({str(trace)!r}).touch()
+class Thing(pl.LightningModule): pass
+class Watcher(pl.Callback): pass
+class Data(pl.LightningDataModule): pass
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path / "stranger")
+    importlib.invalidate_caches()
+    yield "stranger_module"
+    sys.modules.pop("stranger_module", None)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("shards")
+    write_tar(
+        directory / "0.tar", [{"__key__": f"{i}", "png": png(np.zeros((32, 32, 3))), "txt": "a"} for i in range(4)]
+    )
+    write_manifest(directory)
+    return directory
+
+
+def run_of(shards: Path, *more: str) -> list[str]:
+    """The command line of a run of one step."""
+    return [
+        *("fit", "--model=ContrastiveModule", "--model.model=CLIP-debug", "--model.optimizer.warmup_steps=0"),
+        *("--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=2", "--data.num_workers=0"),
+        *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=1", "--trainer.logger=false"),
+        *("--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
+        *("--trainer.enable_model_summary=false", "--trainer.limit_val_batches=0"),
+        *more,
+    ]
+
+
+def refused(command: list[str], capsys, *told: str) -> None:
+    """The command ends with status 1 and one line that says all this."""
+    assert cli.main(command) == 1
+    error = capsys.readouterr().err
+    assert "diffvision: error: " in error
+    assert "Traceback" not in error
+    for words in told:
+        assert words in error
+
+
+# ---- configurations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model={0}.Thing",
+        "--model.class_path={0}.Thing",
+        "--model.help={0}.Thing",
+        "--data={0}.Data",
+        "--trainer.callbacks+={0}.Watcher",
+        "--trainer.callbacks={0}.Watcher",
+        "--trainer.callbacks=[{{class_path: {0}.Watcher}}]",
+        "--trainer.logger.class_path={0}.Logger",
+        "--trainer={{strategy: {{class_path: {0}.Strategy}}}}",
+        "--trainer.plugins=[{{class_path: {0}.Plugin}}]",
+        '--model={{"class_path": "{0}.Thing", "init_args": {{}}}}',
+    ],
+)
+def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards, capsys):
+    words = words.format(module)
+    refused(
+        run_of(shards, words), capsys, f"class_path '{module}.", "on the command line", f"add --allow {module} to the"
+    )
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize("how", ["config", "second config", "sub-configuration", "of a sub-configuration", "nested"])
+def test_a_class_path_in_a_file_is_named_with_the_file(how, module, shards, tmp_path, capsys):
+    hostile, outer, inner = tmp_path / "hostile.yaml", tmp_path / "outer.yaml", tmp_path / "inner.yaml"
+    hostile.write_text(f"trainer:\n  callbacks:\n    - class_path: {module}.Watcher\n")
+    words = ["--config", str(hostile)]
+    if how == "second config":
+        outer.write_text("trainer:\n  max_steps: 1\n")
+        words = ["--config", str(outer), f"--config={hostile}"]
+    elif how == "sub-configuration":
+        hostile.write_text(f"class_path: {module}.Thing\n")
+        words = [f"--model={hostile}"]
+    elif how == "of a sub-configuration":
+        hostile.write_text(f"class_path: {module}.Thing\n")
+        inner.write_text("model: hostile.yaml\n")
+        words = [f"--config={inner}"]
+    elif how == "nested":
+        hostile.write_text(
+            "model:\n  class_path: ContrastiveModule\n  init_args:\n    model: CLIP-debug\n"
+            f"    optimizer:\n      class_path: {module}.Thing\n"
+        )
+    refused(run_of(shards, *words), capsys, f"'{module}.", f"in {hostile}", "--allow stranger_module")
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["validate", "test"])
+def test_the_other_commands_refuse_it_too(name, module, shards, capsys):
+    refused([name, *run_of(shards)[1:5], f"--trainer.callbacks={module}.Watcher"], capsys, "--allow stranger_module")
+
+
+def test_configurations_of_the_other_commands_import_nothing(module, tmp_path, capsys):
+    hostile, options = tmp_path / "hostile.yaml", f"options:\n  class_path: {module}.Thing\n"
+    hostile.write_text("checkpoint: x\ntasks: perplexity\n" + options)
+    refused(["evaluate-language", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}", "--allow")
+    hostile.write_text("model: CLIP-debug\ndata: x\n" + options)
+    refused(["evaluate", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}")
+    refused(["evaluate", "--model=CLIP-debug", f"--options={module}.Thing", "--data=x"], capsys)
+    hostile.write_text("model: CLIP-debug\ndata: x\npreprocess:\n" + options.replace("options", "  mean"))
+    refused(["evaluate", f"--config={hostile}"], capsys)
+    assert module not in sys.modules
+
+
+def test_what_is_only_data_is_not_imported(module, shards):
+    """A dictionary that looks like a class stays one, and a word that names a class is a word."""
+    with pytest.raises((ValueError, TypeError)):
+        fit(
+            [
+                *("fit", "--model=ClassificationModule", "--model.model=diff_vit_debug", "--model.num_classes=2"),
+                f"--model.model_args={{x: {{class_path: {module}.Thing}}}}",
+                *run_of(shards)[4:],
+            ]
+        )
+    with pytest.raises(Exception, match="profiler"):
+        fit(run_of(shards, f"--trainer.profiler={module}.Thing"))
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system",
+        "subprocess.Popen",
+        "torch.hub.load",
+        "torch.utils.cpp_extension.load",
+        "diffvision.training.fit.sys.exit",
+        "diffvision.__main__.main",
+        "lightning.pytorch.callbacks.model_checkpoint.os.system",
+        "lightning.pytorch.callbacks.LambdaCallback",
+        "lightning.pytorch.callbacks.lambda_function.LambdaCallback",
+    ],
+)
+def test_callables_that_run_things_are_refused(path, shards):
+    with pytest.raises(ValueError, match=r"class_path .* was not imported"):
+        fit(run_of(shards, f"--trainer.callbacks={path}"))
+
+
+def test_allow_adds_a_prefix_for_that_command_alone(module, shards, trace, capsys):
+    """And a module that is allowed is imported: the payload works."""
+
+    class Parsed(FitCLI):
+        def instantiate_classes(self):
+            pass
+
+        def _run_subcommand(self, subcommand):
+            pass
+
+    for words in (["--allow", module], [f"--allow={module}."]):
+        made = Parsed([*words, *run_of(shards, f"--trainer.callbacks={module}.Watcher")])
+        assert made.config.fit.trainer.callbacks.class_path == f"{module}.Watcher"
+        assert trace.exists()
+        trace.unlink()
+        sys.modules.pop(module)
+    refused(run_of(shards, f"--trainer.callbacks={module}.Watcher"), capsys, "--allow stranger_module")
+    for wrong in ("*", "", "no-name", "jsonargparse"):
+        with pytest.raises(ValueError, match="--allow is"):
+            fit([*run_of(shards), f"--allow={wrong}"])
+
+
+def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(f"allow: {module}\nmodel:\n  class_path: {module}.Thing\n")
+    with pytest.raises((SystemExit, ValueError)):
+        fit(["fit", f"--config={hostile}"])
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed_everything: !!python/object/apply:pathlib.Path.touch [{0}]\n",
+        "seed_everything: !!python/object/new:pathlib.Path [{0}]\n",
+        "model: !!python/name:os.system\n",
+        "model: !!python/module:stranger_module\n",
+    ],
+)
+@pytest.mark.parametrize("flag", ["--config={0}", "--model={0}"])
+def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path, capsys):
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(text.format(trace))
+    with pytest.raises(SystemExit):
+        fit(["fit", flag.format(hostile)])
+    assert "could not determine a constructor for the tag" in capsys.readouterr().err
+    assert module not in sys.modules
+
+
+def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys):
+    """Neither resolvers nor variables: what is written is what is meant."""
+    monkeypatch.setenv("PL_FIT__MODEL", "stranger_module.Thing")
+    monkeypatch.setenv("SECRET", "x")
+    refused(run_of(shards, "--data.train=${oc.env:SECRET}.tar"), capsys, "${oc.env:SECRET}.tar")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{0}/c.yaml", "memory://c.yaml", "simplecache::http://127.0.0.1:{0}/c"]
+)
+def test_configurations_are_not_fetched(url, server, capsys):
+    with pytest.raises(SystemExit):
+        fit(["fit", "--config", url.format(server.server_port)])
+    assert "not exist" in capsys.readouterr().err
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path, trace):
+    """A web server of this folder; any request is a failure."""
+    asked = []
+
+    class Noting(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Noting)
+    threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+    yield running
+    running.shutdown()
+    running.server_close()
+    assert asked == []
+
+
+URLS = ["http://127.0.0.1:{0}/x.ckpt", "https://127.0.0.1:{0}/x.pt", "s3://bucket/x.ckpt", "memory://x.ckpt",
+        "file:///x.ckpt", "simplecache::http://127.0.0.1:{0}/x.ckpt", "data:;base64,gASVAA==", "hf://x/y"]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
+    url = url.format(server.server_port)
+    told = "checkpoints are not loaded from URLs; download it, compare its sha256"
+    refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", told)
+    refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", told)
+    refused(["generate", f"--checkpoint={url}", "--prompt=a"], capsys, told)
+    for call in (
+        lambda: load("CLIP-debug", url),
+        lambda: language.load(url),
+        lambda: language.load(Path(url)),
+        lambda: language.tokenizer_beside(url),
+        lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": url}),
+        lambda: ClassificationModule(
+            "diff_vit_debug", num_classes=2, model_args={"pretrained": True, "pretrained_cfg_overlay": {"url": url}}
+        ),
+    ):
+        with pytest.raises(ValueError, match="checkpoints are not loaded from URLs"):
+            call()
+
+
+def test_checkpoints_of_registries_are_not_fetched(shards, capsys):
+    refused(run_of(shards, "--ckpt_path=registry:model:version:v2"), capsys, "ckpt_path is 'registry:")
+
+
+def hostile_weights(path: Path, trace: Path, layout: str) -> Path:
+    """A checkpoint with a payload in it, in one of the layouts that torch has written."""
+    content = {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}}, "x": Payload(trace)}
+    if layout == "plain pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=layout == "zip")
+    return path
+
+
+def test_the_payload_works(tmp_path, trace):
+    """Or the tests below would show nothing."""
+    for layout in ("zip", "legacy"):
+        torch.load(hostile_weights(tmp_path / "x.pt", trace, layout), weights_only=False)
+        assert trace.exists()
+        trace.unlink()
+    pickle.loads((hostile_weights(tmp_path / "x.pt", trace, "plain pickle")).read_bytes())
+    trace.unlink()
+
+
+@pytest.mark.parametrize("layout", ["zip", "legacy", "plain pickle"])
+@pytest.mark.parametrize("forced", [False, True], ids=["", "environment asks for pickles"])
+def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, trace, monkeypatch, capsys):
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = hostile_weights(tmp_path / "x.ckpt", trace, layout)
+    for call in (
+        lambda: load("CLIP-debug", path),
+        lambda: load("diff_vit_debug", path),
+        lambda: language.load(path),
+        lambda: generate_text(str(path), "a"),
+    ):
+        with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt (holds|is damaged)"):
+            call()
+    for call in (
+        lambda: ContrastiveModule("CLIP-debug", pretrained=str(path)),
+        lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": str(path)}),
+    ):
+        with pytest.raises(ValueError, match=r"weights of .*x\.ckpt are damaged, or hold Python objects"):
+            call()
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        fit(run_of(shards, f"--ckpt_path={path}"))
+
+
+def test_a_checkpoint_s_own_instantiator_is_not_asked(module, shards, tmp_path):
+    """Lightning's load_from_checkpoint calls what a checkpoint names; ours are read as what they hold."""
+    path = tmp_path / "x.ckpt"
+    hyper = {"_instantiator": f"{module}.Thing", "_class_path": f"{module}.Thing", "config": {}}
+    content = {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": hyper, "pytorch-lightning_version": "2.6.6"}
+    torch.save(content, path)
+    with pytest.raises((ValueError, RuntimeError)):
+        fit(run_of(shards, f"--ckpt_path={path}"))
+    with pytest.raises(ValueError, match="checkpoint"):
+        language.load(path)
+    with pytest.raises(ValueError, match="checkpoint"):
+        load("CLIP-debug", path)
+    assert module not in sys.modules
+
+
+def test_a_configuration_cannot_ask_for_pickles(shards, tmp_path, trace, capsys):
+    path = hostile_weights(tmp_path / "x.ckpt", trace, "zip")
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(f"ckpt_path: {path}\nweights_only: false\n")
+    refused(run_of(shards, f"--config={hostile}"), capsys, "weights_only is false", "leave it out")
+
+
+def test_commands_tell_of_a_hostile_checkpoint(shards, tmp_path, trace, capsys):
+    path = hostile_weights(tmp_path / "x.ckpt", trace, "zip")
+    refused(["generate", f"--checkpoint={path}", "--prompt=a"], capsys, "more than tensors and plain values")
+    text = tmp_path / "t.txt"
+    text.write_text("a b c")
+    refused(
+        ["evaluate-language", f"--checkpoint={path}", "--tasks=perplexity", f"--data={text}", "--device=cpu"],
+        capsys,
+        "more than tensors and plain values",
+    )
+
+
+# ---- what comes with models ----------------------------------------------------------------------------------------
+
+
+def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch):
+    """Its tokenizer's settings go to transformers, trust_remote_code with them."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
+    coded = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", None]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": coded}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": coded}))
+    config = open_clip.get_model_config("CLIP-debug")
+    config["text_cfg"] |= {"hf_tokenizer_name": str(folder), "tokenizer_kwargs": {"trust_remote_code": True}}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    save_file(open_clip.create_model("CLIP-debug").state_dict(), folder / "open_clip_model.safetensors")
+    for call in (load, ContrastiveModule):
+        with pytest.raises(ValueError, match="has trust_remote_code, which would run code"):
+            call(f"local-dir:{folder}")
+
+
+def test_an_openclip_folder_s_pickles_are_not_run(tmp_path, trace):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    hostile_weights(folder / "open_clip_pytorch_model.bin", trace, "zip")
+    for call in (load, ContrastiveModule):
+        with pytest.raises(ValueError, match="are damaged, or hold Python objects"):
+            call(f"local-dir:{folder}")
+
+
+def hugging_face_folder(folder: Path, trace: Path, tokenizer: bool) -> Path:
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
+    coded = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    if tokenizer:  # a model as any, with code for its tokenizer
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        small = LlamaConfig(
+            vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        LlamaForCausalLM(small).save_pretrained(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": coded}))
+    else:
+        config = {"model_type": "evil", "auto_map": coded, "trust_remote_code": True}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
+def test_a_hugging_face_folder_s_code_is_not_run(tokenizer, tmp_path, trace, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = hugging_face_folder(tmp_path / "model", trace, tokenizer)
+    (tmp_path / "t.txt").write_text("a b c")
+    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
+    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, "trust_remote_code", "which is not run")
+
+
+def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
+    transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    hostile_weights(folder / "pytorch_model.bin", trace, "zip")
+    (tmp_path / "t.txt").write_text("a b c")
+    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
+    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, f"hf:{folder}", "hold Python objects")
+
+
+# ---- shards --------------------------------------------------------------------------------------------------------
+
+HOSTILE_TYPES = ("pyd", "pkl", "pickle", "pth", "PYD", "foo.pyd", "pyd.gz", "npy", "npz", "pt", "bin", "mp", "jpg")
+
+
+def hostile_shards(directory: Path, trace: Path, suffix: str) -> Path:
+    """Good samples, each with a member that is a payload; the second has nothing else."""
+    directory.mkdir()
+    data = pickle.dumps(Payload(trace))
+    if suffix in ("pth", "pt", "bin"):
+        file = io.BytesIO()
+        torch.save(Payload(trace), file)
+        data = file.getvalue()
+    elif suffix in ("npy", "npz"):
+        file = io.BytesIO()
+        save = np.save if suffix == "npy" else np.savez
+        save(file, np.array([Payload(trace)], dtype=object), allow_pickle=True)
+        data = file.getvalue()
+    elif suffix.endswith(".gz"):
+        data = gzip.compress(data)
+    good = [{"__key__": f"{i}", "png": png(np.zeros((32, 32, 3))), "txt": "a b c"} for i in range(4)]
+    write_tar(directory / "0.tar", [*({**s, suffix: data} for s in good), {"__key__": "x", suffix: data}])
+    return directory
+
+
+@pytest.mark.parametrize("suffix", HOSTILE_TYPES)
+def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
+    directory = hostile_shards(tmp_path / "shards", trace, suffix)
+    cli.main(["data", "check", str(directory), "--num_workers", "0"])
+    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
+    train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
+    words = [str(directory), str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json"), "--max_bad_fraction=1"]
+    assert cli.main(["data", "tokenize", *words, "--num_workers=0"]) == 0
+    assert "4 documents" in capsys.readouterr().out
+    if suffix != "jpg":
+        write_manifest(directory)
+        fit(run_of(directory, "--data.max_bad_fraction=1"))
+
+
+def test_a_pickle_as_the_tokens_of_a_shard(tmp_path, trace, capsys):
+    """Token shards are arrays: one of objects is damaged, and one that claims to be of any size too."""
+    tokenizer = train_tokenizer(["a b c"], 257)
+    source = tmp_path / "text"
+    source.mkdir()
+    write_tar(source / "0.tar", [{"__key__": "0", "txt": "a b c" * 20}])
+    tokenizer.save(tmp_path / "tokenizer.json")
+    made = tmp_path / "made"
+    assert cli.main(["data", "tokenize", str(source), str(made), str(tmp_path / "tokenizer.json")]) == 0
+    objects = io.BytesIO()
+    np.save(objects, np.array([Payload(trace)], dtype=object), allow_pickle=True)
+    huge = io.BytesIO()
+    np.lib.format.write_array_header_1_0(huge, {"descr": "<u2", "fortran_order": False, "shape": (1 << 56,)})
+    for data in (objects.getvalue(), huge.getvalue() + bytes(64)):
+        write_tar(made / "000000.tar", [{"__key__": "000000", "npy": data}])
+        assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
+        assert "damaged token array" in capsys.readouterr().out
+        with pytest.raises(Exception, match=r"(?i)token|shard"):
+            list(TokenShards(str(made), 8).documents())
+
+
+COMMANDS = ["pipe:touch {0}", "a.tar::pipe:touch {0}", "file:{0}", "ssh://x/{0}", "-c touch {0}", "gs+pipe://touch {0}"]
+
+
+@pytest.mark.parametrize("location", COMMANDS)
+def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
+    """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
+    monkeypatch.setenv("GOPEN_REWRITE", "s3://=pipe:touch ")
+    monkeypatch.setenv("WDS_X", f"pipe:touch {trace}")
+    location = location.format(trace)
+    train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
+    told = f"shard location {location!r}"
+    refused(run_of(shards, f"--data.train=[{shards}, '{location}']"), capsys, told, "give a path, or a URL starting")
+    if not location.startswith("-"):
+        words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
+        refused(words, capsys, told)
+        refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, told)
+    with pytest.raises(ValueError, match="shard location"):
+        ShardSet(location)
+    with pytest.raises(ValueError, match="do not exist"):
+        find_shards("${WDS_X}.tar")
+
+
+def test_rewritten_urls_are_not_followed(tmp_path, trace, monkeypatch):
+    monkeypatch.setenv("GOPEN_REWRITE", f"s3://=pipe:touch {trace} ")
+    with pytest.raises((ValueError, OSError)):
+        ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))
+
+
+TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "a/../../escaped", "..", "\x1b]0;x\x07/escaped", "link"]
+
+
+@pytest.mark.parametrize("key", TRAVERSALS)
+def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
+    """Keys are names in reports alone; links and devices in a tar are no samples."""
+    root = tmp_path / "deep" / "down"
+    directory = root / "shards"
+    directory.mkdir(parents=True)
+    with tarfile.open(directory / "0.tar", "w") as tar:
+        for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "../../escaped.txt")):
+            link = tarfile.TarInfo("link.txt")
+            link.type, link.linkname = kind, target
+            tar.addfile(link)
+        for suffix, data in (("png", png(np.zeros((32, 32, 3)))), ("txt", b"a b c")):
+            member = tarfile.TarInfo(f"{key}.{suffix}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    train_tokenizer(["a b c"], 257).save(root / "tokenizer.json")
+    tokens = [str(directory), str(root / "tokens"), str(root / "tokenizer.json"), "--max_bad_fraction=1"]
+    before = {path for path in tmp_path.rglob("*") if path.parent != directory}
+    cli.main(["data", "check", str(directory), "--num_workers", "0"])
+    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
+    cli.main(["data", "tokenize", *tokens, "--num_workers=0"])
+    assert "root:" not in capsys.readouterr().out
+    written = set(tmp_path.rglob("*")) - before
+    assert all(path.is_relative_to(root) or path.is_relative_to(tmp_path / "cache") for path in written)
+    assert not Path("/tmp/diffvision-escaped.txt").exists()
+
+
+@pytest.mark.parametrize("listing", ["manifest.json", "sizes.json"])
+@pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "..", "pipe:touch {0}", "-x"])
+def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, trace):
+    name = name.format(trace)
+    told = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / listing).write_text(json.dumps(told if listing == "manifest.json" else {name: 1}))
+    with pytest.raises(ValueError, match=r"names there have no folders|which is not there"):
+        ShardSet(str(tmp_path / "shards"))
+
+
+# ---- bombs ---------------------------------------------------------------------------------------------------------
+
+PACKERS = {"tar.gz": gzip.compress, "tar.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_compressed_shard_that_unpacks_to_far_more_is_stopped(suffix, tmp_path, monkeypatch, capsys):
+    """A megabyte of compressed zeros may be a gigabyte; the limit is on what is written, not on what is said."""
+    monkeypatch.setattr("diffvision.data.cache._ALWAYS_UNPACKED", 1 << 20)
+    bomb = tmp_path / f"0.{suffix}"
+    bomb.write_bytes(PACKERS[suffix](bytes(30_000_000)))
+    cache = ShardCache(tmp_path / "unpacked")
+    with pytest.raises(OSError, match=r"unpacks to more than [\d,]+ bytes, over 200 times .* give the \.tar"):
+        cache.fetch(Shard(str(bomb)))
+    assert sum(path.stat().st_size for path in cache.directory.rglob("*") if path.is_file()) == 0
+    refused(run_of(bomb), capsys, "0." + suffix, "unpacks to more than")
+
+
+def test_a_sidecar_cannot_be_a_bomb(tmp_path):
+    """Indices lie beside shards, so they may come with them: one too large for its tar is not read, but made anew."""
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a"}])
+    true = shard_index(tmp_path / "0.tar")
+    sidecar = tmp_path / ".index" / "0.tar.npz"
+    with np.load(sidecar) as kept:
+        content = dict(kept)
+    hostile = {**content, "offsets": np.zeros((1, 10_000_000), dtype=np.int64)}
+    np.savez_compressed(sidecar, **hostile)
+    assert sidecar.stat().st_size < 100_000
+    unpacked = []
+
+    def noted(*args, **settings):
+        unpacked.append(args)
+        return load_of_numpy(*args, **settings)
+
+    load_of_numpy = np.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numpy.load", noted)
+        again = shard_index(tmp_path / "0.tar")
+    assert sidecar not in [args[0] for args in unpacked]
+    assert len(again) == len(true) == len(scan(tmp_path / "0.tar")) == 1
+    assert shard_index(tmp_path / "0.tar").key(0) == "0"
+
+
+def test_a_sidecar_s_pickles_are_not_read(tmp_path, trace):
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a"}])
+    shard_index(tmp_path / "0.tar")
+    sidecar = tmp_path / ".index" / "0.tar.npz"
+    with np.load(sidecar) as kept:
+        content = dict(kept)
+    np.savez(sidecar, **{**content, "types": np.array([Payload(trace)], dtype=object)})
+    assert len(shard_index(tmp_path / "0.tar")) == 1
+
+
+def test_a_member_in_gzip_is_no_member(tmp_path, capsys):
+    """webdataset unpacks x.txt.gz without a limit: here it is of a type that nothing reads."""
+    directory = tmp_path / "shards"
+    directory.mkdir()
+    write_tar(directory / "0.tar", [{"__key__": "0", "txt.gz": gzip.compress(bytes(30_000_000)), "txt": "a b"}])
+    shards = ShardSet(str(directory))
+    assert shards.members((0, 0)).types() == ["txt"]
+
+
+LAUGHS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+LAUGHS += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+
+
+@pytest.mark.parametrize("text", ["\n".join(LAUGHS), "model: &a [*a]"], ids=["a billion laughs", "a list in itself"])
+@pytest.mark.parametrize("command", [["fit"], ["evaluate"]])
+def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text(text + "\n")
+    with pytest.raises(SystemExit):
+        cli.main([*command, f"--config={hostile}"])
+    assert "stands for more than 100,000 values" in capsys.readouterr().err
