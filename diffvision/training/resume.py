@@ -112,15 +112,17 @@ def prepared(
         directories = [] if dry else run_directories(trainer)
         if how == "never" and not ckpt_path:
             _refuse_occupied(directories)
+        needed = module_bytes(module)
+        if path and not NAMED.fullmatch(path) and not is_remote(path):
+            state.path, state.saved = path, compare(path, module, world_size=trainer.world_size, ranks=ranks)
+            needed = max(needed, os.path.getsize(path))
         if trainer.is_global_zero:
             for directory in directories:
-                _refuse_unwritable(directory, needed=module_bytes(module))
+                _refuse_unwritable(directory, needed=needed)
                 held.enter_context(locked(directory))
                 if removed := clean(directory):
                     rank_zero_info(f"removed what a killed run left: {_few(map(str, removed))}")
             _keep_metrics(trainer)
-        if path and not NAMED.fullmatch(path) and not is_remote(path):
-            state.path, state.saved = path, compare(path, module, world_size=trainer.world_size, ranks=ranks)
         yield path
 
 
@@ -186,11 +188,11 @@ def _refuse_occupied(directories: list[Path]) -> None:
 
 
 def _refuse_unwritable(directory: Path, needed: int) -> None:
-    probe = directory / TEMPORARY.format(os.getpid())
+    probe = directory / TEMPORARY.format("probe")  # by no process's number: it may be that of a run elsewhere
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"0")
-        probe.unlink()
+        probe.unlink(missing_ok=True)
         if shutil.disk_usage(directory).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
