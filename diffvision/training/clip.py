@@ -179,6 +179,10 @@ class ContrastiveModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_checkpoint(checkpoint)
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """ValueError where a checkpoint is of another model; `fit` asks before it reads data."""
         trained = checkpoint.get("diffvision", {}).get("model", self.name)
         if trained != self.name:
             raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -19,9 +20,11 @@ from diffvision.data.modules import ImageLabelData, ImageTextData
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
+from diffvision.training.checkpoints import DurableCheckpointIO
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
+from diffvision.training.resume import How, Ranks, RunState, prepared
 
 __all__ = [
     "ClassificationModule",
@@ -58,6 +61,7 @@ class FitCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        self.state = RunState()
         with limited_imports(sys.argv[1:] if args is None else args) as limited:
             super().__init__(
                 args=limited,
@@ -68,7 +72,7 @@ class FitCLI(LightningCLI):
                 load_from_checkpoint_support=False,
                 seed_everything_default=0,
                 save_config_kwargs={"overwrite": True},
-                trainer_defaults=TRAINER_DEFAULTS,
+                trainer_defaults=TRAINER_DEFAULTS | {"callbacks": [self.state]},
                 parser_class=Parser,
                 parser_kwargs={"default_env": False, "prog": "diffvision"},
             )
@@ -80,6 +84,23 @@ class FitCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for name in LINKED:
             parser.link_arguments(f"model.{name}", f"data.init_args.{name}", apply_on="instantiate")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument(
+                "--resume",
+                type=How,
+                default="never",
+                help="go on from the newest valid checkpoint of the run's directory: auto (if there), must, never",
+            )
+            parser.add_argument(
+                "--resume_ranks",
+                type=Ranks,
+                default="same",
+                help="any: go on from a checkpoint of another number of processes",
+            )
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
@@ -102,6 +123,8 @@ class FitCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         if isinstance(trainer.progress_bar_callback, RichProgressBar):
             trainer.progress_bar_callback.theme = RichProgressBarTheme(metrics_format=".3g")  # no rate shown as 0.000
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin that was asked for stays
+            trainer.strategy.checkpoint_io = DurableCheckpointIO()
         return trainer
 
     def before_fit(self) -> None:
@@ -116,6 +139,13 @@ class FitCLI(LightningCLI):
                 known = ", ".join(measured) or "none: set data.init_args.evaluations"
                 name = type(callback).__name__
                 raise ValueError(f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor")
+
+    def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
+        """Trainer.fit, from the checkpoint that is to be resumed; LightningCLI calls this one."""
+        settings = self.config["fit"]
+        how, ranks = cast(How, settings["resume"]), cast(Ranks, settings["resume_ranks"])
+        with prepared(self.trainer, model, self.state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
+            self.trainer.fit(model, ckpt_path=path, **more)
 
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""

@@ -211,6 +211,10 @@ class LanguageModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_checkpoint(checkpoint)
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """ValueError, with what to set, where a checkpoint is of another model; `fit` asks before it reads data."""
         path = None if self._trainer is None else self._trainer.ckpt_path
         self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), str(path or "the checkpoint"))
 

@@ -1,5 +1,7 @@
 """Whole runs through the command line: resuming, flags against checkpoints, two processes."""
 
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from diffvision.cli import main
 from diffvision.data.digits import png
 from diffvision.data.packing import write_shards
 from diffvision.training.clip import ContrastiveModule
@@ -79,6 +82,26 @@ def test_resuming_in_mid_epoch_gives_the_weights_of_the_run_never_stopped(shards
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
     assert "16 seen + 0 skipped + 2 left over + 32 before the run was resumed = 50 samples" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_by_itself_from_the_newest_that_is_whole(shards, whole, tmp_path):
+    """The same command again, its newest checkpoint cut: bit by bit the weights of the run never stopped."""
+    version = tmp_path / "fit" / "version_0"
+    shutil.copytree(whole.trainer.log_dir, version)
+    os.truncate(version / "checkpoints" / "step=4.ckpt", 1000)
+    with pytest.warns(UserWarning, match=r"passed over .*step=4.ckpt: it has 1,000 bytes of the"):
+        resumed = run(shards, tmp_path, "--resume=auto")
+    assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "step=2.ckpt")
+    assert resumed.trainer.log_dir == str(version)
+    assert all(torch.equal(v, weights(resumed)[k]) for k, v in weights(whole).items())
+
+
+def test_a_run_that_must_go_on_ends_in_one_line(shards, tmp_path, capsys):
+    data = ["--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=16"]
+    model = ["--model=ContrastiveModule", "--model.model=CLIP-debug", f"--trainer.logger.save_dir={tmp_path}"]
+    assert main(["fit", *model, *data, "--resume=must"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "diffvision: error: resume is must, but there is no valid checkpoint in" in line
 
 
 def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):

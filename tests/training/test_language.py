@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader
 
 from diffvision.models import language
 from diffvision.training.callbacks import LambdaMonitor, Throughput
+from diffvision.training.checkpoints import DurableCheckpointIO, verify
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
+from diffvision.training.resume import RunState, compare
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -331,8 +333,9 @@ def sharded(rank, port, directory, name):
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
     module = make(name, grad_checkpointing=True)
     trainer = train(
-        module, Saved(directory), LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,
-        devices=2, strategy=strategy, precision="32-true", limit_val_batches=1.0, val_check_interval=1,
+        module, Saved(directory), LambdaMonitor(), RunState(), data=Tokens(documents=True), max_steps=2,
+        log_every_n_steps=1, devices=2, strategy=strategy, precision="32-true", limit_val_batches=1.0,
+        val_check_interval=1, plugins=[DurableCheckpointIO()],
     )  # fmt: skip
     trainer.save_checkpoint(directory / "x.ckpt")
     torch.save({k: v.item() for k, v in trainer.logged_metrics.items()}, directory / f"metrics{rank}.pt")
@@ -361,6 +364,9 @@ def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
             assert metrics[key] == pytest.approx(one.logged_metrics[key].item(), rel=1e-5), key
     # The second step began from the first one's weights, with a validation between them.
     same(dict(module.model.state_dict()), dict(language.load(tmp_path / "x.ckpt").state_dict()), rtol=1e-5, atol=1e-6)
+    # Gathered to the first process, which writes it as any other.
+    assert verify(tmp_path / "x.ckpt").world_size == 2
+    compare(str(tmp_path / "x.ckpt"), module, world_size=2, ranks="same")
 
 
 def test_tensor_parallelism_is_refused():

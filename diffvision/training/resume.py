@@ -1,0 +1,330 @@
+"""What a run goes on from, and whatever would stop it, found before any data is read."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pickle
+import re
+import shutil
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from diffvision.training.checkpoints import (
+    RUN_KEY,
+    TEMPORARY,
+    DamagedCheckpoint,
+    checkpoints_in,
+    clean,
+    is_remote,
+    module_bytes,
+    newest_valid,
+    record_path,
+    unwritable,
+    verify,
+)
+
+How = Literal["auto", "must", "never"]
+Ranks = Literal["same", "any"]
+NAMED = re.compile("best|last|hpc|registry.*")  # a ckpt_path that is no path: Lightning itself finds what is meant
+FEW = 3  # of many differences, as many are told
+LOCK = ".lock"
+OWN_DIRECTORY = "a directory of its own (the logger's version, or ModelCheckpoint's dirpath)"
+
+
+class RunState(pl.Callback):
+    """Keeps in every checkpoint what its own keys do not tell, and compares it where a run goes on.
+
+    Attributes:
+        path: the checkpoint that this process resumes from; None for a new run.
+        saved: what of it tells of the run that wrote it, and its optimizers' states.
+    """
+
+    path: str | None = None
+    saved: dict[str, Any]
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        checkpoint[RUN_KEY] = {"world_size": trainer.world_size, "optimizers": _names(trainer.optimizers)}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Each process looked for itself, before there was a group to ask: one that sees other files must not go on."""
+        if stage != "fit" or trainer.world_size == 1:
+            return
+        first = trainer.strategy.broadcast(self.path)
+        if not trainer.strategy.reduce_boolean_decision(first == self.path):
+            raise RuntimeError(
+                f"process {trainer.global_rank} resumes from {self.path}, the first one from {first}: "
+                "all nodes must see the same directory of checkpoints"
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises ValueError where the optimizers are of other kinds than those whose states are to be loaded."""
+        if self.path is None:
+            return
+        theirs, ours = self.saved.get("optimizers"), _names(trainer.optimizers)
+        there = {key for state in self.saved["optimizer_states"] for group in state["param_groups"] for key in group}
+        here = {key for optimizer in trainer.optimizers for group in optimizer.param_groups for key in group}
+        # Of a checkpoint without our record only the settings tell; a new version of torch may add to them.
+        if theirs == ours or (not theirs and (there <= here or here <= there)):
+            return
+        differing = f"settings only there: {_few(there - here) or 'none'}; only here: {_few(here - there) or 'none'}"
+        raise ValueError(
+            f"cannot resume from {self.path}: its optimizer is {', '.join(theirs or ['another'])} and here it is "
+            f"{', '.join(ours)} ({differing}): set the same optimizer, or start anew"
+        )
+
+
+@contextmanager
+def prepared(
+    trainer: pl.Trainer, module: pl.LightningModule, state: RunState, *, how: How, ranks: Ranks, ckpt_path: str | None
+) -> Iterator[str | None]:
+    """A run whose directories are locked, cleaned and writable, and the checkpoint that it goes on from, if any.
+
+    Args:
+        state: one of the trainer's callbacks.
+        how: "auto": go on from the newest valid checkpoint of the run's directory, or begin where there is none;
+            "must": that there is none is an error; "never": begin, and that there is one is an error.
+        ranks: "any": a checkpoint of another number of processes will do.
+        ckpt_path: the checkpoint that was given, which `how` may not replace.
+    Raises:
+        ValueError: nothing to resume from, or what must not be; or of another architecture or number of processes.
+        OSError: a directory that cannot be written to, or is another run's.
+    """
+    if ckpt_path and how != "never":
+        raise ValueError(f"ckpt_path is {ckpt_path} and resume is {how}: give one of them, for both say where to go on")
+    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    with ExitStack() as held, warnings.catch_warnings():
+        # Of directories that are not empty: what would be at risk in them is refused or kept here.
+        warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
+        path = ckpt_path if ckpt_path or dry or how == "never" else _found(trainer, how)
+        directories = [] if dry else run_directories(trainer)
+        if how == "never" and not ckpt_path:
+            _refuse_occupied(directories)
+        needed = module_bytes(module)
+        if path and not NAMED.fullmatch(path) and not is_remote(path):
+            state.path, state.saved = path, compare(path, module, world_size=trainer.world_size, ranks=ranks)
+            needed = max(needed, os.path.getsize(path))
+        if trainer.is_global_zero:
+            for directory in directories:
+                _refuse_unwritable(directory, needed=needed)
+                held.enter_context(locked(directory))
+                if removed := clean(directory):
+                    rank_zero_info(f"removed what a killed run left: {_few(map(str, removed))}")
+            _keep_metrics(trainer)
+        yield path
+
+
+def run_directories(trainer: pl.Trainer) -> list[Path]:
+    """Where the trainer's ModelCheckpoint callbacks write, by Lightning's rule; those of this machine."""
+    directories = []
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        directory = callback.dirpath
+        if directory is None:
+            root = trainer.default_root_dir
+            if trainer.loggers:
+                logger: Any = trainer.loggers[0]
+                version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+                root = os.path.join(logger.save_dir or root, str(logger.name), version)
+            directory = os.path.join(root, "checkpoints")
+        if not is_remote(directory) and Path(directory) not in directories:
+            directories.append(Path(directory))
+    return directories
+
+
+def _found(trainer: pl.Trainer, how: How) -> str | None:
+    """The newest valid checkpoint of the run's directories, and what was passed over told."""
+    logger: Any = trainer.loggers[0] if trainer.loggers else None
+    opened = _adopt_version(logger)
+    directories = run_directories(trainer)
+    path, faults = newest_valid(directories)
+    for damaged, reason in faults.items():
+        rank_zero_warn(f"passed over {damaged}: it {reason}")
+    if path is not None:
+        rank_zero_info(f"resuming from {path}")
+        return str(path)
+    looked = _few(map(str, directories)) or "ModelCheckpoint's directories, which are none of this machine"
+    if how == "must":
+        told = "".join(f"; {name.name} {reason}" for name, reason in faults.items())
+        raise ValueError(
+            f"resume is must, but there is no valid checkpoint in {looked}{told}: set resume to auto to begin"
+        )
+    rank_zero_info(f"nothing to resume from in {looked}: a new run")
+    if opened:
+        logger._version = None  # a directory of another run, or of nothing but damage: leave it as it is
+    return None
+
+
+def _adopt_version(logger: Any) -> bool:
+    """A logger whose version is left open would open a new one; have it go on with the last that holds checkpoints."""
+    if logger is None or getattr(logger, "_version", 0) is not None:
+        return False
+    folders = [f for f in Path(logger.root_dir).glob("version_*") if f.name.removeprefix("version_").isdigit()]
+    versions = [int(f.name.removeprefix("version_")) for f in folders if checkpoints_in(f / "checkpoints")]
+    logger._version = max(versions, default=None)
+    return bool(versions)
+
+
+def _refuse_occupied(directories: list[Path]) -> None:
+    for directory in directories:
+        if there := checkpoints_in(directory):
+            raise ValueError(
+                f"{directory} already holds {len(there)} checkpoints ({_few(p.name for p in there)}) and resume is "
+                f"never: go on from them with --resume auto, or give this run {OWN_DIRECTORY}"
+            )
+
+
+def _refuse_unwritable(directory: Path, needed: int) -> None:
+    probe = directory / TEMPORARY.format("probe")  # by no process's number: it may be that of a run elsewhere
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink(missing_ok=True)
+        if shutil.disk_usage(directory).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise unwritable(error, directory, needed=needed) from error
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory for this process; the lock ends with the process, however that ends.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    with (directory / LOCK).open("a+") as file:
+        try:
+            # Not flock: workers would inherit that, and hold it after their parent was killed.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise BlockingIOError(
+                error.errno,
+                f"another run ({file.read().strip() or 'unknown'}) writes to {directory}: wait for its end, or give "
+                f"this one {OWN_DIRECTORY}",
+            ) from error
+        except OSError as error:  # a filesystem without locks
+            rank_zero_warn(f"{directory} cannot be locked ({error.strerror}): see that no other run writes to it")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _keep_metrics(trainer: pl.Trainer) -> None:
+    """CSVLogger deletes the metrics of the run that it goes on with: give them another name first."""
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and (file := Path(logger.log_dir, "metrics.csv")).is_file():
+            number = 1
+            while (kept := file.with_name(f"metrics.{number}.csv")).exists():
+                number += 1
+            file.rename(kept)
+
+
+# --- comparing ---
+
+
+def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
+    """See that a checkpoint is one that this module in so many processes can go on from.
+
+    Returns:
+        What `RunState` compares once there are optimizers.
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, holds objects, or is of another architecture or number of processes.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint {path}: give a file that is there, or --resume auto")
+    if Path(path).is_dir():
+        return {"optimizer_states": [], "optimizers": []}  # sharded: Lightning's own loading tells of differences
+    checkpoint = _opened(path)
+    words = _own_words(module, checkpoint)
+    differing = _differences(checkpoint.get("state_dict", {}), module, complete=bool(words))
+    if differing or words:
+        keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {_few(differing, '; ')}"
+        remedy = words or "Set the model that it is of, or start anew"
+        raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
+    run = checkpoint.get(RUN_KEY, {})
+    trained = run.get("world_size") or world_size
+    if trained != world_size and ranks == "same":
+        raise ValueError(
+            f"cannot resume from {path}: {trained} processes trained it and here are {world_size}, whose random "
+            f"numbers would be others: run {trained} (trainer.devices x num_nodes), or accept it: --resume_ranks any"
+        )
+    return {**run, "optimizer_states": checkpoint["optimizer_states"]}
+
+
+def _opened(path: str) -> dict[str, Any]:
+    """A checkpoint's content, of which tensors are read only when they are used."""
+    try:
+        if record_path(path).exists():
+            verify(path)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except DamagedCheckpoint as error:
+        raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"cannot resume from {path}: it holds more than tensors and plain values, or is none"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"cannot resume from {path}: it is damaged or no checkpoint") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"cannot resume from {path}: it holds a {type(content).__name__}, not a checkpoint's dictionary"
+        )
+    return content
+
+
+def _differences(theirs: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:
+    """The keys of two state_dicts that are not in both, or not of one shape, each in words.
+
+    Args:
+        complete: those too that a module which is built later, in `configure_model`, may still get.
+    """
+    ours, lines = module.state_dict(), []
+    for name, value in ours.items():
+        here = list(getattr(value, "shape", []))
+        if name not in theirs:
+            lines += [f"{name} {here} only here"] if module.strict_loading else []
+        elif (there := list(getattr(theirs[name], "shape", []))) != here:
+            lines.append(f"{name} {there} there and {here} here")
+    if complete or (module.strict_loading and not is_overridden("configure_model", module)):
+        lines += [
+            f"{name} {list(getattr(theirs[name], 'shape', []))} only there" for name in theirs if name not in ours
+        ]
+    return lines
+
+
+def _own_words(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
+    """What a module that has `check_checkpoint` says of a checkpoint which is not its own: it may know what to set."""
+    try:
+        getattr(module, "check_checkpoint", lambda _: None)(checkpoint)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _names(optimizers: list[Any]) -> list[str]:
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def _few(items: Iterable[str], joint: str = ", ") -> str:
+    """The first few of many, in words."""
+    items = sorted(items) if isinstance(items, set) else list(items)
+    return joint.join(items[:FEW]) + (f"{joint}and {len(items) - FEW} more" if len(items) > FEW else "")

@@ -1,0 +1,306 @@
+"""Checkpoints on disk: killed at every point of a save, damaged, on a full disk; and those of each of our modules."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from diffvision.training import checkpoints
+from diffvision.training.checkpoints import DamagedCheckpoint, DurableCheckpointIO, clean, newest_valid, verify
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.language import LanguageModule
+from diffvision.training.optim import OptimizerSettings
+from diffvision.training.resume import RunState
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+IO = DurableCheckpointIO()
+
+
+def content(step: int) -> dict:
+    state = {"weight": torch.full((4096,), float(step))}
+    return {"global_step": step, "epoch": 0, "state_dict": state, "optimizer_states": [{}], "loops": {}}
+
+
+def save(path: Path, step: int) -> Path:
+    IO.save_checkpoint(content(step), path)
+    return path
+
+
+def step_of(path: Path) -> int:
+    return IO.load_checkpoint(path)["global_step"]
+
+
+# --- killed while it saves ---
+
+
+# Where a save over another touches the disk: the tensors' write, and of the checkpoint, of its record before and of its
+# record after a file's sync, its rename and the directory's sync.
+PLACES, RENAME = 10, 6
+
+
+def count_touches(at) -> None:
+    """Have `at` called with the number of each touch of the disk, before it happens."""
+    touches = 0
+
+    def counted(call, least=0):
+        def touch(*args):
+            nonlocal touches
+            if not least or len(args[1]) >= least:  # of writes those of whole tensors
+                touches += 1
+                at(touches)
+            return call(*args)
+
+        return touch
+
+    os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+    checkpoints._Hashing.write = counted(checkpoints._Hashing.write, least=10_000)
+
+
+def save_until_killed(place: int, path: Path) -> None:
+    count_touches(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == place else None)
+    save(path, 2)
+
+
+def run_killed(place: int, path: Path) -> bool:
+    """Whether a process that saves a second step was killed at that touch of the disk, or had fewer of them."""
+    process = multiprocessing.get_context("fork").Process(target=save_until_killed, args=(place, path), daemon=True)
+    process.start()
+    process.join(20)
+    return process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", range(1, PLACES + 2))
+def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(place, tmp_path):
+    """Over the only good one: after each kill it is valid, and the next start finds no leavings."""
+    last = save(tmp_path / "last.ckpt", 1)
+    assert run_killed(place, last) == (place <= PLACES)
+    assert newest_valid([tmp_path]) == (last, {})
+    step = 1 if place <= RENAME else 2
+    assert verify(last).step == step_of(last) == step
+    torch.testing.assert_close(IO.load_checkpoint(last)["state_dict"], content(step)["state_dict"])
+    clean(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.json"}
+    save(last, 3)  # and a run goes on from there
+    assert verify(last).step == 3
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_a_save_killed_beside_others_leaves_them_to_go_on_from(place, tmp_path):
+    first = save(tmp_path / "step=1.ckpt", 1)
+    assert run_killed(place, tmp_path / "step=2.ckpt")
+    path, faults = newest_valid([tmp_path])
+    assert path == (first if place <= RENAME else tmp_path / "step=2.ckpt")
+    assert step_of(path) == (1 if place <= RENAME else 2)
+    clean(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {n for c in (first, path) for n in (c.name, f"{c.name}.json")}
+    assert not faults
+
+
+def test_killed_again_and_again_while_it_is_replaced_it_is_still_known(tmp_path):
+    path = save(tmp_path / "last.ckpt", 1)
+    for place in (6, 6, 9):
+        assert run_killed(place, path)
+        assert verify(path).step == step_of(path)
+        assert newest_valid([tmp_path]) == (path, {})
+
+
+# --- damaged ---
+
+
+def cut(path):
+    os.truncate(path, 100)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def without_record(path):
+    checkpoints.record_path(path).unlink()
+
+
+def nonsense(path):
+    checkpoints.record_path(path).write_text("{")
+
+
+def other_schema(path):
+    beside = checkpoints.record_path(path)
+    beside.write_text(json.dumps(json.loads(beside.read_text()) | {"schema": 0}))
+
+
+DAMAGE = [
+    (cut, r"has 100 bytes of the [\d,]+ that were saved"),
+    (empty, "is empty"),
+    (flip, r"has other bytes than were saved \(sha256\)"),
+    (without_record, "has no record step=2.ckpt.json beside it"),
+    (nonsense, "has an unreadable record step=2.ckpt.json"),
+    (other_schema, "has a record of schema 0, not 1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_told(damage, reason, tmp_path):
+    first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
+    assert newest_valid([tmp_path]) == (second, {})
+    damage(second)
+    with pytest.raises(DamagedCheckpoint, match=reason):
+        verify(second)
+    path, faults = newest_valid([tmp_path])
+    assert path == first
+    assert list(faults) == [second]
+    damage(first)
+    assert newest_valid([tmp_path])[0] is None
+
+
+def test_weights_alone_directories_and_links_are_no_checkpoints_to_resume(tmp_path):
+    first = save(tmp_path / "step=1.ckpt", 1)
+    IO.save_checkpoint({k: v for k, v in content(9).items() if k != "optimizer_states"}, tmp_path / "best.ckpt")
+    (tmp_path / "sharded.ckpt").mkdir()
+    (tmp_path / "last.ckpt").symlink_to("step=1.ckpt")
+    path, faults = newest_valid([tmp_path, tmp_path / "none"])
+    assert path == first
+    assert {p.name: reason.split(",")[0] for p, reason in faults.items()} == {
+        "best.ckpt": "holds weights alone",
+        "sharded.ckpt": "has no record sharded.ckpt.json beside it",
+    }
+    IO.remove_checkpoint(tmp_path / "sharded.ckpt")
+    assert not (tmp_path / "sharded.ckpt").exists()
+
+
+def test_a_record_tells_what_is_in_a_checkpoint(tmp_path):
+    run = {"world_size": 2, "optimizers": ["AdamW"]}
+    IO.save_checkpoint(content(7) | {"diffvision_run": run, "diffvision": {"model": "m"}}, tmp_path / "a.ckpt")
+    record = verify(tmp_path / "a.ckpt")
+    assert (record.file, record.step, record.world_size, record.model) == ("a.ckpt", 7, 2, "m")
+    assert record.optimizers == ["AdamW"]
+    assert record.bytes == (tmp_path / "a.ckpt").stat().st_size
+    assert record.keys_sha256 == checkpoints.keys_digest(content(1)["state_dict"])
+    assert record.keys_sha256 != checkpoints.keys_digest({"weight": torch.zeros(2)})
+    assert (tmp_path / "a.ckpt").stat().st_mode == (tmp_path / "a.ckpt.json").stat().st_mode
+
+
+# --- disks and content that refuse ---
+
+
+def test_a_full_disk_is_one_error_and_the_checkpoint_before_stays(tmp_path):
+    path = save(tmp_path / "last.ckpt", 1)
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"last\.ckpt: File too large\. It takes 16,384 bytes and [\d,]+ are free: make"
+        ):
+            save(path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.json"}
+    assert verify(path).step == 1
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_an_error_at_any_call_leaves_no_temporary(name, tmp_path, monkeypatch):
+    path = save(tmp_path / "last.ckpt", 1)
+
+    def failing(*args):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(OSError, match=r"no checkpoint can be written to .*last\.ckpt: Read-only file system"):
+        save(path, 2)
+    assert verify(path).step == 1
+    assert not list(tmp_path.glob(".saving*"))
+
+
+def test_objects_are_refused_before_they_replace_anything(tmp_path):
+    path = save(tmp_path / "last.ckpt", 1)
+    with pytest.raises(
+        ValueError, match=r"would hold objects of pathlib\.\w+, which could not be loaded with weights_on"
+    ):
+        IO.save_checkpoint(content(2) | {"here": Path(".")}, path)
+    assert verify(path).step == 1
+    torch.save({"here": Path(".")}, tmp_path / "other.ckpt")
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        IO.load_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="is a URL: download it"):
+        IO.load_checkpoint("https://example.org/x.ckpt")
+
+
+# --- ModelCheckpoint and our modules ---
+
+
+class Rows(pl.LightningDataModule):
+    """Each row again and again."""
+
+    def __init__(self, row):
+        super().__init__()
+        self.row = row
+
+    def train_dataloader(self):
+        return DataLoader([self.row] * 8, batch_size=2)
+
+
+def trained(module, row, *callbacks, steps=3):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        max_steps=steps,
+        callbacks=[RunState(), *callbacks],
+        plugins=[DurableCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=Rows(row))
+    return trainer
+
+
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
+TOKENS = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
+MODULES = {
+    "clip": lambda: ContrastiveModule("DiffCLIP-debug", optimizer=SETTINGS),
+    "classification": lambda: ClassificationModule("diff_vit_debug", num_classes=3, optimizer=SETTINGS),
+    "language": lambda: LanguageModule("diff-debug", model_args=TOKENS, optimizer=SETTINGS),
+}
+
+
+def row_of(module):
+    if isinstance(module, LanguageModule):
+        return {"tokens": torch.arange(13)}
+    image = torch.rand(3, 32, 32)
+    if isinstance(module, ContrastiveModule):
+        return {"image": image, "text": module.tokenizer("a nine")[0]}
+    return {"image": image, "label": torch.tensor(1)}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_checkpoint_of_our_modules_is_plain_and_recorded(name, tmp_path):
+    module = MODULES[name]()
+    kept = ModelCheckpoint(tmp_path, "{step}", "train/loss", save_last=True, save_top_k=2, every_n_train_steps=1)
+    more = [EMAWeightAveraging(decay=0.9)] if name == "classification" else []
+    trained(module, row_of(module), kept, *more)
+    names = {path.name for path in checkpoints.checkpoints_in(tmp_path)}
+    assert len(names) == 3  # the best two and the last one
+    assert {p.name for p in tmp_path.iterdir()} == names | {f"{n}.json" for n in names}
+    for path in checkpoints.checkpoints_in(tmp_path):
+        stored, record = torch.load(path, weights_only=True), verify(path)
+        assert stored["state_dict"].keys() == module.state_dict().keys()
+        assert (record.step, record.world_size, record.optimizers) == (stored["global_step"], 1, ["AdamW"])
+        assert record.model == module.name
+        assert record.keys_sha256 == checkpoints.keys_digest(module.state_dict())
+    assert newest_valid([tmp_path])[0] is not None
