@@ -166,6 +166,6 @@ def test_the_command(images, tmp_path, capsys):
     with pytest.raises(ValueError, match="needs --source"):
         make("folder", str(tmp_path / "out2"))
     with pytest.raises(
-        ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, folder"
+        ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder"
     ):
         make("cifar", str(tmp_path / "out2"))

@@ -83,7 +83,7 @@ def test_no_code_of_a_folder_is_run(tmp_path):
     classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "none_of_ours", "auto_map": classes}))
     (tmp_path / "code.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ValueError, match="transformers finds no causal language model at"):
+    with pytest.raises(ValueError, match="has code of its own for its causal language model"):
         load_hugging_face(str(tmp_path))
 
 
