@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# Times as fast as torch on two cores (scripts/bench_language.py times one weight of a size): 1.5 to 1.8 for up to 4
-# rows and 1.15 to 1.3 for 8 and 16, from 2**18 weights on; 1.0 at 2**17, and 0.6 at 2**16, where making the shares
-# costs as much as the product.
+# Times as fast as torch on two cores: 1.5 to 2.0 for up to 4 rows and 1.15 to 1.3 for 8 and 16, with weights of 7e5 and
+# more; about 1.0 at 1.8e5, and 0.6 at 2**16, where making the shares costs as much as the product.
 MAX_ROWS = 16
 MIN_WEIGHTS = 2**18
 
