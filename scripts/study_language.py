@@ -15,7 +15,9 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -85,6 +87,7 @@ def data(output: Path) -> None:
 
 def train(output: Path, runs: Sequence[Run], threads: int) -> None:
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is ended gives its directory back
     for run in runs:
         directory = output / "runs" / run.name
         try:
