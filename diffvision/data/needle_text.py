@@ -226,7 +226,7 @@ def training_documents(
     Raises:
         ValueError: unknown form, or lengths without room for one needle and its question.
     """
-    form = form if isinstance(form, Form) else _form(form)
+    form = as_form(form)
     bare = _words(form.needle) + _words(form.answer)
     if not bare <= lengths[0] <= lengths[1]:
         raise ValueError(f"lengths is {lengths}: a needle and its question have {bare} words; give (least, most)")
@@ -274,7 +274,10 @@ def _words(text: str) -> int:
     return len(text.split())
 
 
-def _form(name: str) -> Form:
-    if name not in FORMS:
-        raise ValueError(f"unknown form {name!r} of needle texts: choose one of {', '.join(FORMS)}")
-    return FORMS[name]
+def as_form(form: str | Form) -> Form:
+    """The form of a name in `FORMS`, or the form that is given; ValueError for an unknown name."""
+    if isinstance(form, Form):
+        return form
+    if form not in FORMS:
+        raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
+    return FORMS[form]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffvision.data.needle_text import FORMS, Form, NeedleText, compose_to_length
+from diffvision.data.needle_text import Form, NeedleText, as_form, compose_to_length
 from diffvision.evaluation.language.scoring import Progress, greedy_matches, unseen
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -52,10 +52,7 @@ def needle_samples(
         ValueError: the length is too short for the needles; unknown form; a tokenizer whose tokens span the border
             between a word and the next, so that an answer has no tokens of its own.
     """
-    if isinstance(form, str):
-        if form not in FORMS:
-            raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
-        form = FORMS[form]
+    form = as_form(form)
     start = start_tokens(tokenizer)
     for number in range(samples):
         draw = random.Random(f"evaluation {seed} {length} {depth} {needles} {queries} {number}")
