@@ -10,8 +10,9 @@ from torch import Tensor
 
 from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.linear_probe import linear, probe_metrics, unit_features
+from diffvision.evaluation.linear_probe import linear, unit_features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.zero_shot import classification_metrics
 
 _PROBE_BATCH = 64
 _EPISODES_AT_ONCE = 256
@@ -37,7 +38,8 @@ def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) ->
         generator=generator,
     )
     logits = linear(test.to(features.device), weight, bias).cpu()
-    return {**probe_metrics(logits, test_labels), "fewshot_k": options.fewshot_k}
+    metrics = {f"lp_{name}": value for name, value in classification_metrics(logits, test_labels).items()}
+    return {**metrics, "fewshot_k": options.fewshot_k}
 
 
 def draw_per_class(labels: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,15 +17,18 @@ from diffvision.evaluation.zero_shot import classification_metrics
 
 VALIDATION_SPLITS = ("val", "valid", "validation")
 _FIRST_COSTS = [10.0**power for power in range(-6, 7, 2)]
+_TOLERANCE = 1e-6
+_ROUND = 20  # iterations between looks at the gradient
+_SCALE = 1e12  # torch's L-BFGS learns nothing of curvatures below 1e-10, as those of a small objective are
 
 
 def linear_probe(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """lp_acc1, lp_acc5 and lp_mean_per_class_recall of logistic regression on unit-length features, and its cost.
+    """acc1, acc5 and mean_per_class_recall of logistic regression on unit-length features, and its cost.
 
     L-BFGS to convergence; the cost is chosen on the folder's validation split or, where it has none, on a fifth of
     every class of the training split, and the regression is then fitted on all of both (CLIP's appendix A.3 and El
-    Banani's evaluation). CLIP_benchmark, under the same names, takes ten passes of AdamW instead (`few_shot.py` has
-    those).
+    Banani's evaluation). CLIP_benchmark's `linear_probe` is another algorithm, ten passes of AdamW (`few_shot.py` has
+    it with k images a class); its `lp_acc1` is not this acc1.
     """
     train = unit_features(features, folder, options.train_split)
     test, labels = unit_features(features, folder, options.split)
@@ -41,7 +45,7 @@ def linear_probe(features: Features, folder: EvaluationFolder, options: Options)
     if held is not None:
         train = (torch.cat([train[0], held[0]]), torch.cat([train[1], held[1]]))
     logits = linear(test.to(features.device), *fit(*train, cost)).cpu()
-    return {**probe_metrics(logits, labels), "cost": cost}
+    return {**classification_metrics(logits, labels), "cost": cost}
 
 
 def unit_features(features: Features, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
@@ -50,42 +54,55 @@ def unit_features(features: Features, folder: EvaluationFolder, split: str) -> t
     return F.normalize(images, dim=-1), labels
 
 
-def probe_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """The classification metrics under the names that CLIP_benchmark gives them for probes."""
-    return {f"lp_{name}": value for name, value in classification_metrics(logits, labels).items()}
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Logits [N, C] of features [N, D]."""
     return x @ weight.T + bias
 
 
-def logistic_regression(x: Tensor, y: Tensor, classes: int, cost: float, max_iter: int = 1000) -> tuple[Tensor, Tensor]:
+def logistic_regression(
+    x: Tensor, y: Tensor, classes: int, cost: float, max_iter: int = 10_000
+) -> tuple[Tensor, Tensor]:
     """Weight [classes, D] and bias [classes] that minimise cost * (summed cross-entropy) + |weight|^2 / 2.
 
-    scikit-learn's objective and its `C`, by L-BFGS from zero, on the device and in the dtype of x [N, D].
+    scikit-learn's objective and its `C`, by L-BFGS from zero on the device of x [N, D]. It is computed in float64 and
+    returned in the dtype of x. It ends where the objective is at most a millionth above its minimum; a fit that is not
+    there after `max_iter` iterations is warned of.
     """
     # Lightning validates in inference mode, where nothing can be differentiated.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         # Centred, since features close together make a slow fit; the bias, which costs nothing, makes up for it.
-        mean = x.mean(dim=0)
-        x, y = x - mean, y.clone()
+        dtype, mean = x.dtype, x.double().mean(dim=0)
+        x, y = x.double() - mean, y.clone()
         weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
         bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
-        # By the mean, so that the tolerances mean the same for any number of samples.
-        penalty = 1 / (2 * cost * len(x))
+        # By the mean, so that the gap means the same for any number of samples.
+        penalty = 1 / (cost * len(x))
         optimizer = torch.optim.LBFGS(
-            [weight, bias], max_iter=max_iter, tolerance_grad=1e-7, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+            [weight, bias], max_iter=_ROUND, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
         )
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            value = F.cross_entropy(linear(x, weight, bias), y) + penalty * weight.square().sum()
+            value = _SCALE * (F.cross_entropy(linear(x, weight, bias), y) + penalty / 2 * weight.square().sum())
             value.backward()
             return value
 
-        optimizer.step(loss)
-        return weight.detach(), (bias - weight @ mean).detach()
+        for _ in range(0, max_iter, _ROUND):
+            optimizer.step(loss)
+            value = loss().item() / _SCALE
+            of_weight, of_bias = (torch.linalg.vector_norm(leaf.grad).item() / _SCALE for leaf in (weight, bias))
+            # The penalty gives the weight's curvature; the bias is taken to be at most 1 from its best.
+            above = of_weight**2 / (2 * penalty) + of_bias
+            if above <= _TOLERANCE * value:
+                break
+        else:
+            warnings.warn(
+                f"logistic regression of cost {cost:g} has not converged in {max_iter} iterations: the gradient's norm "
+                f"is {math.hypot(of_weight, of_bias):.1e} and the objective, {value:.1e}, up to {above:.1e} above its "
+                "minimum; give a smaller probe_cost",
+                stacklevel=2,
+            )
+        return weight.detach().to(dtype), (bias - weight @ mean).detach().to(dtype)
 
 
 def choose_cost(

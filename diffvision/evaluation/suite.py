@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
 
     function: Callable[[Features, Any, Options], dict[str, float]]
     folder: str  # the kind of evaluation folder it is made for
-    record: str  # the task's name in CLIP_benchmark's records
+    record: str  # the task's name in CLIP_benchmark's records, and another where CLIP_benchmark has another algorithm
     probe: bool = False  # fitted on a training split; reads no text
     asked: bool = False  # only where it is asked for, as the probes are
 
@@ -47,7 +47,7 @@ EVALUATIONS = {
     "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval"),
     "composition": Evaluation(composition, "composition", "image_caption_selection"),
     "classification": Evaluation(classification, "zero_shot", "classification", asked=True),
-    "linear_probe": Evaluation(linear_probe, "zero_shot", "linear_probe", probe=True),
+    "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
 }

@@ -23,6 +23,7 @@ METRICS = {
     "zero_shot/digits/acc1": 0.5,
     "zero_shot/digits/acc5": math.nan,
     "retrieval/digits/image_retrieval_recall@5": 0.25,
+    "linear_probe/digits/acc1": 0.875,
     "fewshot_k/digits/lp_acc1": 0.75,
     "fewshot_k/digits/fewshot_k": 5,
 }
@@ -90,7 +91,10 @@ def test_records_have_clip_benchmarks_shape():
         "metrics": {"acc1": 0.5, "acc5": None},
         "language": "en",
     }
-    assert [row["task"] for row in rows] == ["zeroshot_classification", "zeroshot_retrieval", "linear_probe"]
+    tasks = ["zeroshot_classification", "zeroshot_retrieval", "logistic_regression", "linear_probe"]
+    assert [row["task"] for row in rows] == tasks
+    theirs = [row["metrics"] for row in rows if row["task"] == "linear_probe"]
+    assert theirs == [{"lp_acc1": 0.75, "fewshot_k": 5}]  # of CLIP_benchmark's probe, and only of that
     assert all(evaluation.record for evaluation in EVALUATIONS.values())
 
 
@@ -102,10 +106,11 @@ def test_records_as_one_file_or_as_many(tmp_path):
     names = sorted(path.name for path in (tmp_path / "each").iterdir())
     assert names == [
         "digits_last.ckpt_DiffCLIP-debug_en_linear_probe_fewshot_k5.json",
+        "digits_last.ckpt_DiffCLIP-debug_en_logistic_regression.json",
         "digits_last.ckpt_DiffCLIP-debug_en_zeroshot_classification.json",
         "digits_last.ckpt_DiffCLIP-debug_en_zeroshot_retrieval.json",
     ]
-    assert json.loads((tmp_path / "each" / names[1]).read_text()) == rows[0]
+    assert json.loads((tmp_path / "each" / names[2]).read_text()) == rows[0]
 
 
 def test_table_shows_every_metric_once():
