@@ -25,7 +25,7 @@ from diffvision import __version__
 from diffvision.evaluation.output import write_bytes
 
 Rows = dict[str, Tensor]
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".safetensors"
 DEFAULT_BYTES = 20 * 10**9
 _PLAIN = (bool, int, float, str, tuple)  # None is left out: some modules put something there when they first run

@@ -1,10 +1,14 @@
-"""A many-shot task that needs no dataset: which made-up name does each kind of word have in this context?"""
+"""A many-shot task that needs no dataset: which made-up name does each kind of word have in this context?
+
+The words that are asked for are never among the demonstrations, so the answer must come from the kind of the word; it
+cannot be copied from a line with the same word.
+"""
 
 from __future__ import annotations
 
 import random
 
-from diffvision.data.mapping_text import KINDS, TEMPLATE, draw_mapping, draw_word
+from diffvision.data.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.evaluation.language.many_shot import Example, Task
 
 
@@ -16,25 +20,35 @@ def label_mapping_tasks(
     Args:
         count: how many tasks.
         classes: kinds of words in each, 2 to as many as there are.
-        queries: words that are asked for in each, drawn from all of its classes' words.
-        demonstrations: pairs to draw demonstrations from; words repeat.
+        queries: words that are asked for in each, all different; they are in none of its demonstrations.
+        demonstrations: pairs to draw demonstrations from, of the other words of the kinds; these words repeat.
 
     Raises:
-        ValueError: classes out of range.
+        ValueError: classes out of range; more queries than leave each kind a word for the demonstrations.
     """
     if not 2 <= classes <= len(KINDS):
         raise ValueError(f"classes is {classes}: give 2 to {len(KINDS)}, the kinds of words there are")
+    most = classes * (min(len(words.split()) for words in KINDS.values()) - 1)
+    if queries > most:
+        raise ValueError(
+            f"queries is {queries}: of {classes} classes at most {most} words can be asked for that no demonstration "
+            f"shows; give at most {most}, and for more questions more mappings"
+        )
+    asked_of_each = -(-queries // classes)
     tasks = []
     for number in range(count):
         draw = random.Random(f"mapping {seed} {number}")
         names = draw_mapping(draw, classes)
-        shown, asked = (
-            [_example(draw, list(names)[place % classes], names) for place in range(count)]
-            for count in (max(demonstrations, classes), queries)
+        words = {kind: draw.sample(own := KINDS[kind].split(), len(own)) for kind in names}
+        kinds = list(names)
+        asked = [(kinds[index % classes], index // classes) for index in range(queries)]
+        shown = [kinds[index % classes] for index in range(max(demonstrations, classes))]
+        tasks.append(
+            Task(
+                [Example(draw.choice(words[kind][asked_of_each:]), names[kind]) for kind in shown],
+                [Example(words[kind][index], names[kind]) for kind, index in asked],
+                TEMPLATE,
+                f"mapping {seed}/{number}",
+            )
         )
-        tasks.append(Task(shown, asked, TEMPLATE, f"mapping {seed}/{number}"))
     return tasks
-
-
-def _example(draw: random.Random, kind: str, names: dict[str, str]) -> Example:
-    return Example(draw_word(draw, kind), names[kind])

@@ -8,6 +8,7 @@ demonstrations, arranged at random or alternately by class.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,20 @@ class Task:
 def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
     """A task of two files of JSON lines, {"text": ..., "label": ...} each.
 
+    It warns of queries that are demonstrations too, since the label of those can be copied from the prompt.
+
     Raises:
         FileNotFoundError; ValueError: not UTF-8; a line without the two, named with its number; what `Task` raises.
     """
-    return Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
+    task = Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
+    shown = {example.text for example in task.demonstrations}
+    if seen := sum(query.text in shown for query in task.queries):
+        warnings.warn(
+            f"{seen} of the {len(task.queries)} queries in {queries} are demonstrations in {demonstrations} too: a "
+            "model can copy their label from the prompt; leave them out of one of the files",
+            stacklevel=2,
+        )
+    return task
 
 
 def many_shot(

@@ -34,7 +34,7 @@ class LanguageOptions:
         permutations: orders.
         mappings: tasks of the synthetic many-shot form.
         classes: classes of each.
-        queries: questions of each.
+        queries: questions of each, of words that its demonstrations do not show.
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
         quantised_needles: take the needle accuracy under quantised logits as well.

@@ -182,9 +182,7 @@ def _attention_mass(work: Work) -> dict[str, float]:
 
 def _many_shot(work: Work) -> dict[str, float]:
     options, subject = work.options, work.subject
-    tasks = work.tasks or label_mapping_tasks(
-        options.mappings, classes=options.classes, queries=options.queries, seed=options.seed
-    )
+    tasks = work.tasks or _mappings(options)
     shared: dict[str, Any] = {
         "max_length": subject.max_length,
         "batch_size": options.batch_size,
@@ -201,6 +199,10 @@ def _many_shot(work: Work) -> dict[str, float]:
         **shared,
     )
     return metrics | {f"order/{metric}": value for metric, value in orders.items()}
+
+
+def _mappings(options: LanguageOptions) -> list[Task]:
+    return label_mapping_tasks(options.mappings, classes=options.classes, queries=options.queries, seed=options.seed)
 
 
 def _outliers(work: Work) -> dict[str, float]:
@@ -303,7 +305,11 @@ def run(
         check_folder(cache, "cache")
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
-    given = [] if demonstrations is None or queries is None else [read_task(demonstrations, queries)]
+    given: list[Task] = []
+    if demonstrations is not None and queries is not None:
+        given = [read_task(demonstrations, queries)]
+    elif "many_shot" in names:
+        given = _mappings(options)  # which refuses, before anything is loaded, what the words do not suffice for
     results: dict[str, dict[str, float]] = {}
     kept = None if cache is None else Cache(cache)
     with process_group(device) as place:

@@ -65,12 +65,45 @@ def test_a_model_that_minds_the_order_has_a_spread(task, words):
     assert metrics["random/worst"] < metrics["random/mean"] < metrics["random/best"]
 
 
-def test_an_oracle_reads_the_mapping_from_the_context(words, copier):
+class Reader(nn.Module):
+    """Says after a word the label that the context gives to words of its kind, or else one that it does not have."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    def forward(self, tokens):
+        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
+        said = torch.zeros_like(tokens)
+        for row, own in enumerate(tokens.tolist()):
+            pieces = [self.words.decode([token]) for token in own]
+            label_of = {}
+            for place in range(1, len(own)):
+                if pieces[place] == ":":
+                    kind = kind_of[pieces[place - 1].strip()]
+                    said[row, place] = label_of.get(kind, 0)
+                    label_of[kind] = own[min(place + 1, len(own) - 1)]
+        return F.one_hot(said, 1024).float()
+
+
+def test_the_mapping_is_read_from_the_context_by_the_kind_of_word(words, copier):
     tasks = label_mapping_tasks(2, classes=3, queries=6)
-    metrics = many_shot(copier(1024), words, tasks, shots=(1, 250), batch_size=4)
-    assert metrics["accuracy/250"] == 1  # 36 words among 250 lines: every word has been seen
+    metrics = many_shot(Reader(words), words, tasks, shots=(1, 250), batch_size=4)
+    assert metrics["accuracy/250"] == 1
     assert metrics["accuracy/1"] < 0.8
     assert metrics["chance"] == pytest.approx(1 / 3)
+    assert many_shot(copier(1024), words, tasks, shots=(250,))["accuracy/250"] < 0.8  # there is no line to copy
+
+
+@pytest.mark.parametrize(("classes", "queries"), [(4, 16), (2, 16), (3, 7), (8, 88)])
+def test_queries_are_words_that_no_demonstration_shows(classes, queries):
+    for task in label_mapping_tasks(5, classes=classes, queries=queries):
+        asked = {query.text for query in task.queries}
+        assert len(asked) == len(task.queries) == queries
+        assert not asked & {example.text for example in task.demonstrations}
+        assert {query.label for query in task.queries} == set(task.labels)
+    with pytest.raises(ValueError, match=r"queries is 23: of 2 classes at most 22 words .*; give at most 22, and"):
+        label_mapping_tasks(1, classes=2, queries=23)
 
 
 def test_mappings_are_one_to_one_and_anew_for_each_task():
@@ -133,6 +166,9 @@ def test_tasks_from_files(tmp_path):
     queries.write_text('{"text": "c", "label": "1"}\n')
     task = read_task(file, queries)
     assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
+    queries.write_text('{"text": "c", "label": "1"}\n{"text": "b", "label": "2"}\n')
+    with pytest.warns(UserWarning, match=r"1 of the 2 queries in .*test.jsonl are demonstrations in .*train.jsonl too"):
+        read_task(file, queries)
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
     with pytest.raises(ValueError, match=r'line 2 of .*test\.jsonl is no example: write \{"text"'):
         read_task(file, queries)

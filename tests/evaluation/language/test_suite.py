@@ -296,6 +296,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
         ({"tasks": "needle", "checkpoint": f"{checkpoint},{checkpoint}"}, "two checkpoints are named 'diff-debug'"),
         ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
+        ({"tasks": "many_shot", "options": LanguageOptions(classes=2, queries=23)}, "queries is 23: .* at most 22"),
         ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
     ]:
         given = {"checkpoint": checkpoint, "options": SMALL, "device": "cpu", **settings}
