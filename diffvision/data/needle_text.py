@@ -7,6 +7,8 @@ parameters; `training_documents` writes documents of the same kind to mix into t
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import random
 import re
@@ -110,16 +112,26 @@ class NeedleText:
 
 
 def compose(
-    form: Form, filler: Sequence[str], draw: random.Random, *, needles: int, queries: int, depth: float
+    form: Form,
+    filler: Sequence[str],
+    draw: random.Random,
+    measure: Callable[[str], int],
+    *,
+    needles: int,
+    queries: int,
+    depth: float,
 ) -> NeedleText:
     """Writes needles between the sentences of a filler.
 
     Args:
         filler: the haystack's sentences.
         draw: cities, numbers, and where the distracting needles go.
+        measure: length of a text, in tokens for instance.
         needles: N, pairs of city and number.
-        queries: R of them that are asked for, in the question's order side by side at `depth`; the others lie anywhere.
-        depth: share of the filler before them, 0 to 1.
+        queries: R of them that are asked for, in the question's order next to each other at `depth`; the others lie
+            anywhere.
+        depth: share of the length of filler and other needles that lies before them, 0 to 1. They start at the nearest
+            border of two sentences.
 
     Raises:
         ValueError: counts or depth out of range.
@@ -133,16 +145,15 @@ def compose(
     cities = draw.sample(list(form.cities), needles)
     numbers = draw.sample(range(form.lowest, form.highest + 1), needles)  # no two alike: only one answer is right
     pairs = [{"city": city, "number": str(number)} for city, number in zip(cities, numbers, strict=True)]
-    placed = [(round(depth * len(filler)), pair) for pair in pairs[:queries]]
-    placed += [(draw.randint(0, len(filler)), pair) for pair in pairs[queries:]]
-    text, needle = "", (0, 0)
-    for place in range(len(filler) + 1):
-        for _, pair in (entry for entry in placed if entry[0] == place):
-            start = len(text)
-            text += (" " if text else "") + form.needle.format(**pair)
-            needle = (start, len(text)) if pair is pairs[0] else needle
-        if place < len(filler):
-            text += (" " if text else "") + filler[place]
+    written = [form.needle.format(**pair) for pair in pairs]
+    context = list(filler)
+    for distraction in written[queries:]:
+        context.insert(_border(context, measure, draw.random()), distraction)
+    index = _border(context, measure, depth)
+    context[index:index] = written[:queries]
+    start = len(" ".join(context[:index]))
+    needle = (start, start + len(written[0]) + (index > 0))
+    text = " ".join(context)
     question = len(text)
     asked = cities[:queries]
     listed = asked[0] if queries == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
@@ -154,6 +165,12 @@ def compose(
         answers.append((len(text), len(text) + 1 + len(pair["number"])))
         text += f" {pair['number']}{after.format(**pair)}"
     return NeedleText(text, needle, question, tuple(answers))
+
+
+def _border(sentences: Sequence[str], measure: Callable[[str], int], depth: float) -> int:
+    """The number of sentences before the border that is nearest to a share of their length."""
+    ends = [0, *itertools.accumulate(measure(f" {sentence}") for sentence in sentences)]
+    return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 
 def compose_to_length(
@@ -176,10 +193,11 @@ def compose_to_length(
         ValueError: the needles and questions alone are longer.
     """
     state = draw.getstate()
+    length_of = functools.cache(measure)
 
     def written(filler: list[str]) -> NeedleText:
         draw.setstate(state)  # the same needles, however much filler there is
-        return compose(form, filler, draw, needles=needles, queries=queries, depth=depth)
+        return compose(form, filler, draw, length_of, needles=needles, queries=queries, depth=depth)
 
     bare = measure(written([]).text)
     if bare > length:
@@ -190,12 +208,9 @@ def compose_to_length(
     stream = form.haystack(random.Random(draw.random()))
     filler: list[str] = []
     total = bare
-    known: dict[str, int] = {}
     while total <= length:  # sentence by sentence, which is near enough; the whole is measured below
         filler.append(sentence := next(stream))
-        if sentence not in known:
-            known[sentence] = measure(f" {sentence}")
-        total += known[sentence]
+        total += length_of(f" {sentence}")
     text = written(filler)
     while filler and measure(text.text) > length:
         filler.pop()

@@ -1,8 +1,8 @@
 """Multi-needle retrieval: N cities have a number each in a long context, and R of the numbers are asked for.
 
 arXiv 2410.05258 section 3.4: the answer's needles at five depths of the context, distracting needles anywhere, 50
-samples a depth and length. Where R is above 1 the paper does not say how answers are placed and counted; here they lie
-side by side at the depth, and the accuracy is the share of numbers that are right.
+samples a depth and length. Depth is counted in tokens. Where R is above 1 the paper does not say how answers are placed
+and counted; here they lie next to each other at the depth, and the accuracy is the share of numbers that are right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def needle_samples(
     Args:
         tokenizer: anything with encode(text) -> list[int], and a start_id or eos_id to begin with.
         length: the most tokens a sample has, start token, question and answers included.
-        depth: share of the haystack before the answer's needles.
+        depth: share of the context's tokens before the needles that are asked for, which start at the nearest border
+            of two sentences; the question and these needles do not count.
         needles, queries: N and R.
         form: a name in `needle_text.FORMS`, or one.
 

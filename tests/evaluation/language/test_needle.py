@@ -1,5 +1,7 @@
 """Needle texts and retrieval: an oracle finds all, a blind model what chance gives."""
 
+import dataclasses
+import itertools
 import random
 import re
 
@@ -21,7 +23,7 @@ from diffvision.evaluation.language.needle import NeedleSample, needle, needle_s
 @pytest.mark.parametrize(("needles", "queries"), [(1, 1), (6, 2)])
 def test_places_are_where_the_needles_are(form, needles, queries, draw):
     filler = [f"filler {number}." for number in range(8)]
-    written = compose(FORMS[form], filler, draw, needles=needles, queries=queries, depth=0.25)
+    written = compose(FORMS[form], filler, draw, len, needles=needles, queries=queries, depth=0.25)
     first = written.text[slice(*written.needle)].strip()
     number = written.text[slice(*written.answers[0])]
     assert number in first
@@ -33,10 +35,29 @@ def test_places_are_where_the_needles_are(form, needles, queries, draw):
         assert start > written.question
 
 
-@pytest.mark.parametrize(("depth", "before"), [(0.0, 0), (0.5, 4), (1.0, 8)])
-def test_depth_is_the_share_of_the_haystack_before(depth, before, draw, synthetic):
-    written = compose(synthetic, ["x;"] * 8, draw, needles=3, queries=1, depth=depth)
+@pytest.mark.parametrize(("depth", "before"), [(0.0, 0), (0.05, 3), (0.2, 4), (0.3, 5), (0.7, 6), (1.0, 7)])
+def test_depth_is_the_share_of_the_length_before(depth, before, draw, synthetic):
+    filler = ["x;"] * 4 + [f"{'x' * 50};"] * 3
+    written = compose(synthetic, filler, draw, len, needles=1, queries=1, depth=depth)
     assert written.text[: written.needle[0]].count("x;") == before
+
+
+@pytest.mark.parametrize(("needles", "queries"), [(1, 1), (6, 2)])
+@pytest.mark.parametrize("depth", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
+def test_needles_start_at_the_border_nearest_to_their_depth_in_tokens(needles, queries, depth, words):
+    """Sentences of 3 tokens and then of 62, between which a count of sentences is far from one of tokens."""
+    sentences = [f"Go {number}." for number in range(40)] + [f"{'word ' * 60}{number}." for number in range(40)]
+    form = dataclasses.replace(FORMS["text"], haystack=lambda draw: iter(sentences))
+    settings = {"length": 450, "depth": depth, "needles": needles, "queries": queries, "samples": 3, "form": form}
+    for sample in needle_samples(words, **settings):
+        context = words.decode(sample.tokens[1 : sample.question])
+        number = words.decode(sample.tokens[slice(*sample.needle)]).rpartition("is ")[2]
+        pieces = [len(words.encode(piece)) for piece in re.split(r"(?<=\.)", context)]
+        asked = context[: context.index(number)].count(".")
+        others = pieces[:asked] + pieces[asked + queries :]  # the needles that are asked for do not count
+        borders = [0, *itertools.accumulate(others)]
+        assert sample.needle[0] == 1 + borders[asked]
+        assert abs(borders[asked] - depth * borders[-1]) == min(abs(end - depth * borders[-1]) for end in borders)
 
 
 @pytest.mark.parametrize(("length", "form"), [(64, "synthetic"), (200, "text"), (333, "synthetic")])
@@ -78,9 +99,9 @@ def test_bad_needles_are_named(words, synthetic, draw):
     with pytest.raises(ValueError, match=r"a context of 24 is too short for 6 needles and 2 questions, .* take \d+"):
         list(needle_samples(words, length=25, depth=0, needles=6, queries=2, form="synthetic"))
     with pytest.raises(ValueError, match="2 needles and 3 queries"):
-        compose(synthetic, [], draw, needles=2, queries=3, depth=0)
+        compose(synthetic, [], draw, len, needles=2, queries=3, depth=0)
     with pytest.raises(ValueError, match=r"depth is 1\.5"):
-        compose(synthetic, [], draw, needles=1, queries=1, depth=1.5)
+        compose(synthetic, [], draw, len, needles=1, queries=1, depth=1.5)
     with pytest.raises(ValueError, match="unknown form 'x'"):
         list(needle_samples(words, length=100, depth=0, form="x"))
 
