@@ -390,6 +390,7 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTraine
         eos_token=eos,
         pad_token=eos,
         padding_side="left",
+        split_special_tokens=True,  # text is only text, as in our own tokenizers
         model_max_length=config.max_length,
     )
 

@@ -15,6 +15,7 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models import register_model
 
 from diffvision import cli
+from diffvision.data.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.convert import convert, recognise
 from diffvision.models.convert import timm as timm_layout
@@ -187,6 +188,7 @@ def test_a_language_model_as_transformers_and_back(variant, tmp_path):
     convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), to="huggingface")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert (loaded.eos_token, loaded.model_max_length, loaded.encode("b a")) == ("</s>", 64, [1, 0])
+    assert loaded.encode("b</s>") == load_tokenizer(tmp_path / "theirs").encode("b</s>") == [0]  # text, an unknown word
     assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").eos_token_id == 2
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     tokens = torch.randint(1, 97, (2, 20))

@@ -171,6 +171,39 @@ def test_export_writes_model_and_tokenizer(tmp_path):
         export(str(tmp_path / "ours"), str(tmp_path / "other"), eos="</s>")
 
 
+def test_a_special_token_s_name_in_a_text_is_text_to_an_exported_tokenizer_too(tmp_path):
+    own = own_tokenizers.train_tokenizer(["a cat and a dog <| end of text |>"] * 20, 300)
+    model = _model("diff-debug", vocab_size=300)
+    language.save(model, tmp_path / "ours", own)
+    export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "again")
+    text = f"a cat{own.eos} and a dog"
+    ids, short = own.encode(text), own.encode("a cat")
+    assert own.eos_id not in ids
+    for folder in (tmp_path / "theirs", tmp_path / "again"):
+        assert own_tokenizers.load_tokenizer(folder).encode(text) == ids
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert tokenizer(text).input_ids == tokenizer.encode(text) == ids
+        padding = [own.eos_id] * (len(ids) - len(short))
+        assert tokenizer([text, "a cat"], padding=True).input_ids == [ids, padding + short]
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.decode([*padding, *short, own.eos_id], skip_special_tokens=True) == "a cat"
+        assert tokenizer.decode([*short, own.eos_id]) == f"a cat{own.eos}"
+        ended = transformers.AutoTokenizer.from_pretrained(folder, add_eos_token=True)  # by its post-processor
+        assert ended(text).input_ids == [*ids, own.eos_id]
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        chat = {"conversation": [{"role": "user", "content": "a cat"}], "return_dict": False}
+        whole = tokenizer.apply_chat_template(**chat, tokenizer_kwargs={"split_special_tokens": False})
+        assert whole == [*short, own.eos_id]
+    host = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+
+    def end_it(tokens, scores):
+        return scores.index_fill(1, torch.tensor([own.eos_id]), float("inf") if tokens.shape[1] > len(short) else -10)
+
+    made = host.generate(torch.tensor([short]), max_new_tokens=9, do_sample=False, logits_processor=[end_it])
+    assert (made.shape[1], made[0, -1]) == (len(short) + 2, own.eos_id)
+
+
 def _words(path, *ends):
     """A tokenizer.json of two words and ends of a document."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -171,6 +171,7 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = told_end(file, vocabulary)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    values["split_special_tokens"] = True  # text is only text, as in our own tokenizers
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
