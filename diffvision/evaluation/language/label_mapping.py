@@ -39,8 +39,10 @@ def label_mapping_tasks(
     for number in range(count):
         draw = random.Random(f"mapping {seed} {number}")
         names = draw_mapping(draw, classes)
-        words = {kind: draw.sample(own := KINDS[kind].split(), len(own)) for kind in names}
         kinds = list(names)
+        words = {kind: KINDS[kind].split() for kind in kinds}
+        for kind in kinds:
+            draw.shuffle(words[kind])
         asked = [(kinds[index % classes], index // classes) for index in range(queries)]
         shown = [kinds[index % classes] for index in range(max(demonstrations, classes))]
         tasks.append(
