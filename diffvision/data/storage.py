@@ -208,8 +208,8 @@ class ShardSet:
         """Why a shard must not be used, as the reason of a bad sample; nothing where it may be.
 
         Raises:
-            ValueError: it holds more samples than it should, was damaged before its manifest was written, or was changed
-                and nothing says what it should hold.
+            ValueError: it holds more samples than it should, was damaged before its manifest was written, or was
+                changed and nothing says what it should hold.
         """
         shard, index, version = self.shards[number], opened.index, opened.version
         changed = version[:2] != self._first.setdefault(number, version)[:2]
