@@ -30,12 +30,17 @@ _MAX_SAMPLES = 10_000_000  # of a shard; the order of a window of shards is in m
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard and what the manifest says of it; None where there is no manifest to say it."""
+    """A shard and what the manifest says of it; None where there is no manifest to say it.
+
+    Attributes:
+        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pinned`.
+    """
 
     location: str
     samples: int | None = None
     bytes: int | None = None
     sha256: str | None = None
+    version: str | None = None
 
     @property
     def name(self) -> str:
@@ -44,6 +49,11 @@ class Shard:
     @property
     def remote(self) -> bool:
         return is_remote(self.location)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is known which version is read, by that or by the sha256 of a remote one's content."""
+        return self.version is not None or (self.remote and self.sha256 is not None)
 
 
 def find_shards(source: str | Path | Sequence[str | Path]) -> list[Shard]:

@@ -6,8 +6,8 @@ import os
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from diffvision.data.decode import BadSample
 from diffvision.data.index import ShardIndex, shard_index
 from diffvision.data.order import Sample
 from diffvision.data.samples import Members
-from diffvision.data.sources import COMPRESSED, SIZES, Shard, find_shards
+from diffvision.data.sources import SIZES, Shard, find_shards
 from diffvision.data.verify import sha256_of
 
 _OPEN_FILES = 64  # a few shuffle windows
@@ -40,7 +40,7 @@ class ShardSet:
 
     def __init__(self, source: str | Path | Sequence[str | Path], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
-        self.shards = find_shards(source)
+        self.shards = self.cache.pinned(find_shards(source))
         self._indices: OrderedDict[int, ShardIndex] = OrderedDict()
         self._files: OrderedDict[int, int] = OrderedDict()
         self._unreadable: dict[int, float] = {}  # until when
@@ -73,22 +73,33 @@ class ShardSet:
 
     def in_cache(self, number: int) -> bool:
         """Whether a shard is read from the cache rather than where it lies."""
-        return self.shards[number].remote or self.shards[number].name.endswith(COMPRESSED)
+        return self.cache.keeps(self.shards[number])
 
-    def path(self, number: int) -> Path:
-        """A shard as a plain tar on local disk. Fetches it if need be (then OSError where that fails)."""
-        shard = self.shards[number]
-        return self.cache.fetch(shard) if self.in_cache(number) else Path(shard.location)
+    @contextmanager
+    def held(self, number: int) -> Iterator[Path]:
+        """A shard as a plain tar on local disk, which stays there meanwhile. It is fetched now if need be.
+
+        Raises:
+            OSError: that fails.
+        """
+        if not self.in_cache(number):
+            yield Path(self.shards[number].location)
+            return
+        if not self.shards[number].pinned:  # its server did not answer at the start
+            self.shards[number] = self.cache.pin(self.shards[number])
+        with self.cache.held(self.shards[number]) as path:
+            yield path
 
     def prepare(self, number: int) -> None:
         """Have a shard at hand, and compared with its manifest, before it is needed. Any thread may do it."""
-        with suppress(OSError):  # it shows again where the shard is read
-            self._as_the_manifest_says(number, self.path(number))
+        with suppress(OSError), self.held(number) as path:  # it shows again where the shard is read
+            self._as_the_manifest_says(number, path)
 
     def index(self, number: int) -> ShardIndex:
         if number not in self._indices:
             shard = self.shards[number]
-            index = shard_index(self.path(number))
+            with self.held(number) as path:
+                index = shard_index(path)
             if shard.samples is not None and len(index) > shard.samples:
                 raise ValueError(
                     f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says "
@@ -109,7 +120,8 @@ class ShardSet:
             self._check_readable(number)
             index = self.index(number)
             if number not in self._differs:
-                self._differs[number] = not self._as_the_manifest_says(number, self.path(number))
+                with self.held(number) as path:
+                    self._differs[number] = not self._as_the_manifest_says(number, path)
         except OSError as error:
             raise self._unreadable_now(number) from error
         if self._differs[number]:
@@ -128,7 +140,9 @@ class ShardSet:
     def pread(self, number: int, offset: int, size: int) -> bytes:
         try:
             if number not in self._files:
-                for old in _keep(self._files, number, os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)):
+                with self.held(number) as path:
+                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                for old in _keep(self._files, number, file):
                     os.close(old)
             self._files.move_to_end(number)
             if offset + size > os.fstat(self._files[number]).st_size:  # or room would be made for what a header says
@@ -182,7 +196,8 @@ class ShardSet:
             self._warn_of_size(shard)
             return shard.samples
         try:
-            index = shard_index(self.path(number))
+            with self.held(number) as path:
+                index = shard_index(path)
         except OSError as error:
             raise ValueError(f"shard {shard.location} cannot be read: {error}") from error
         if index.damage and not len(index):

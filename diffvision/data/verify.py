@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffvision.data.cache import locked
 from diffvision.data.index import sidecars
+from diffvision.data.locks import locked
 
 _BLOCK = 1 << 20
 
