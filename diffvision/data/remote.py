@@ -99,8 +99,9 @@ def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | No
     def attempt(deadline: float) -> dict[str, Any]:
         try:
             return files.info(path)
-        except FileNotFoundError as error:  # so says fsspec of HTTP, whatever it was
-            raise (error.__cause__ if _is_http(location) else None) or error from None
+        except FileNotFoundError as error:
+            missing = error
+        raise (missing.__cause__ if _is_http(location) else None) or missing  # so says fsspec of HTTP, whatever it was
 
     info = patiently(attempt, location, patience)
     said = {mark: str(info[mark]).removeprefix("W/") for mark in _MARKS if info.get(mark) is not None}
@@ -122,6 +123,8 @@ def patiently(attempt: Callable[[float], Any], location: str, patience: Patience
             return attempt(deadline)
         except Exception as error:
             pause = next(pauses, None)
+            if isinstance(error.__cause__, PermissionError):  # aiohttp's own error around a refused redirect
+                raise error.__cause__ from error
             if not _may_pass(error):
                 raise _as_os_error(error) from error
             if pause is None or time.monotonic() + pause > deadline:
@@ -166,9 +169,11 @@ def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
     if _is_http(scheme):
         from aiohttp import ClientTimeout
 
+        from diffvision.data.redirects import client
+
         # total: cat_file has no callback that could end it.
         limits = ClientTimeout(total=patience.total, sock_connect=patience.connect, sock_read=patience.read)
-        return {"client_kwargs": {"timeout": limits}}
+        return {"client_kwargs": {"timeout": limits}, "get_client": client}
     if scheme == "s3":
         once = {"total_max_attempts": 1}
         return {"config_kwargs": {"connect_timeout": patience.connect, "read_timeout": patience.read, "retries": once}}
@@ -188,11 +193,13 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _as_os_error(error: Exception) -> Exception:
-    return error if isinstance(error, (OSError, ValueError)) else OSError(_words(error))
+    return error if isinstance(error, OSError) else OSError(_words(error))
 
 
 def _words(error: Exception) -> str:
     status = getattr(error, "status", None)
+    if status == 0:  # without an answer: too many redirects
+        return type(error).__name__
     if isinstance(status, int):
         return f"the server answers {status} {getattr(error, 'message', '')}".strip()
     return str(error) or type(error).__name__
