@@ -43,7 +43,8 @@ class ShardCache:
 
     Args:
         directory: where; by default the user's cache (`~/.cache/diffvision/shards`).
-        max_bytes: room for shards; it should hold two shuffle windows, or shards are fetched more than once an epoch.
+        max_bytes: room for shards, with those on their way; it should hold two shuffle windows, or shards are fetched
+            more than once an epoch.
         patience: with servers.
     """
 

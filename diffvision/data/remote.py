@@ -97,6 +97,7 @@ def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | No
     files, path = _files(location, patience)
 
     def attempt(deadline: float) -> dict[str, Any]:
+        files.invalidate_cache(path)  # of what an earlier request said
         try:
             return files.info(path)
         except FileNotFoundError as error:
