@@ -17,7 +17,7 @@ from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, decode_image, dec
 from diffvision.data.documents import check_document
 from diffvision.data.index import ShardIndex, correct_sidecars, scan, sha256
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember
-from diffvision.data.sources import PLAIN, natural, read_counts
+from diffvision.data.sources import PLAIN, natural, read_beside, read_counts
 from diffvision.data.tokens import MEMBER, check_tokens
 
 
@@ -101,8 +101,9 @@ def _jobs(directory: Path) -> list[tuple[Path, dict | None, str]]:
     jobs = [(directory / n, told.get(n), "not in the manifest" if told and n not in told else "") for n in present]
     jobs += [(directory / n, None, "in the manifest, but not there") for n in told if n not in present]
     listed = directory / "nshards.txt"
-    if listed.is_file() and listed.read_text().strip() != str(len(present)):
-        jobs.append((listed, None, f"says {listed.read_text().strip()!r}, but there are {len(present)} shards"))
+    said = (read_beside(directory, listed.name) or "").strip()
+    if listed.is_file() and said != str(len(present)):
+        jobs.append((listed, None, f"says {said[:40]!r}, but there are {len(present)} shards"))
     return jobs
 
 

@@ -12,6 +12,7 @@ wrong ones.
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from diffvision.data.order import Order, SequentialOrder
 from diffvision.data.report import Limits, Report, Tally
 from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, Retrieval, SampleKind, Tokenizer, Transform
 from diffvision.data.shards import BatchReader, Request, as_is
+from diffvision.data.sources import decoded
 from diffvision.data.stall import STALL_TIMEOUT, Pulse, watched
 from diffvision.data.storage import ShardSet
 
@@ -48,7 +50,7 @@ class EvaluationFolder:
         self.splits = _splits(self.path)
         if not self.splits:
             raise ValueError(f"{path} is no evaluation folder: no split such as test/ with nshards.txt and 0.tar")
-        kind = " ".join(_lines(self.path / "dataset_type.txt")).lower() or "classification"
+        kind = " ".join(lines_of(self.path / "dataset_type.txt")).lower() or "classification"
         if kind not in ("classification", "retrieval", "composition"):
             raise ValueError(
                 f"{self.path}/dataset_type.txt says {kind!r}: only classification, retrieval and composition are read"
@@ -59,8 +61,8 @@ class EvaluationFolder:
         else:
             self.task = "composition" if "composition" in (kind, own.name) else "retrieval"
         self.name = own.parent.name if own.name in TASKS else own.name
-        self.classnames = _lines(self.path / "classnames.txt")
-        self.templates = _lines(self.path / "zeroshot_classification_templates.txt")
+        self.classnames = lines_of(self.path / "classnames.txt")
+        self.templates = lines_of(self.path / "zeroshot_classification_templates.txt")
         self.transform: Transform | None = None
         self.tokenizer: Tokenizer | None = None
 
@@ -187,9 +189,17 @@ def _splits(path: Path) -> list[str]:
     return sorted(told)
 
 
-def _lines(path: Path) -> list[str]:
-    """Stripped lines, as CLIP_benchmark reads them: a blank one keeps its place, for classes are numbered by line."""
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+def lines_of(path: Path) -> list[str]:
+    """Stripped lines, as CLIP_benchmark reads them; none where there is no such file.
+
+    A blank one keeps its place, for classes are numbered by line, and no other character than a newline ends one.
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    if not path.is_file():
+        return []
+    return [line.strip() for line in StringIO(decoded(path.read_bytes(), path), newline=None)]
 
 
 def _sequential(counts: Any, epoch: int) -> Order:

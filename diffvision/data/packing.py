@@ -13,7 +13,7 @@ from pathlib import Path
 import webdataset
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diffvision.data.decode import BadSample, clean_caption, decode_text, open_image
+from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, clean_caption, decode_image, decode_text, open_image
 from diffvision.data.index import scan, sha256
 from diffvision.data.sources import MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, natural
 
@@ -142,7 +142,7 @@ def pack_folder(
         captions: a .csv or .tsv with a header; its columns for paths (relative to `source`) and captions are known by
             name (image, filepath, file_name, ...; caption, text, title). Without it, `x.txt` beside `x.jpg` is taken.
 
-    Images that cannot be opened, and missing or empty captions, are left out and counted by reason.
+    Images that cannot be decoded, and missing or empty captions, are left out and counted by reason.
     """
     source, directory = Path(source), Path(directory)
     refuse_existing(directory)
@@ -266,9 +266,10 @@ def _samples(pairs: list[tuple[Path, str | None]], first: int, packed: Packed) -
             if caption is None:
                 caption = _text_beside(path)
             image = _read(path)
+            decode_image(image)  # what cannot be trained on is not packed
             ending = _ENDINGS[open_image(image).format or ""]
             text = caption.strip()
-            clean_caption(text)  # what cannot be trained on is not packed
+            clean_caption(text)
         except BadSample as reason:
             packed.skipped[str(reason)] += 1
             packed.examples.setdefault(str(reason), str(path))
@@ -287,6 +288,8 @@ def _text_beside(path: Path) -> str:
 
 def _read(path: Path) -> bytes:
     try:
+        if path.stat().st_size > MAX_IMAGE_BYTES:
+            raise BadSample("image too large")
         return path.read_bytes()
     except OSError:
         raise BadSample("missing image") from None

@@ -14,11 +14,20 @@ from fsspec.callbacks import Callback
 _log = logging.getLogger(__name__)
 _MAX_BESIDE = 1 << 30  # bytes of a manifest; one of ten million shards is as large
 _TELL_EVERY = 30.0  # seconds, of a transfer that takes long
+_MARKS = ("ETag", "Last-Modified", "LastModified", "generation", "size")  # of a version, by http, s3 and gs
 _AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
 
 
-class TooLarge(OSError):
+class Refused(OSError):
+    """What would be refused again, however often it is asked for."""
+
+
+class TooLarge(Refused):
     """More bytes than there is room for."""
+
+
+class GivenUp(OSError):
+    """A server did not give a file within the patience with it."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +88,34 @@ def download(location: str, to: str, progress: Callback, patience: Patience) -> 
     files.get_file(path, to, callback=progress)
 
 
+def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | None]:
+    """What a server says of the version that a file has now, and its size in bytes; "" and None where it says nothing.
+
+    Raises:
+        OSError: the server does not answer, or has no such file.
+    """
+    files, path = _files(location, patience)
+
+    def attempt(deadline: float) -> dict[str, Any]:
+        files.invalidate_cache(path)  # of what an earlier request said
+        try:
+            return files.info(path)
+        except FileNotFoundError as error:
+            missing = error
+        raise (missing.__cause__ if _is_http(location) else None) or missing  # so says fsspec of HTTP, whatever it was
+
+    info = patiently(attempt, location, patience)
+    said = {mark: str(info[mark]).removeprefix("W/") for mark in _MARKS if info.get(mark) is not None}
+    size = info.get("size")
+    return " ".join(f"{mark}={value}" for mark, value in said.items()), size if isinstance(size, int) else None
+
+
 def patiently(attempt: Callable[[float], Any], location: str, patience: Patience) -> Any:
     """What `attempt` returns, given the time (`time.monotonic`) at which it has to give up.
 
     Raises:
-        FileNotFoundError, TooLarge, OSError: what cannot get better, at once; the rest when patience is at its end.
+        FileNotFoundError, Refused, OSError: what cannot get better, at once.
+        GivenUp: the rest, when patience is at its end.
     """
     deadline = time.monotonic() + patience.total
     pauses = patience.pauses()
@@ -92,11 +124,13 @@ def patiently(attempt: Callable[[float], Any], location: str, patience: Patience
             return attempt(deadline)
         except Exception as error:
             pause = next(pauses, None)
+            if isinstance(error.__cause__, PermissionError):  # aiohttp's own error around a refused redirect
+                raise error.__cause__ from error
             if not _may_pass(error):
                 raise _as_os_error(error) from error
             if pause is None or time.monotonic() + pause > deadline:
                 spent = time.monotonic() - deadline + patience.total
-                raise OSError(f"given up after {spent:.1f} s: {_words(error)}") from error
+                raise GivenUp(f"given up after {spent:.1f} s: {_words(error)}") from error
             _log.warning("%s: %s; again in %.1f s", location, _words(error), pause)
             time.sleep(pause)
 
@@ -133,32 +167,40 @@ def _files(location: str, patience: Patience) -> tuple[Any, str]:
 
 def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
     """The limits in the words of each scheme's package; they do not try again by themselves, for it is done here."""
-    if scheme in ("http", "https"):
+    if _is_http(scheme):
         from aiohttp import ClientTimeout
+
+        from diffvision.data.redirects import client
 
         # total: cat_file has no callback that could end it.
         limits = ClientTimeout(total=patience.total, sock_connect=patience.connect, sock_read=patience.read)
-        return {"client_kwargs": {"timeout": limits}}
+        return {"client_kwargs": {"timeout": limits}, "get_client": client}
     if scheme == "s3":
         once = {"total_max_attempts": 1}
         return {"config_kwargs": {"connect_timeout": patience.connect, "read_timeout": patience.read, "retries": once}}
     return {"requests_timeout": patience.read} if scheme == "gs" else {}
 
 
+def _is_http(location: str) -> bool:
+    return location.partition("://")[0] in ("http", "https")
+
+
 def _may_pass(error: Exception) -> bool:
     """Whether to ask again could help: all but what is not there, is not allowed, or has no room."""
-    if isinstance(error, (FileNotFoundError, PermissionError, TooLarge, ValueError, TypeError, AttributeError)):
+    if isinstance(error, (FileNotFoundError, PermissionError, Refused, GivenUp, ValueError, TypeError, AttributeError)):
         return False
     status = getattr(error, "status", None)
     return not isinstance(status, int) or status >= 500 or status in _AGAIN
 
 
 def _as_os_error(error: Exception) -> Exception:
-    return error if isinstance(error, (OSError, ValueError)) else OSError(_words(error))
+    return error if isinstance(error, OSError) else OSError(_words(error))
 
 
 def _words(error: Exception) -> str:
     status = getattr(error, "status", None)
+    if status == 0:  # without an answer: too many redirects
+        return type(error).__name__
     if isinstance(status, int):
         return f"the server answers {status} {getattr(error, 'message', '')}".strip()
     return str(error) or type(error).__name__

@@ -169,6 +169,7 @@ class ShardLoader:
             raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
         if len(shards) < batch_size:
             raise ValueError(f"the shards hold {len(shards)} samples: fewer than one global batch of {batch_size}")
+        shards.cache.check_room(shards.shards, at_once=2 * window)  # those of a window, and of the next one
         self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
         self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
         self._position = (0, 0)  # epoch, batches consumed

@@ -30,12 +30,17 @@ _MAX_SAMPLES = 10_000_000  # of a shard; the order of a window of shards is in m
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard and what the manifest says of it; None where there is no manifest to say it."""
+    """A shard and what the manifest says of it; None where there is no manifest to say it.
+
+    Attributes:
+        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pinned`.
+    """
 
     location: str
     samples: int | None = None
     bytes: int | None = None
     sha256: str | None = None
+    version: str | None = None
 
     @property
     def name(self) -> str:
@@ -44,6 +49,11 @@ class Shard:
     @property
     def remote(self) -> bool:
         return is_remote(self.location)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is known which version is read, by that or by the sha256 of a remote one's content."""
+        return self.version is not None or (self.remote and self.sha256 is not None)
 
 
 def find_shards(source: str | Path | Sequence[str | Path]) -> list[Shard]:
@@ -141,7 +151,7 @@ def _remote(directory: str) -> list[Shard]:
 
 
 def _number(path: Path) -> int:
-    text = path.read_text().strip()
+    text = decoded(path.read_bytes(), path).strip()
     if not text.isdecimal() or len(text) > 9:
         raise ValueError(f"{path} does not hold a number of shards: {text[:40]!r}")
     return int(text)
@@ -213,12 +223,28 @@ def _count(value: object, name: str, of: str, where: str) -> int:
 
 
 def read_beside(directory: str | Path, name: str) -> str | None:
-    """A small text file of a local directory (a Path) or of one at a URL (a str); None where there is none."""
+    """A small text file of a local directory (a Path) or of one at a URL (a str); None where there is none.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
     if isinstance(directory, Path):
-        path = directory / name
-        return path.read_text(encoding="utf-8") if path.is_file() else None
-    data = remote.read(f"{directory}/{name}")
-    return None if data is None else data.decode("utf-8")
+        data = path.read_bytes() if (path := directory / name).is_file() else None
+    else:
+        data = remote.read(f"{directory}/{name}")
+    return None if data is None else decoded(data, f"{directory}/{name}")
+
+
+def decoded(data: bytes, name: str | Path) -> str:
+    """The text of a file, with or without the mark that some editors put before UTF-8.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
 
 
 def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:

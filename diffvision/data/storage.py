@@ -6,8 +6,8 @@ import os
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from diffvision.data.decode import BadSample
 from diffvision.data.index import ShardIndex, Version, correct_sidecars, scan, shard_index
 from diffvision.data.order import Sample
 from diffvision.data.samples import Members
-from diffvision.data.sources import COMPRESSED, SIZES, Shard, find_shards
+from diffvision.data.sources import SIZES, Shard, find_shards
 from diffvision.data.verify import sha256_of
 
 _OPEN_FILES = 64  # a few shuffle windows
@@ -60,7 +60,7 @@ class ShardSet:
 
     def __init__(self, source: str | Path | Sequence[str | Path], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
-        self.shards = find_shards(source)
+        self.shards = self.cache.pinned(find_shards(source))
         self._open: OrderedDict[int, _Open] = OrderedDict()
         self._unreadable: dict[int, float] = {}  # until when
         self._failures: Counter[int] = Counter()
@@ -96,17 +96,27 @@ class ShardSet:
 
     def in_cache(self, number: int) -> bool:
         """Whether a shard is read from the cache rather than where it lies."""
-        return self.shards[number].remote or self.shards[number].name.endswith(COMPRESSED)
+        return self.cache.keeps(self.shards[number])
 
-    def path(self, number: int) -> Path:
-        """A shard as a plain tar on local disk. Fetches it if need be (then OSError where that fails)."""
-        shard = self.shards[number]
-        return self.cache.fetch(shard) if self.in_cache(number) else Path(shard.location)
+    @contextmanager
+    def held(self, number: int) -> Iterator[Path]:
+        """A shard as a plain tar on local disk, which stays there meanwhile. It is fetched now if need be.
+
+        Raises:
+            OSError: that fails.
+        """
+        if not self.in_cache(number):
+            yield Path(self.shards[number].location)
+            return
+        if not self.shards[number].pinned:  # its server did not answer at the start
+            self.shards[number] = self.cache.pin(self.shards[number])
+        with self.cache.held(self.shards[number]) as path:
+            yield path
 
     def prepare(self, number: int) -> None:
         """Have a shard at hand, and compared with its manifest, before it is needed. Any thread may do it."""
-        with suppress(OSError):  # it shows again where the shard is read
-            path, shard = self.path(number), self.shards[number]
+        with suppress(OSError), self.held(number) as path:  # it shows again where the shard is read
+            shard = self.shards[number]
             if shard.sha256 is not None and not self.in_cache(number) and os.path.getsize(path) >= (shard.bytes or 0):
                 sha256_of(path, self.cache.progress)  # which notes it
 
@@ -164,8 +174,8 @@ class ShardSet:
     def false_index(self, number: int, member: str) -> ValueError:
         """What to raise where a member is not where the index says. Sidecars that say so are made anew."""
         location = self.shards[number].location
-        path = self.path(number)
-        found = correct_sidecars(path, scan(path)) or ["the file was written to"]
+        with self.held(number) as path:
+            found = correct_sidecars(path, scan(path)) or ["the file was written to"]
         return ValueError(
             f"shard {location} does not hold {member} where its index says: {'; '.join(found)}. See `diffvision data "
             "check`, then start or resume the run again"
@@ -186,19 +196,19 @@ class ShardSet:
         return self._open[number]
 
     def _open_anew(self, number: int) -> _Open:
-        path = self.path(number)
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            opened = _Open(file, Version.of(file), shard_index(path))
-            reason = self._mismatch(number, path, opened)
-            if Version.of(path) != opened.version:
-                raise OSError(f"{path} changes while it is opened")
-            if reason:
-                self._refused[number] = reason
-                raise BadSample(reason)
-        except BaseException:
-            os.close(file)
-            raise
+        with self.held(number) as path:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                opened = _Open(file, Version.of(file), shard_index(path))
+                reason = self._mismatch(number, path, opened)
+                if Version.of(path) != opened.version:
+                    raise OSError(f"{path} changes while it is opened")
+                if reason:
+                    self._refused[number] = reason
+                    raise BadSample(reason)
+            except BaseException:
+                os.close(file)
+                raise
         return opened
 
     def _close(self, number: int) -> None:
@@ -315,7 +325,8 @@ class ShardSet:
             self._warn_of_size(shard)
             return shard.samples
         try:
-            index = shard_index(self.path(number))
+            with self.held(number) as path:
+                index = shard_index(path)
         except OSError as error:
             raise ValueError(f"shard {shard.location} cannot be read: {error}") from error
         self._indexed[number] = index.digest

@@ -7,7 +7,6 @@ is true, and a text is not tokenised again every epoch.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -17,10 +16,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from diffvision.data.cache import identity, locked
+from diffvision.data.cache import identity
 from diffvision.data.decode import BadSample
 from diffvision.data.documents import DocumentAccount, TextMember
 from diffvision.data.index import user_cache
+from diffvision.data.locks import locked, scratch, sweep
 from diffvision.data.order import Sample
 from diffvision.data.packing import packing_progress, write_manifest, write_tar
 from diffvision.data.report import BadDataError, Limits
@@ -116,21 +116,11 @@ def tokenize_shards(
         raise ValueError(f"{directory} is not empty: remove what is in it, or choose another directory")
     if tokens_per_shard < 2:
         raise ValueError(f"tokens_per_shard is {tokens_per_shard}: it must be at least 2")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = directory.parent / f".{directory.name}.{os.getpid()}.part"
-    scratch.mkdir()
-    try:
-        account = _write(
-            source,
-            scratch,
-            _Parts(source, tokenizer, text or TextMember()),
-            tokens_per_shard,
-            num_workers,
-            limits or Limits(),
-        )
-        os.replace(scratch, directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch(directory.parent, prefix := f".{directory.name}.") as folder:
+        sweep(directory.parent, prefix)  # what a killed one left
+        parts = _Parts(source, tokenizer, text or TextMember())
+        account = _write(source, folder, parts, tokens_per_shard, num_workers, limits or Limits())
+        os.replace(folder, directory)
     return account
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffvision.data.cache import locked
 from diffvision.data.index import read_sidecar, sidecars, write_sidecar
+from diffvision.data.locks import locked
 
 _BLOCK = 1 << 20
 _MAX_NOTE = 1 << 10  # bytes

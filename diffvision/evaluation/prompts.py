@@ -9,7 +9,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from diffvision.data.decode import MAX_CAPTION
 from diffvision.data.folders import EvaluationFolder
+
+PLACE = "{c}"
+"""The class name's place in a template, as CLIP_benchmark writes it."""
 
 # Variants of ImageNet -> the list in timm's data of those of the 1000 classes that the variant has.
 _SUBSETS = {
@@ -26,17 +30,32 @@ class Prompts(NamedTuple):
     """What a zero-shot classifier is made of."""
 
     classnames: list[str]
-    templates: list[str]  # with the class name's place as {c}
+    templates: list[str]  # with PLACE where the class name comes
     indices: list[int] | None  # of the classes among ImageNet's 1000, where the dataset is a subset of them
 
     def texts(self) -> list[list[str]]:
-        """The texts of each class."""
-        try:
-            return [[template.format(c=name) for template in self.templates] for name in self.classnames]
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"a template has another place than {{c}} for the class name ({error}): mend it"
-            ) from error
+        """The texts of each class: every {c} of a template is replaced by the class name, and nothing else is.
+
+        Raises:
+            ValueError: a template without {c}; a text that is longer than any caption may be.
+        """
+        for template in self.templates:
+            if PLACE not in template:
+                raise ValueError(
+                    f"the template {_start(template)} has no {PLACE}, the place of the class name: mend it"
+                )
+            longest = max(self.classnames, key=len, default="")
+            length = len(template) + template.count(PLACE) * (len(longest) - len(PLACE))
+            if length > MAX_CAPTION:
+                raise ValueError(
+                    f"the template {_start(template)} and the class name {_start(longest)} make a text of {length:,} "
+                    f"characters: shorten them to {MAX_CAPTION:,} or fewer"
+                )
+        return [[template.replace(PLACE, name) for template in self.templates] for name in self.classnames]
+
+
+def _start(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "openai") -> Prompts:
@@ -59,7 +78,7 @@ def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "o
         )
     names = list(open_clip.IMAGENET_CLASSNAMES)
     makers = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
-    texts = [make("{c}") for make in makers[templates]]
+    texts = [make(PLACE) for make in makers[templates]]
     file = _SUBSETS[_plain(name)]
     if file is None:
         return Prompts(names, texts, None)

@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
+from diffvision.data.folders import lines_of
 from diffvision.export.card import write_card
 from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
 from diffvision.models.convert import layouts
@@ -91,8 +92,7 @@ def _labels(source: Source) -> dict[str, Any]:
         return {}
     config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
     folder = ((config.get("data") or {}).get("init_args") or {}).get("evaluation")
-    file = Path(str(folder)) / "classnames.txt"
-    names = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names = lines_of(Path(str(folder)) / "classnames.txt")
     return {"label_names": names} if len(names) == source.config["num_classes"] else {}
 
 

@@ -1,13 +1,23 @@
 import gzip
 import http.server
+import json
+import multiprocessing
 import os
+import signal
 import threading
+import time
 
 import pytest
 
 from diffvision.data.cache import ShardCache
+from diffvision.data.decode import BadSample
+from diffvision.data.packing import write_tar
+from diffvision.data.remote import Patience
 from diffvision.data.report import Limits
 from diffvision.data.sources import Shard, find_shards
+from diffvision.data.storage import ShardSet
+from diffvision.data.tokenize import cached_tokens
+from diffvision.data.tokenizers import train_tokenizer
 
 
 @pytest.fixture
@@ -164,3 +174,201 @@ def test_a_remote_manifest_gives_the_hashes_to_verify(whole, serve):
     assert find_shards(f"{url}/") == remote
     with pytest.raises(ValueError, match=r"has no manifest\.json or sizes\.json: name the shards"):
         find_shards(f"{url}/elsewhere")
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(corpus, tmp_path):
+    """Three shards with sizes.json and no manifest: nothing here says what they hold."""
+    source = corpus.write(tmp_path / "counted", 30, manifest=False)
+    (source / "sizes.json").write_text(json.dumps({f"00000{n}.tar": 10 for n in range(3)}))
+    return source
+
+
+def replace_shard(corpus, path, first, later=5):
+    """Another shard of as many samples, `later` seconds younger than the one that was there."""
+    before = path.stat()
+    write_tar(path, [corpus.sample(n) for n in range(first, first + 10)])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + later * 10**9))
+
+
+@pytest.mark.parametrize("sizes", [True, False], ids=["sizes.json", "nothing"])
+def test_a_shard_that_its_server_replaced_is_fetched_again_by_the_next_run(corpus, counted, serve, cache, sizes):
+    if not sizes:
+        (counted / "sizes.json").unlink()
+    url, requests = serve(counted)
+    source = f"{url}/{{000000..000002}}.tar"
+    assert sorted(n for batch in corpus.read(corpus.loader(source, cache=cache)) for n in batch) == [*range(30)]
+    requests.clear()
+    corpus.read(corpus.loader(source, cache=cache))
+    assert sorted(path for path in requests if path.endswith(".tar")) == [f"/00000{n}.tar" for n in range(3)]
+    replace_shard(corpus, counted / "000001.tar", 70)  # of the same size
+    again = corpus.read(corpus.loader(source, cache=cache))
+    assert sorted(n for batch in again for n in batch) == [*range(10), *range(20, 30), *range(70, 80)]
+
+
+def test_a_copy_whose_server_is_away_is_used_and_said_once(corpus, counted, serve, cache):
+    cache.patience = Patience(connect=0.5, read=0.5, tries=2, pause=0.01, total=2)
+    (counted / "sizes.json").unlink()
+    url, _ = serve(counted)
+    source = [f"{url}/00000{n}.tar" for n in range(3)]
+    ShardSet(source, cache)
+    (counted / "000001.tar").unlink()
+    with pytest.warns(UserWarning, match=r"1 of 3 shards could not be compared .* first .*000001.tar: .* 404") as told:
+        corpus.read(corpus.loader(source, cache=cache))
+    assert len(told) == 1
+
+
+def test_a_silent_server_is_not_asked_for_each_shard(corpus, counted, cache, monkeypatch):
+    from diffvision.data import remote
+
+    cache.patience = Patience(connect=0.5, tries=1, pause=0.01, total=1)
+    for number in range(100):
+        shard = Shard(f"http://127.0.0.1:9/{number:06}.tar", samples=10, version="0" * 16)
+        path = cache._path(shard)
+        cache.directory.mkdir(exist_ok=True)
+        path.write_bytes((counted / "000000.tar").read_bytes())
+    asked = []
+    files = remote._files
+    monkeypatch.setattr(
+        remote, "_files", lambda location, patience: asked.append(location) or files(location, patience)
+    )
+    open_ones = [Shard(f"http://127.0.0.1:9/{number:06}.tar", samples=10) for number in range(100)]
+    with pytest.warns(UserWarning, match="100 of 100 shards could not be compared"):
+        pinned = cache.pinned(open_ones)
+    assert len(asked) <= 40  # those that were under way when the first gave up
+    assert {shard.version for shard in pinned} == {"0" * 16}
+
+
+def test_what_replaces_a_shard_during_a_run_is_not_read_by_the_old_index(corpus, counted, serve, cache, caplog):
+    url, _ = serve(counted)
+    shards = ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache)
+    kind = corpus.kind()
+    index = shards.index(1)
+    assert index.key(0) == "000010"
+    for copy in cache.directory.glob("*.tar"):
+        copy.unlink()  # others made room
+    replace_shard(corpus, counted / "000001.tar", 70)
+    with pytest.raises(BadSample, match="unreadable shard"):
+        kind.decode(shards.members((1, 0)))
+    assert "000001.tar was replaced since this run began" in caplog.text
+    assert kind.decode(shards.members((2, 0)))[1] == "sample 20"
+
+
+def test_a_compressed_shard_that_is_overwritten_is_not_read_by_the_old_index(corpus, whole, tmp_path, cache):
+    source = tmp_path / "000000.tar.gz"
+    source.write_bytes(gzip.compress((whole / "000000.tar").read_bytes()))
+    shards = ShardSet(source, cache)
+    shards.index(0)
+    source.write_bytes(gzip.compress((whole / "000009.tar").read_bytes()))
+    assert corpus.kind().decode(shards.members((0, 3)))[1] == "sample 3"  # from its copy
+    shards = ShardSet(source, cache)
+    shards.index(0)
+    for copy in cache.directory.glob("*.tar"):
+        copy.unlink()
+    source.write_bytes(gzip.compress((whole / "000008.tar").read_bytes()))
+    with pytest.raises(BadSample, match="unreadable shard"):
+        corpus.kind().decode(shards.members((0, 3)))
+
+
+def test_tokens_of_text_that_its_server_replaced_are_made_again(tmp_path, serve):
+    source = tmp_path / "text"
+    source.mkdir()
+    write_tar(source / "0.tar", [{"__key__": "0", "txt": "one two three"}])
+    url, _ = serve(source)
+    tokenizer = train_tokenizer(["one two three four"], 257)
+    first = cached_tokens(ShardSet(f"{url}/0.tar"), tokenizer, num_workers=0)
+    assert cached_tokens(ShardSet(f"{url}/0.tar"), tokenizer, num_workers=0) == first
+    write_tar(source / "0.tar", [{"__key__": "0", "txt": "one two three four"}])
+    os.utime(source / "0.tar", (0, 0))
+    assert cached_tokens(ShardSet(f"{url}/0.tar"), tokenizer, num_workers=0) != first
+
+
+# ---- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_is_held_makes_no_room(whole, serve, cache):
+    """Between its fetching and its opening another process may make room: the shard counted as unreadable then."""
+    url, _ = serve(whole)
+    cache.max_bytes = int(1.05 * (whole / "000000.tar").stat().st_size)
+    shards = [Shard(f"{url}/00000{n}.tar") for n in range(3)]
+    with cache.held(shards[0]) as path:
+        cache.fetch(shards[1])
+        assert path.exists()
+    cache.fetch(shards[2])
+    assert tars(cache) == ["000002.tar"]
+
+
+@pytest.mark.filterwarnings("ignore:the cache of shards has room")
+def test_a_cache_with_room_for_one_shard_loses_no_sample(corpus, whole, serve, cache):
+    url, _ = serve(whole)
+    cache.max_bytes = int(1.05 * (whole / "000000.tar").stat().st_size)
+    source = f"{url}/{{000000..000010}}.tar"
+    remote = corpus.loader(source, cache=cache, seed=5, window=4, num_workers=2, limits=Limits(1.0))
+    assert corpus.read(remote) == corpus.read(corpus.loader(whole, seed=5, window=4))
+    assert remote.report.skipped == {}
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_cache_that_is_too_small_is_told_at_the_start(corpus, tmp_path, serve, cache, manifest):
+    source = corpus.write(tmp_path / "s", 60, manifest=manifest)
+    url, _ = serve(source)
+    size = (source / "000000.tar").stat().st_size
+    named = f"{url}/{{000000..000005}}.tar"
+    cache.max_bytes = 4 * size - 1
+    with pytest.warns(
+        UserWarning, match=rf"the 4 shards .* have up to {4 * size:,}: .* set cache_bytes to {4 * size:,}"
+    ):
+        corpus.loader(named, cache=cache, window=2)
+    cache.max_bytes = size - 1
+    with pytest.raises(
+        ValueError, match=rf"000000.tar has {size:,} bytes, and the cache of shards room for {size - 1:,}"
+    ):
+        ShardSet(named, cache)
+
+
+def test_what_a_killed_download_left_is_removed_and_what_is_coming_counts(whole, cache):
+    """A process that is killed while a shard comes leaves a folder that no other one may mistake for one in use."""
+    data, slow = (whole / "000000.tar").read_bytes(), threading.Event()
+
+    class HalfFirst(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            if "slow" in self.path:
+                slow.wait(10)
+            self.wfile.write(data[len(data) // 2 :])
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HalfFirst)
+    server.daemon_threads, server.handle_error = True, lambda *args: None  # the killed one's connection breaks
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        start = multiprocessing.get_context("fork")
+        process = start.Process(target=cache.fetch, args=(Shard(f"{url}/slow.tar"),))
+        process.start()
+        while not any(path.stat().st_size for path in cache.directory.glob("*.part/*")):
+            time.sleep(0.01)
+        cache.max_bytes = int(2.4 * len(data))
+        cache.fetch(Shard(f"{url}/0.tar"))
+        (part,) = cache.directory.glob("*.part")  # it lives
+        cache.fetch(Shard(f"{url}/1.tar"))
+        assert tars(cache) == ["1.tar"]  # two and half of one would be more than there is room for
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert part.exists()
+        cache.fetch(Shard(f"{url}/2.tar"))
+        assert tars(cache) == ["1.tar", "2.tar"]
+        assert not list(cache.directory.glob("*.part*"))
+    finally:
+        slow.set()
+        server.shutdown()
+        server.server_close()

@@ -132,3 +132,19 @@ def test_evaluating_leaves_the_random_state_alone(corpus, tmp_path):
     state = torch.get_rng_state()
     list(folder.batches(to_float))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_class_names_are_lines_and_nothing_else(corpus, tmp_path):
+    path = folder_of(tmp_path / "pets", corpus, labelled(corpus, 5))
+    (path / "classnames.txt").write_bytes("\ufeffcat\r\ndog\u2028hound\r\nbird\x0bwing\n".encode())
+    assert EvaluationFolder(path).classnames == ["cat", "dog\u2028hound", "bird\x0bwing"]
+
+
+@pytest.mark.parametrize(
+    "name", ["classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt", "test/nshards.txt"]
+)
+def test_a_text_that_is_not_utf_8_is_named(corpus, tmp_path, name):
+    path = folder_of(tmp_path / "pets", corpus, labelled(corpus, 5))
+    (path / name).write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 \(.* at byte 3\): save it as UTF-8"):
+        list(EvaluationFolder(path).batches(to_float))

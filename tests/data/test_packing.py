@@ -1,10 +1,12 @@
 import io
 import json
 import os
+import random
 
 import pytest
 from PIL import Image
 
+from diffvision.data.checks import check_shards
 from diffvision.data.make import make
 from diffvision.data.packing import pack_folder, write_manifest, write_shards
 from diffvision.data.storage import ShardSet
@@ -199,3 +201,26 @@ def test_links_in_a_folder_do_not_lead_out_of_it(images, tmp_path):
     beside.symlink_to(tmp_path / "secret.txt")
     with pytest.raises(ValueError, match=r"a link: .* is not a path inside"):
         pack_folder(images, tmp_path / "out", num_workers=1)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path, corpus):
+    """Its header alone says nothing of what is missing behind it."""
+    source = tmp_path / "images"
+    source.mkdir()
+    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
+    for number in range(3):
+        noise.save(source / f"{number}.img", kind)
+        (source / f"{number}.txt").write_text(f"sample {number}")
+    whole = (source / "1.img").read_bytes()
+    (source / "1.img").write_bytes(whole[: len(whole) // 2])
+    packed = pack_folder(source, tmp_path / "out", num_workers=1)
+    assert (packed.samples, packed.skipped.total()) == (2, 1)
+    assert packed.examples[next(iter(packed.skipped))].endswith("1.img")
+    assert next(iter(packed.skipped)) in ("truncated image", "damaged image")
+    (checked,) = check_shards(tmp_path / "out", 0)
+    assert (checked.good, checked.bad) == (2, {})
+    loader = corpus.loader(tmp_path / "out", batch_size=2)
+    for _ in loader:
+        pass
+    assert loader.report.skipped == {}

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from diffvision.data import remote
 from diffvision.data.cache import ShardCache
-from diffvision.data.remote import Patience, read
+from diffvision.data.remote import Patience, read, stamp
 from diffvision.data.report import Limits
 from diffvision.data.sources import Shard
 
@@ -170,3 +171,26 @@ def test_patience_that_cannot_be():
     pauses = [pause for _ in range(20) for pause in Patience(tries=12).pauses()]
     assert max(pauses) <= 60
     assert len(set(pauses)) > 100  # no two readers come back together
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said", "same", "other"),
+    [
+        ("s3", {"ETag": '"a"', "LastModified": 1, "size": 5}, {"StorageClass": "COLD"}, {"ETag": '"b"'}),
+        ("gs", {"generation": "7", "etag": "x", "size": 5}, {"etag": "y", "updated": 2}, {"generation": "8"}),
+        ("https", {"ETag": '"a"', "Last-Modified": "x", "size": 5}, {"ETag": 'W/"a"'}, {"Last-Modified": "y"}),
+        ("http", {"size": 5}, {"mimetype": "x"}, {"size": 6}),
+    ],
+)
+def test_a_version_is_what_the_store_says_of_the_content(scheme, said, same, other, monkeypatch):
+    class Store:
+        info = staticmethod(lambda path: told)
+        invalidate_cache = staticmethod(lambda path: None)
+
+    monkeypatch.setattr(remote, "_files", lambda location, patience: (Store, location))
+    stamps = []
+    for more in ({}, same, other):
+        told = said | more
+        stamps.append(stamp(f"{scheme}://bucket/0.tar"))
+    assert stamps[0] == stamps[1] != stamps[2]
+    assert stamps[0][1] == 5

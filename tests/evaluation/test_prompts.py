@@ -83,3 +83,24 @@ def test_zero_shot_over_a_subset(circle, to_tensor, memory_folder):
     prompts = prompts_of(folder)
     metrics = evaluate(circle, folder, transform=to_tensor, tokenizer=grey_of_class)
     assert metrics["zero_shot/imagenet-a/acc1"] == 0.5
+
+
+def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
+    templates = ["a {c}", "{c} {c.__class__} {0} {{c}}", "{c} {", "{c} 100%"]
+    assert Prompts(["{c} wren", "{0}"], templates, None).texts() == [
+        ["a {c} wren", "{c} wren {c.__class__} {0} {{c} wren}", "{c} wren {", "{c} wren 100%"],
+        ["a {0}", "{0} {c.__class__} {0} {{0}}", "{0} {", "{0} 100%"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "template", ["a {c:>3000000000}", "a {c.__class__}", "a {c!r}", "a {}", "a {name}", "a photo", ""]
+)
+def test_a_template_without_a_place_is_refused(template):
+    with pytest.raises(ValueError, match=r"the template .* has no \{c\}, the place of the class name: mend it"):
+        Prompts(["wren"], ["a {c}", template], None).texts()
+
+
+def test_a_template_cannot_multiply_a_name():
+    with pytest.raises(ValueError, match=r"make a text of 3,000,000,000 characters: shorten them to 1,000 or fewer"):
+        Prompts(["wren", "w" * 100_000], ["{c}" * 30_000], None).texts()
