@@ -3,6 +3,7 @@ import http.server
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -251,6 +252,8 @@ def test_what_replaces_a_shard_during_a_run_is_not_read_by_the_old_index(corpus,
     for copy in cache.directory.glob("*.tar"):
         copy.unlink()  # others made room
     replace_shard(corpus, counted / "000001.tar", 70)
+    assert kind.decode(shards.members((1, 0)))[1] == "sample 10"  # from the copy that it has open
+    shards = pickle.loads(pickle.dumps(shards))  # as a worker gets it, with nothing open
     with pytest.raises(BadSample, match="unreadable shard"):
         kind.decode(shards.members((1, 0)))
     assert "000001.tar was replaced since this run began" in caplog.text
@@ -269,6 +272,7 @@ def test_a_compressed_shard_that_is_overwritten_is_not_read_by_the_old_index(cor
     for copy in cache.directory.glob("*.tar"):
         copy.unlink()
     source.write_bytes(gzip.compress((whole / "000008.tar").read_bytes()))
+    shards = pickle.loads(pickle.dumps(shards))  # as a worker gets it, with nothing open
     with pytest.raises(BadSample, match="unreadable shard"):
         corpus.kind().decode(shards.members((0, 3)))
 
