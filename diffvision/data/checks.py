@@ -15,7 +15,7 @@ from rich.table import Table
 
 from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, decode_image, decode_label, decode_text, open_image
 from diffvision.data.documents import check_document
-from diffvision.data.index import ShardIndex, scan, sha256
+from diffvision.data.index import ShardIndex, correct_sidecars, scan, sha256
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember
 from diffvision.data.sources import PLAIN, natural, read_beside, read_counts
 from diffvision.data.tokens import MEMBER, check_tokens
@@ -50,6 +50,7 @@ class ShardStats:
     labels: Counter[int] = field(default_factory=Counter)
     texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
     tokens: list[int] = field(default_factory=list)  # of each token shard
+    damaged: int = 0  # shards of which only what lies before the damage is counted
 
     def __add__(self, other: "ShardStats") -> "ShardStats":
         return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -116,6 +117,7 @@ def _check(job: tuple[Path, dict | None, str]) -> ShardCheck:
         return result
     try:
         index = scan(path)
+        result.problems += correct_sidecars(path, index)
         _compare(result, index, told or {})
         with open(path, "rb") as file:
             for row in range(len(index)):
@@ -209,7 +211,7 @@ def _read_language(members: "_Row", types: list[str], kind: str, path: Path) -> 
 
 def _measure(path: Path) -> ShardStats:
     index = scan(path)
-    stats = ShardStats(samples=len(index), bytes=path.stat().st_size)
+    stats = ShardStats(samples=len(index), bytes=path.stat().st_size, damaged=int(bool(index.damage)))
     with open(path, "rb") as file:
         for row in range(len(index)):
             members = _Row(file.fileno(), index, row)
@@ -280,6 +282,7 @@ def _described(stats: ShardStats) -> dict[str, str]:
     )
     return {
         "samples": f"{stats.samples:,}",
+        "damaged shards": f"{stats.damaged:,}, counted up to their damage" if stats.damaged else "",
         "bytes": f"{stats.bytes:,}",
         "bytes a sample": f"{stats.bytes / max(1, stats.samples):,.0f}",
         "members": ", ".join(f"{name} {count:,}" for name, count in stats.members.most_common(6)),

@@ -3,44 +3,67 @@
 A sample is a run of members with the same key: the name up to the first dot of its last part, as webdataset has it. The
 rest of the name, in lower case, is the member's type. Only members of an allow-list of types are noted, so nothing else
 can be read later; a sample that has none of them still counts as one, so that counts agree with webdataset's.
+
+A sidecar is believed by the tar's size, time of change and last bytes. Whoever reads a member reads its header with it
+and compares the two (`ShardIndex.matches`), so a sidecar that is false all the same gives an error and no wrong sample.
 """
 
+import errno
 import hashlib
+import io
 import os
 import re
+import stat
 import tarfile
 import tempfile
 import zipfile
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
 """The types that can be decoded. `caption.txt` counts as a `txt`."""
 
-_FORMAT = 2  # changes with the types that are noted
+_FORMAT = 3  # changes with what is noted
 _MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack or an accident
 _MAX_KEY = 4096
 _MAX_SIZE = 1 << 60  # bytes of a member
 _NOTES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _MAX_NOTE = 1 << 20  # bytes of a long name or of an extended header, which tarfile reads whole
+_MAX_HEADERS = 4 * _MAX_NOTE  # bytes of all headers of one member
+_TAIL = 1 << 15  # bytes at a tar's end that its sidecar must agree with
+_MAX_RESUMED = 16  # times that a damaged tar is searched for more headers
+_MAX_SIDECAR = 1 << 20  # bytes beyond what the tar's size allows an index
+_USTAR = np.frombuffer(b"ustar", dtype=np.uint8)  # at byte 257 of a header
+_BLOCK = 1 << 20
+_ENCODING, _ERRORS = "utf-8", "surrogateescape"  # of names, whatever the locale: keys are compared
+_NO_SUCH_PLACE = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # what a header tells to seek to
+_ARRAYS = {"offsets": "int64", "sizes": "int64", "heads": "int32", "key_bytes": "uint8", "key_ends": "int64"}
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own notes inside a tar
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Keys and places of one shard's samples; `offsets` and `sizes` are int64 [types, samples], -1 where absent."""
+    """Keys and places of one shard's samples.
+
+    `offsets` and `sizes` of members are int64 [types, samples], `heads` (bytes of headers before each) int32; all are
+    -1 where a sample has no such member.
+    """
 
     types: tuple[str, ...]
     offsets: np.ndarray
     sizes: np.ndarray
+    heads: np.ndarray
     key_bytes: np.ndarray
     key_ends: np.ndarray
     damage: str = ""  # why the tar could not be read to its end; empty when it could
+    cut: bool = False  # whether the damage is that the file ends before the tar does
 
     def __len__(self) -> int:
         return len(self.key_ends)
@@ -61,23 +84,56 @@ class ShardIndex:
         """The types this sample has."""
         return [name for name, offset in zip(self.types, self.offsets[:, row], strict=True) if offset >= 0]
 
+    def head(self, row: int, member_type: str) -> int:
+        """Bytes of headers in front of a member that the sample has."""
+        return int(self.heads[self.types.index(member_type), row])
+
+    def matches(self, row: int, member_type: str, headers: bytes) -> bool:
+        """Whether these are the headers of a member that the sample has: they name its key, its type and its size."""
+        try:
+            member: tarfile.TarInfo | None
+            if len(headers) == tarfile.BLOCKSIZE:
+                member = _Header.frombuf(headers, _ENCODING, _ERRORS)
+            else:
+                member = _opened(io.BytesIO(headers)).next()
+        except Exception:  # tarfile raises nearly anything on what is no header
+            return False
+        if member is None or not member.isreg() or member.size != self.sizes[self.types.index(member_type), row]:
+            return False
+        start = int(self.key_ends[row - 1]) if row else 0
+        return _split(member.name) == (self.key_bytes[start : self.key_ends[row]].tobytes(), member_type)
+
+    def agrees(self, other: "ShardIndex") -> bool:
+        """Whether both say the same of every sample."""
+        return self.digest == other.digest and (self.damage, self.cut) == (other.damage, other.cut)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all keys, types, places and sizes."""
+        digest = hashlib.sha256("/".join(self.types).encode("utf-8", "surrogateescape"))
+        for values in (self.offsets, self.sizes, self.heads, self.key_ends, self.key_bytes):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
+
 
 class _Rows:
     """Collects members into rows, a new row whenever the key changes or a type comes a second time."""
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {}
-        self.cells = array("q")  # row, column, offset, size, flat
+        self.cells = array("q")  # row, column, offset, size, head, flat
         self.key_bytes = bytearray()
         self.key_ends = array("q")
         self._key: bytes | None = None
         self._seen: set[str] = set()
 
-    def add(self, name: str, offset: int, size: int) -> None:
-        match = _NAME.fullmatch(name)
-        if match is None or _META.match(name) or len(match[1]) > _MAX_KEY:
+    def __len__(self) -> int:
+        return len(self.key_ends)
+
+    def add(self, member: tarfile.TarInfo) -> None:
+        if (name := _split(member.name)) is None:
             return
-        key, member_type = match[1].encode("utf-8", "surrogateescape"), match[2].lower()
+        key, member_type = name
         if key != self._key or member_type in self._seen:
             self._key, self._seen = key, set()
             self.key_bytes += key
@@ -87,17 +143,26 @@ class _Rows:
             return
         column = self.columns.setdefault(member_type, len(self.columns))
         if column < _MAX_COLUMNS:
-            self.cells.extend((len(self.key_ends) - 1, column, offset, size))
+            offset = member.offset_data
+            self.cells.extend((len(self.key_ends) - 1, column, offset, member.size, offset - member.offset))
 
-    def index(self, damage: str) -> ShardIndex:
+    def index(self, damage: str, *, cut: bool) -> ShardIndex:
         types = tuple(list(self.columns)[:_MAX_COLUMNS])
         offsets = np.full((len(types), len(self.key_ends)), -1, dtype=np.int64)
-        sizes = np.full_like(offsets, -1)
-        rows, columns, places, lengths = np.array(self.cells, dtype=np.int64).reshape(-1, 4).T
-        offsets[columns, rows] = places
-        sizes[columns, rows] = lengths
+        sizes, heads = np.full_like(offsets, -1), np.full_like(offsets, -1, dtype=np.int32)
+        rows, columns, *values = np.array(self.cells, dtype=np.int64).reshape(-1, 5).T
+        offsets[columns, rows], sizes[columns, rows], heads[columns, rows] = values
         key_bytes = np.frombuffer(bytes(self.key_bytes), dtype=np.uint8)
-        return ShardIndex(types, offsets, sizes, key_bytes, np.array(self.key_ends, dtype=np.int64), damage)
+        ends = np.array(self.key_ends, dtype=np.int64)
+        return ShardIndex(types, offsets, sizes, heads, key_bytes, ends, damage, cut)
+
+
+def _split(name: str) -> tuple[bytes, str] | None:
+    """(key, type) of a member's name; None where the name is no sample's."""
+    match = _NAME.fullmatch(name)
+    if match is None or _META.match(name) or len(match[1]) > _MAX_KEY:
+        return None
+    return match[1].encode("utf-8", "surrogateescape"), match[2].lower()
 
 
 class _Header(tarfile.TarInfo):
@@ -113,46 +178,121 @@ class _Header(tarfile.TarInfo):
 
 
 def scan(path: str | os.PathLike) -> ShardIndex:
-    """Read the headers of an uncompressed tar. A damaged tar gives the samples before the damage, and says so."""
-    rows, damage = _Rows(), ""
+    """Read the headers of an uncompressed tar.
+
+    A damaged tar gives the samples before the damage; `damage` says what it is and how many samples lie behind it.
+    A block of zeros is the end of a tar only where nothing but zeros follows.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, behind = _Rows(), _Rows()
     with open(path, "rb") as file:
-        try:
-            # It is not closed: that would close nothing more than file.
-            tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header)  # noqa: SIM115
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps every header in memory
-                if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have put another in its place
-                    raise tarfile.ReadError(f"a header says that {member.size:,} bytes follow")
-                if member.isreg() and not member.issparse():
-                    rows.add(member.name, member.offset_data, member.size)
-            file.seek(tar.offset)
-            # tarfile takes a broken header for the end, without a word: the real end is a block of zeros.
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                damage = f"no end-of-archive mark where it should be, at byte {tar.offset}"
-        except Exception as error:  # tarfile raises nearly anything on damaged headers: RecursionError, OverflowError
-            damage = f"{error} (at byte {file.tell()})"
-    return rows.index(damage)
+        end, damage = _add_members(file, 0, rows)
+        cut = bool(damage) and file.tell() >= os.fstat(file.fileno()).st_size
+        if not damage and (more := _beyond_zeros(file, end)) is not None:
+            damage = f"the zeros at byte {end} are not its end: more follows from byte {more} on"
+        if damage and not cut and len(rows):
+            start = end
+            for _ in range(_MAX_RESUMED):
+                if (header := _next_header(file, start)) is None:
+                    break
+                end, _reason = _add_members(file, header, behind)
+                start = max(end, header + tarfile.BLOCKSIZE)
+            damage += f", with {len(behind)} more samples" if len(behind) else ""
+    return rows.index(damage, cut=cut)
+
+
+def _opened(file: IO[bytes]) -> tarfile.TarFile:
+    """Reads headers from where the file is; to close it would close nothing more than the file."""
+    return tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding=_ENCODING, errors=_ERRORS)
+
+
+def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
+    """Add the members from a byte of a tar on; returns the byte at which they end, and what is wrong there."""
+    tar = None
+    try:
+        file.seek(start)
+        tar = _opened(file)
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps every header in memory
+            if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have put another in its place
+                raise tarfile.ReadError(f"a header says that {member.size:,} bytes follow")
+            if member.isreg() and not member.issparse():
+                if not member.name:  # its long name is gone
+                    raise tarfile.ReadError("a member has no name")
+                if (headers := member.offset_data - member.offset) > _MAX_HEADERS:
+                    raise tarfile.ReadError(f"{headers:,} bytes of headers before a member")
+                rows.add(member)
+        file.seek(tar.offset)
+        # tarfile takes a broken header for the end, without a word: the real end is a block of zeros.
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            return tar.offset, f"no end-of-archive mark where it should be, at byte {tar.offset}"
+        return tar.offset, ""
+    except Exception as error:  # tarfile raises nearly anything on damaged headers: RecursionError, OverflowError
+        if isinstance(error, OSError) and error.errno not in _NO_SUCH_PLACE:
+            raise  # the disk's, not the tar's
+        return tar.offset if tar else start, f"{error} (at byte {file.tell()})"
+
+
+def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
+    """The first byte from `start` on that is not zero; None where there is none."""
+    file.seek(start)
+    while block := file.read(_BLOCK):
+        if rest := block.lstrip(b"\0"):
+            return file.tell() - len(rest)
+    return None
+
+
+def _next_header(file: IO[bytes], start: int) -> int | None:
+    """The first byte from `start` on, in steps of 512, at which there is a header whose checksum is right."""
+    size = tarfile.BLOCKSIZE
+    for begin in range(start, os.fstat(file.fileno()).st_size, _BLOCK):
+        file.seek(begin)
+        data = file.read(_BLOCK)
+        blocks = np.frombuffer(data, np.uint8, len(data) // size * size).reshape(-1, size)
+        for number in np.flatnonzero((blocks[:, 257:262] == _USTAR).all(axis=1)).tolist():
+            try:
+                _Header.frombuf(blocks[number].tobytes(), _ENCODING, _ERRORS)
+            except tarfile.TarError:
+                continue
+            return begin + number * size
+    return None
 
 
 def shard_index(path: str | os.PathLike) -> ShardIndex:
     """The index of a local tar, from its sidecar where that is still true, else read anew and kept.
 
-    The sidecar is `.index/<name>.npz` beside the tar, or in the user's cache where that cannot be written.
+    The sidecar is `.index/<name>.npz` next to the tar, or in the user's cache where that cannot be written.
+
+    Raises:
+        OSError: the tar cannot be read.
     """
     path = Path(path).absolute()
-    stamp = _stamp(path)
-    places = sidecars(path, ".npz")
+    stamp, places = _stamp(path), sidecars(path, ".npz")
     for place in places:
         if (index := _load(place, stamp)) is not None:
             return index
     index = scan(path)
-    for place in places:
-        try:
-            _save(place, index, stamp)
-            break
-        except OSError:
-            continue
+    if np.array_equal(stamp, _stamp(path)):  # else it was written to meanwhile, and no sidecar would be true
+        for place in places:
+            if _save(place, index, stamp):
+                break
     return index
+
+
+def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
+    """Replace the sidecars that would be believed and do not say what `index`, which was just read, says.
+
+    Returns a clause for each, which names it and says what became of it.
+    """
+    path = Path(path).absolute()
+    stamp, clauses = _stamp(path), []
+    for place in sidecars(path, ".npz"):
+        if (kept := _load(place, stamp)) is not None and not kept.agrees(index):
+            done = "it has been made anew" if _save(place, index, stamp) else "it cannot be replaced: remove it"
+            clauses.append(f"its index {place} was not true of it: {done}")
+    return clauses
 
 
 def user_cache() -> Path:
@@ -160,10 +300,27 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffvision"
 
 
+class Version(NamedTuple):
+    """What changes whenever a file is written to, or is another one."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: int | str | os.PathLike) -> "Version":
+        """Of an open file or of a path."""
+        status = os.stat(file)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 def _stamp(path: Path) -> np.ndarray:
-    """What a sidecar must agree with to be true of this tar."""
-    stat = path.stat()
-    return np.array([_FORMAT, stat.st_size, stat.st_mtime_ns], dtype=np.int64)
+    """What a sidecar must agree with to be believed of this tar."""
+    version = Version.of(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, version.size - _TAIL))
+        tail = zlib.crc32(file.read(_TAIL))
+    return np.array([_FORMAT, version.size, version.mtime_ns, tail], dtype=np.int64)
 
 
 def sha256(path: Path) -> str:
@@ -173,54 +330,91 @@ def sha256(path: Path) -> str:
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:
-    """Where a note about a shard may lie: beside it, or in the user's cache where that cannot be written."""
+    """Where a note about a shard may lie: next to it, or in the user's cache where that cannot be written.
+
+    A link in the place of the first folder, which may have come with the shards, is not followed.
+    """
     digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    return [path.parent / ".index" / f"{path.name}{ending}", user_cache() / "index" / f"{digest}{ending}"]
+    beside, cache = path.parent / ".index", user_cache() / "index" / f"{digest}{ending}"
+    return [cache] if beside.is_symlink() else [beside / f"{path.name}{ending}", cache]
+
+
+def read_sidecar(place: Path, at_most: int) -> bytes:
+    """The content of a note.
+
+    Raises:
+        OSError: there is none, or it is a link, a pipe, a device or longer than `at_most` bytes.
+    """
+    with open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > at_most:
+            raise OSError(errno.EINVAL, "not a note", str(place))
+        return file.read(at_most)
+
+
+def write_sidecar(place: Path, write: Callable[[IO[bytes]], object]) -> bool:
+    """Put what `write` writes in a note's place, whole; False where nothing can be written there."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, suffix=".part", delete=False) as file:
+            try:
+                write(file)
+                file.close()
+                os.replace(file.name, place)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError:
+        return False
+    return True
 
 
 def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
+    tar_bytes = int(stamp[1])
+    limit = _MAX_SIDECAR + 2 * tar_bytes
     try:
-        _check_unpacked(place, tar_bytes=int(stamp[1]))
-        with np.load(place, allow_pickle=False) as kept:
+        file = io.BytesIO(read_sidecar(place, limit))
+        _check_unpacked(file, limit)
+        with np.load(file, allow_pickle=False) as kept:
             if not np.array_equal(kept["stamp"], stamp):
                 return None
             types = tuple(str(name) for name in kept["types"])
-            index = ShardIndex(
-                types, kept["offsets"], kept["sizes"], kept["key_bytes"], kept["key_ends"], str(kept["damage"])
-            )
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
+            arrays = {name: kept[name] for name in _ARRAYS}
+            index = ShardIndex(types, **arrays, damage=str(kept["damage"]), cut=bool(kept["cut"]))
+        return index if _possible(index, tar_bytes) else None
+    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
-    shape = (len(types), len(index))
-    return index if index.offsets.shape == shape and index.sizes.shape == shape else None
 
 
-def _check_unpacked(place: Path, tar_bytes: int) -> None:
+def _check_unpacked(file: IO[bytes], limit: int) -> None:
     """ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
 
-    A member's header is a block of 512 bytes, and no row or key of the index has more for it.
+    A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
     """
-    with zipfile.ZipFile(place) as packed:
+    with zipfile.ZipFile(file) as packed:
         unpacked = sum(entry.file_size for entry in packed.infolist())
-    if unpacked > (1 << 20) + 2 * _MAX_COLUMNS * tar_bytes // 32:
-        raise ValueError(f"{place} unpacks to {unpacked:,} bytes")
+    if unpacked > limit:
+        raise ValueError(f"the sidecar unpacks to {unpacked:,} bytes")
 
 
-def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, suffix=".part", delete=False) as file:
-        try:
-            np.savez(
-                file,
-                stamp=stamp,
-                types=np.array(index.types, dtype=np.str_),
-                offsets=index.offsets,
-                sizes=index.sizes,
-                key_bytes=index.key_bytes,
-                key_ends=index.key_ends,
-                damage=np.array(index.damage),
-            )
-            file.close()
-            os.replace(file.name, place)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+def _possible(index: ShardIndex, tar_bytes: int) -> bool:
+    """Whether a sidecar's arrays could be those of a tar of this size."""
+    arrays = [getattr(index, name) for name in _ARRAYS]
+    shape = (len(index.types), len(index))
+    if [a.dtype for a in arrays] != list(_ARRAYS.values()) or any(a.shape != shape for a in arrays[:3]):
+        return False
+    there = index.offsets >= 0
+    offsets, sizes, heads = (values[there] for values in arrays[:3])
+    ends = np.concatenate(([0], index.key_ends))
+    return bool(
+        ((sizes >= 0) & (sizes <= _MAX_SIZE) & (offsets <= tar_bytes)).all()
+        and ((heads >= tarfile.BLOCKSIZE) & (heads <= _MAX_HEADERS) & (heads <= offsets)).all()
+        and (np.diff(ends) > 0).all()
+        and ends[-1] == len(index.key_bytes)
+    )
+
+
+def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
+    values: dict[str, Any] = {name: getattr(index, name) for name in (*_ARRAYS, "damage", "cut")}
+    values["types"] = np.array(index.types, dtype=np.str_)
+    return write_sidecar(place, lambda file: np.savez(file, stamp=stamp, **values))

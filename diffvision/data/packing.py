@@ -67,8 +67,8 @@ def _check_per_shard(per_shard: int) -> None:
 
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
     """One shard; the same samples give the same bytes. It has its name only once it is whole."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as writer:
+    part = _new_part(path)
+    with open(part, "xb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as writer:
         for sample in samples:
             writer.write({k: v.encode() if isinstance(v, str) and k[0] != "_" else v for k, v in sample.items()})
     os.replace(part, path)
@@ -97,14 +97,25 @@ def write_manifest(directory: str | Path) -> None:
 def _described(path: Path) -> dict:
     index = scan(path)
     if index.damage:
-        raise ValueError(f"shard {path} is damaged after {len(index)} samples: {index.damage}")
+        raise ValueError(
+            f"shard {path} is damaged after {len(index)} samples: {index.damage}; fetch or write it again, or remove "
+            "it (tars are joined with `tar --concatenate`, not with cat)"
+        )
     return {"name": path.name, "samples": len(index), "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _replace(path: Path, value: object) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    part = _new_part(path)
+    with open(part, "x", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
     os.replace(part, path)
+
+
+def _new_part(path: Path) -> Path:
+    """The name under which a file is written. What has it, perhaps a link that came with the folder, is removed."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    return part
 
 
 @dataclass

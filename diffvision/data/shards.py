@@ -8,6 +8,7 @@ whole number of global batches further on: no batch has a sample twice, and no r
 import hashlib
 import random
 import struct
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -242,7 +243,7 @@ class ShardLoader:
         epoch, consumed = self._position
         if consumed == len(self):
             epoch, consumed = epoch + 1, 0
-        return {"epoch": epoch, "batches_consumed": consumed} | self._identity()
+        return {"epoch": epoch, "batches_consumed": consumed, "content": self.shards.content} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self._identity().items():
@@ -251,7 +252,22 @@ class ShardLoader:
                     f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now; the order of samples would "
                     "not be the same. Restore it, or start a new run from the weights alone"
                 )
+        self._compare_content(state.get("content", "names and counts:"))
         self._position, self._resume = (int(state["epoch"]), int(state["batches_consumed"])), True
+
+    def _compare_content(self, theirs: str) -> None:
+        kind, ours = theirs.partition(":")[0], self.shards.content
+        if kind != ours.partition(":")[0]:  # a checkpoint of an earlier version, or a manifest written since
+            warnings.warn(
+                f"resuming on shards of the same names and counts; whether they hold the same cannot be compared: the "
+                f"checkpoint knows their {kind}, now their {ours.partition(':')[0]} are known",
+                stacklevel=3,
+            )
+        elif theirs != ours:
+            raise ValueError(
+                f"cannot resume: the shards have the names and counts of those of the checkpoint, and other content "
+                f"({ours}, not {theirs}). Restore them, or start a new run from the weights alone"
+            )
 
     def _identity(self) -> dict[str, Any]:
         """What an epoch's batches follow from, beside epoch and augmentation."""

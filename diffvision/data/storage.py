@@ -8,13 +8,14 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
-from diffvision.data.index import ShardIndex, shard_index
+from diffvision.data.index import ShardIndex, Version, correct_sidecars, scan, shard_index
 from diffvision.data.order import Sample
 from diffvision.data.samples import Members
 from diffvision.data.sources import SIZES, Shard, find_shards
@@ -22,7 +23,18 @@ from diffvision.data.verify import sha256_of
 
 _OPEN_FILES = 64  # a few shuffle windows
 _NAMED = 10  # damaged shards, in one message
+_ENDS = 1 << 16  # bytes at either end of a shard of which nothing but a count is known, to tell it from others
+_NOT_AS_TOLD = "shard not as its manifest says"
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again; doubled each time, up to an hour
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A shard that is open: the index is that of this version of the file."""
+
+    file: int
+    version: Version
+    index: ShardIndex
 
 
 class ShardSet:
@@ -32,33 +44,44 @@ class ShardSet:
         source: a directory, a tar, a brace pattern, a URL, or a list of these; see `sources.find_shards`.
         cache: where remote and compressed shards are kept.
 
-    Shards whose counts no manifest tells are indexed now, which takes a second for some ten thousand samples, once.
+    Shards that no manifest counts are indexed now, which takes a second for some ten thousand samples, once.
+
+    A file is believed as long as its size, time of change and inode stay. One that was changed is compared with its
+    manifest again; where there is none, reading it is an error.
+
+    Attributes:
+        content: changes with what the shards hold, not with where they lie: "how that is known:digest". Two of them
+            can be compared if it is known in the same way.
 
     Raises:
-        ValueError: nothing there, a shard that is not a tar or is damaged, a refused URL.
+        ValueError: nothing there, a shard that is not a tar or is damaged, a refused URL; while reading, a shard that
+            was changed and that no manifest describes, or whose index is false.
     """
 
     def __init__(self, source: str | Path | Sequence[str | Path], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
         self.shards = self.cache.pinned(find_shards(source))
-        self._indices: OrderedDict[int, ShardIndex] = OrderedDict()
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._open: OrderedDict[int, _Open] = OrderedDict()
         self._unreadable: dict[int, float] = {}  # until when
         self._failures: Counter[int] = Counter()
-        self._differs: dict[int, bool] = {}
+        self._refused: dict[int, str] = {}  # why
+        self._compared: dict[int, Version] = {}  # files that are what their manifest says
+        self._first = {n: version for n in range(len(self.shards)) if (version := self._version(n)) is not None}
+        self._indexed: dict[int, str] = {}  # digests of the indices that gave the counts
         self.counts = np.array(self._counts(), dtype=np.int64)
+        self.content = self._content()
 
     def __len__(self) -> int:
         """Samples, as the manifests have it."""
         return int(self.counts.sum())
 
     def __getstate__(self) -> dict:
-        own: dict = {"_indices": OrderedDict(), "_files": OrderedDict(), "_unreadable": {}, "_failures": Counter()}
-        return self.__dict__ | own
+        # What was found out about the files travels; the files do not.
+        return self.__dict__ | {"_open": OrderedDict(), "_unreadable": {}, "_failures": Counter()}
 
     def __del__(self) -> None:
-        for file in self.__dict__.get("_files", {}).values():
-            os.close(file)
+        for opened in self.__dict__.get("_open", {}).values():
+            os.close(opened.file)
 
     @property
     def beside(self) -> dict[str, int]:
@@ -67,9 +90,9 @@ class ShardSet:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the shards' names and counts, not with where they lie."""
+        """Changes with the shards' names and counts, not with where they lie or what they hold."""
         listing = [[shard.name, int(count)] for shard, count in zip(self.shards, self.counts, strict=True)]
-        return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+        return _digest(listing)
 
     def in_cache(self, number: int) -> bool:
         """Whether a shard is read from the cache rather than where it lies."""
@@ -93,39 +116,27 @@ class ShardSet:
     def prepare(self, number: int) -> None:
         """Have a shard at hand, and compared with its manifest, before it is needed. Any thread may do it."""
         with suppress(OSError), self.held(number) as path:  # it shows again where the shard is read
-            self._as_the_manifest_says(number, path)
+            shard = self.shards[number]
+            if shard.sha256 is not None and not self.in_cache(number) and os.path.getsize(path) >= (shard.bytes or 0):
+                sha256_of(path, self.cache.progress)  # which notes it
 
     def index(self, number: int) -> ShardIndex:
-        if number not in self._indices:
-            shard = self.shards[number]
-            with self.held(number) as path:
-                index = shard_index(path)
-            if shard.samples is not None and len(index) > shard.samples:
-                raise ValueError(
-                    f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says "
-                    f"{shard.samples}: write it anew with diffvision.data.make.write_manifest"
-                )
-            _keep(self._indices, number, index)
-        self._indices.move_to_end(number)
-        return self._indices[number]
+        """The index of a shard, which is open then.
+
+        Raises:
+            BadSample, ValueError: as `members`.
+        """
+        return self._opened(number).index
 
     def members(self, sample: Sample) -> Members:
         """The members of one sample.
 
         Raises:
             BadSample: the shard cannot be read, is not what its manifest says, or ends before this sample.
+            ValueError: the shard was changed, and no manifest says what it should hold.
         """
         number, row = sample
-        try:
-            self._check_readable(number)
-            index = self.index(number)
-            if number not in self._differs:
-                with self.held(number) as path:
-                    self._differs[number] = not self._as_the_manifest_says(number, path)
-        except OSError as error:
-            raise self._unreadable_now(number) from error
-        if self._differs[number]:
-            raise BadSample("shard not as its manifest says (sha256)")
+        index = self.index(number)
         if row >= len(index):
             raise BadSample("truncated shard")
         return ShardMembers(self, number, row, index)
@@ -134,39 +145,153 @@ class ShardSet:
         """A sample as "shard: key", for reports."""
         number, row = sample
         name = self.shards[number].name
-        index = self._indices.get(number)
-        return f"{name}: {index.key(row)}" if index is not None and row < len(index) else f"{name}: sample {row}"
+        opened = self._open.get(number)
+        if opened is None or row >= len(opened.index):
+            return f"{name}: sample {row}"
+        return f"{name}: {opened.index.key(row)}"
 
     def pread(self, number: int, offset: int, size: int) -> bytes:
-        try:
-            if number not in self._files:
-                with self.held(number) as path:
-                    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                for old in _keep(self._files, number, file):
-                    os.close(old)
-            self._files.move_to_end(number)
-            if offset + size > os.fstat(self._files[number]).st_size:  # or room would be made for what a header says
-                raise BadSample("truncated shard")
-            data = os.pread(self._files[number], size, offset)
-        except OSError as error:
-            raise self._unreadable_now(number) from error
-        if len(data) < size:
-            raise BadSample("truncated shard")
-        return data
+        """Bytes of a shard, of the version that its index is of.
 
-    def _as_the_manifest_says(self, number: int, path: Path) -> bool:
-        """Whether its sha256 is the manifest's. A shard that is shorter was cut: its index tells what is left of it,
-        and that is used. What the cache holds was compared when it came."""
+        Raises:
+            BadSample: they are not there, or the shard is no longer what its manifest says.
+            ValueError: the shard was changed, and no manifest says what it should hold.
+        """
+        for _ in range(2):
+            opened = self._opened(number)
+            if offset + size > opened.version.size:  # or room would be made for what a header says
+                raise BadSample("truncated shard")
+            try:
+                data = os.pread(opened.file, size, offset)
+                unchanged = Version.of(opened.file) == opened.version  # after reading: before, it may come in between
+            except OSError as error:
+                raise self._unreadable_now(number) from error
+            if unchanged and len(data) == size:
+                return data
+            self._close(number)  # to be opened anew, and compared with its manifest
+        raise self._unreadable_now(number)
+
+    def false_index(self, number: int, member: str) -> ValueError:
+        """What to raise where a member is not where the index says. Sidecars that say so are made anew."""
+        location = self.shards[number].location
+        with self.held(number) as path:
+            found = correct_sidecars(path, scan(path)) or ["the file was written to"]
+        return ValueError(
+            f"shard {location} does not hold {member} where its index says: {'; '.join(found)}. See `diffvision data "
+            "check`, then start or resume the run again"
+        )
+
+    def _opened(self, number: int) -> _Open:
+        if number in self._refused:
+            raise BadSample(self._refused[number])
+        self._check_readable(number)
+        if number not in self._open:
+            try:
+                opened = self._open_anew(number)
+            except OSError as error:
+                raise self._unreadable_now(number) from error
+            for old in _keep(self._open, number, opened):
+                os.close(old.file)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _open_anew(self, number: int) -> _Open:
+        with self.held(number) as path:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                opened = _Open(file, Version.of(file), shard_index(path))
+                reason = self._mismatch(number, path, opened)
+                if Version.of(path) != opened.version:
+                    raise OSError(f"{path} changes while it is opened")
+                if reason:
+                    self._refused[number] = reason
+                    raise BadSample(reason)
+            except BaseException:
+                os.close(file)
+                raise
+        return opened
+
+    def _close(self, number: int) -> None:
+        os.close(self._open.pop(number).file)
+
+    def _mismatch(self, number: int, path: Path, opened: _Open) -> str:
+        """Why a shard must not be used, as the reason of a bad sample; nothing where it may be.
+
+        Raises:
+            ValueError: it holds more samples than it should, or was changed and nothing says what it should hold.
+        """
+        shard, index, version = self.shards[number], opened.index, opened.version
+        changed = version[:2] != self._first.setdefault(number, version)[:2]
+        counted = len(index) if shard.samples is None else shard.samples
+        reason = self._other(number, path, opened, changed=changed)
+        if len(index) > counted and not (reason and changed):
+            raise ValueError(
+                f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says {counted}: write "
+                "it anew with diffvision.data.make.write_manifest"
+            )
+        if not reason and not index.damage and len(index) < counted:
+            return f"{_NOT_AS_TOLD} (samples)"
+        return reason
+
+    def _other(self, number: int, path: Path, opened: _Open, *, changed: bool) -> str:
+        """Why a shard is not the one that was meant; nothing where it is. ValueError where that cannot be known."""
+        shard, index, version = self.shards[number], opened.index, opened.version
+        if self.in_cache(number):
+            # It was compared with its manifest when it came; without one, it has to be what was counted.
+            if index.digest != self._indexed.get(number, index.digest):
+                raise _changed(shard)
+        elif shard.sha256 is None:
+            if changed:
+                raise _changed(shard)
+        elif self._compared.get(number) != version:
+            if version.size < (shard.bytes or 0):
+                # A tar that was cut is used as far as it goes. One that is whole is another, and so may be one that is
+                # being written now.
+                return "" if index.cut and not changed else f"{_NOT_AS_TOLD} (bytes)"
+            if sha256_of(path, self.cache.progress) != shard.sha256:
+                return f"{_NOT_AS_TOLD} (sha256)"
+            self._compared[number] = version
+        return ""
+
+    def _version(self, number: int) -> Version | None:
+        """Of a shard that is read where it lies; None where there is none."""
+        if self.in_cache(number):
+            return None
+        try:
+            return Version.of(self.shards[number].location)
+        except OSError:
+            return None  # it shows again where the shard is read
+
+    def _content(self) -> str:
+        told = [self._told_content(number) for number in range(len(self.shards))]
+        return f"{'+'.join(sorted({kind for kind, _ in told}))}:{_digest(told)}"
+
+    def _told_content(self, number: int) -> tuple[str, str]:
+        """(how it is known, what it is) of what a shard holds."""
         shard = self.shards[number]
-        if shard.sha256 is None or self.in_cache(number) or path.stat().st_size < (shard.bytes or 0):
-            return True
-        return sha256_of(path, self.cache.progress) == shard.sha256
+        if shard.sha256 is not None:
+            return "sha256", shard.sha256
+        if number in self._indexed:
+            return "members", self._indexed[number]
+        if not shard.remote:
+            with suppress(OSError), open(shard.location, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest = hashlib.sha256(str(size).encode())
+                for begin in (0, max(0, size - _ENDS)):
+                    file.seek(begin)
+                    digest.update(file.read(_ENDS))
+                return "ends", digest.hexdigest()
+        if shard.bytes is not None:  # as its server said
+            return "sizes", f"{shard.name} {shard.bytes}"
+        return "names", shard.name
 
     def _unreadable_now(self, number: int) -> BadSample:
         """What its samples are until it is tried again: later each time, for to give up on a server takes minutes."""
         self._failures[number] += 1
         pause = min(3600.0, _RETRY_AFTER * 2.0 ** (self._failures[number] - 1))
         self._unreadable[number] = time.monotonic() + pause
+        if number in self._open:
+            self._close(number)
         return BadSample("unreadable shard")
 
     def _check_readable(self, number: int) -> None:
@@ -184,9 +309,9 @@ class ShardSet:
             listed = "".join(f"\n  {line}" for line in damaged[:_NAMED])
             raise ValueError(
                 f"{len(damaged)} of {len(self.shards)} shards are damaged:{listed}{more}\n"
-                "fetch or write them again, or take them out of the data set (diffvision.data.make.write_manifest "
-                "then lists what is good); to use what lies before the damage, list the samples of every shard of "
-                f"the directory in {SIZES}"
+                "fetch or write them again (tars are joined with `tar --concatenate`, not with cat), or take them out "
+                "of the data set (diffvision.data.make.write_manifest then lists what is good); to use what lies "
+                f"before the damage, list the samples of every shard of the directory in {SIZES}"
             )
         return counts
 
@@ -200,6 +325,7 @@ class ShardSet:
                 index = shard_index(path)
         except OSError as error:
             raise ValueError(f"shard {shard.location} cannot be read: {error}") from error
+        self._indexed[number] = index.digest
         if index.damage and not len(index):
             raise ValueError(f"shard {shard.location} is not a tar file, or holds nothing: {index.damage}")
         if index.damage:
@@ -240,10 +366,25 @@ class ShardMembers:
         if place is None:
             raise KeyError(member_type)
         offset, size = place
-        return self._shards.pread(self._number, offset, min(size, at_most))
+        head = self._index.head(self._row, member_type)
+        data = self._shards.pread(self._number, offset - head, head + min(size, at_most))
+        if not self._index.matches(self._row, member_type, data[:head]):
+            raise self._shards.false_index(self._number, f"{self.key}.{member_type}")
+        return data[head:]
 
 
-def _keep(kept: OrderedDict, key: int, value: object) -> list:
+def _changed(shard: Shard) -> ValueError:
+    return ValueError(
+        f"shard {shard.location} was changed after it was first read, and no manifest says what it should hold: leave "
+        "it alone during a run, or write a manifest (diffvision.data.make.write_manifest); then start the run again"
+    )
+
+
+def _digest(value: list) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _keep(kept: OrderedDict, key: int, value: _Open) -> list[_Open]:
     """Put a value into a bounded dictionary; returns what had to leave."""
     kept[key] = value
     return [kept.popitem(last=False)[1] for _ in range(len(kept) - _OPEN_FILES)]

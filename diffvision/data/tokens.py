@@ -24,7 +24,7 @@ from diffvision.data.documents import DocumentAccount
 from diffvision.data.order import Sample
 from diffvision.data.samples import Members
 from diffvision.data.sources import Shard, find_shards, read_beside
-from diffvision.data.storage import ShardSet
+from diffvision.data.storage import ShardMembers, ShardSet
 
 TOKENS = "tokens.json"
 TOKENS_FORMAT = "diffvision-tokens-1"
@@ -221,11 +221,12 @@ class TokenShards(ShardSet):
         return self.pread(number, self._starts[number] + start * size, (stop - start) * size)
 
     def _start(self, number: int) -> int:
-        place = self.index(number).place(0, MEMBER)
+        index = self.index(number)
+        place = index.place(0, MEMBER) if len(index) else None
         if place is None:
             raise BadSample("shard without tokens")
         offset, size = place
-        file = BytesIO(self.pread(number, offset, min(size, _HEADER_BYTES)))
+        file = BytesIO(ShardMembers(self, number, 0, index).read(MEMBER, _HEADER_BYTES))
         try:
             if np.lib.format.read_magic(file) != (1, 0):
                 raise ValueError

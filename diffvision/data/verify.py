@@ -7,15 +7,15 @@ system's back after that is found by `diffvision data check`, which reads everyt
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from diffvision.data.index import sidecars
+from diffvision.data.index import read_sidecar, sidecars, write_sidecar
 from diffvision.data.locks import locked
 
 _BLOCK = 1 << 20
+_MAX_NOTE = 1 << 10  # bytes
 
 
 def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
@@ -58,7 +58,7 @@ def _noted(notes: list[Path], path: Path) -> str | None:
     stamp = _stamp(path)
     for note in notes:
         try:
-            told, _, found = note.read_text(encoding="ascii").rpartition(" ")
+            told, _, found = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
         except (OSError, ValueError):
             continue
         if told == stamp and len(found) == 64:
@@ -68,11 +68,7 @@ def _noted(notes: list[Path], path: Path) -> str | None:
 
 def _note(notes: list[Path], line: str) -> None:
     for note in notes:
-        with suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=note.parent, suffix=".part", delete=False) as file:
-                file.write(line)
-            os.replace(file.name, note)
+        if write_sidecar(note, lambda file: file.write(line.encode("ascii"))):
             return
 
 

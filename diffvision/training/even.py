@@ -95,7 +95,8 @@ def shards_of(trainer: pl.Trainer) -> tuple[str, str] | None:
     fingerprint = getattr(shards, "fingerprint", None)
     if shards is None or fingerprint is None:
         return None
-    return fingerprint, f"{len(shards):,} samples in {len(shards.counts):,} shards"
+    content = shards.content
+    return f"{fingerprint} {content}", f"{len(shards):,} samples in {len(shards.counts):,} shards ({content})"
 
 
 def same_shards(seen: list[tuple[str, str] | None]) -> None:

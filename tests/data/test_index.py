@@ -1,12 +1,16 @@
 import io
+import os
 import tarfile
 
 import numpy as np
 import pytest
 import webdataset
 
+from diffvision.data import ShardSet
 from diffvision.data import index as index_module
 from diffvision.data.index import scan, shard_index
+from diffvision.data.make import check, stats, write_manifest
+from diffvision.data.verify import sha256_of
 
 
 def tar_of(path, names, kind=tarfile.REGTYPE):
@@ -112,6 +116,79 @@ def test_damage_is_told_and_what_lies_before_it_kept(tmp_path, how, samples):
     assert len(index) == samples
 
 
+ZEROS = {
+    "a page over headers": lambda data: data[:4096] + bytes(4096) + data[8192:],
+    "a page at the start": lambda data: bytes(4096) + data[4096:],
+    "one header": lambda data: data[: 6 * 512 * 3] + bytes(512) + data[6 * 512 * 3 + 512 :],
+    "another tar joined to it": lambda data: data + data,
+    "no header": lambda data: data + b"rubbish",
+}
+
+
+@pytest.mark.parametrize("how", ZEROS)
+def test_zeros_are_the_end_only_where_nothing_follows(whole, tmp_path, how, capsys):
+    path = tmp_path / "a.tar"
+    path.write_bytes(ZEROS[how]((whole / "000000.tar").read_bytes()))
+    index = scan(path)
+    assert "are not its end: more follows from byte" in index.damage
+    assert not index.cut
+    before = {"a page over headers": 2, "a page at the start": 0, "one header": 3}.get(how, 10)
+    assert len(index) == before
+    behind = {"a page over headers": 8, "one header": 7, "another tar joined to it": 10}.get(how)
+    assert behind is None or f"with {behind} more samples" in index.damage
+    with pytest.raises(ValueError, match="are not its end"):
+        ShardSet(path)
+    with pytest.raises(ValueError, match="are not its end"):
+        write_manifest(tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+    assert check(str(tmp_path)) == 1
+    stats(str(tmp_path))
+    assert "damaged shards" in capsys.readouterr().out
+
+
+def test_a_broken_header_says_what_lies_behind_it(whole, tmp_path):
+    data = bytearray((whole / "000000.tar").read_bytes())
+    data[6 * 512 * 2 + 20] ^= 1
+    (tmp_path / "a.tar").write_bytes(data)
+    assert scan(tmp_path / "a.tar").damage.endswith(f"at byte {6 * 512 * 2}, with 8 more samples")
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage_of_the_tar():
+    with pytest.raises(OSError, match="Input/output error"):
+        scan("/proc/self/mem")
+
+
+LONG = "a-long-folder-name/" * 12
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize("key", ["a", "a/b", LONG + "a", "f\u00e4ng", LONG[:150] + "/x"])
+def test_a_member_is_known_by_its_headers(tmp_path, form, key):
+    names = [f"{key}{number}.{ending}" for number in range(3) for ending in ("JPG", "v1.txt")]
+    try:
+        with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
+            for name in names:
+                info = tarfile.TarInfo(name)
+                info.size = 3
+                tar.addfile(info, io.BytesIO(b"abc"))
+    except ValueError:
+        pytest.skip("ustar has no room for this name")
+    index, data = scan(tmp_path / "a.tar"), (tmp_path / "a.tar").read_bytes()
+
+    def headers(row, member_type):
+        offset, _ = index.place(row, member_type)
+        return data[offset - index.head(row, member_type) : offset]
+
+    for row in range(3):
+        assert index.matches(row, "jpg", headers(row, "jpg"))
+        assert index.matches(row, "v1.txt", headers(row, "v1.txt"))
+        assert not index.matches(row, "jpg", headers(row, "v1.txt"))
+        assert not index.matches(row, "jpg", headers((row + 1) % 3, "jpg"))
+    assert not index.matches(0, "jpg", bytes(512))
+    assert not index.matches(0, "jpg", b"x" * 512)
+    assert not index.matches(0, "jpg", b"")
+
+
 def test_the_sidecar_saves_the_second_scan_and_no_more(whole, tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     path.write_bytes((whole / "000000.tar").read_bytes())
@@ -142,6 +219,66 @@ def test_where_nothing_can_be_written_the_users_cache_keeps_the_index(whole, tmp
     (tmp_path / ".index").write_text("a file where the sidecars' directory would be")
     shard_index(path)
     assert len(list((tmp_path / "user-cache" / "diffvision" / "index").glob("*.npz"))) == 1
+
+
+def test_no_sidecar_is_written_through_a_link(whole, tmp_path):
+    """A folder of shards may come from anyone, with its links."""
+    source, elsewhere = tmp_path / "s", tmp_path / "elsewhere"
+    source.mkdir(), elsewhere.mkdir()
+    path = source / "a.tar"
+    path.write_bytes((whole / "000000.tar").read_bytes())
+    (source / ".index").symlink_to(elsewhere)
+    assert len(shard_index(path)) == 10
+    sha256_of(path)
+    assert list(elsewhere.iterdir()) == []
+    kept = tmp_path / "user-cache" / "diffvision" / "index"
+    assert {note.suffix for note in kept.iterdir()} == {".npz", ".sha256", ".lock"}
+
+
+@pytest.mark.parametrize("ending", ["npz", "sha256"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "endless"])
+def test_what_is_no_file_is_no_sidecar(whole, tmp_path, ending, kind):
+    path, place = tmp_path / "a.tar", tmp_path / ".index" / f"a.tar.{ending}"
+    path.write_bytes((whole / "000000.tar").read_bytes())
+    place.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(place)  # to open it would wait for ever
+    elif kind == "endless":
+        place.write_bytes(b"")
+        os.truncate(place, 1 << 40)
+    else:
+        place.symlink_to(tmp_path / "target")
+        (tmp_path / "target").write_text("kept")
+    assert len(shard_index(path)) == 10
+    assert len(sha256_of(path)) == 64
+    assert place.stat().st_size < 1 << 20
+    assert kind != "link" or (tmp_path / "target").read_text() == "kept"
+
+
+def forge(place, **changes):
+    """A sidecar with other values, and all that it is believed by."""
+    with np.load(place) as kept:
+        content = dict(kept)
+    np.savez(place, **{name: changes.get(name, lambda value: value)(value) for name, value in content.items()})
+
+
+IMPOSSIBLE = {
+    "far": {"offsets": lambda value: value + (1 << 50)},
+    "negative": {"sizes": lambda value: -value - 5},
+    "of another type": {"offsets": lambda value: value.astype(float)},
+    "of another shape": {"sizes": lambda value: value[:1]},
+    "without keys": {"key_bytes": lambda value: value[:3]},
+    "with great headers": {"heads": lambda value: value + (1 << 29)},
+}
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_an_index_that_cannot_be_is_made_anew(whole, tmp_path, changes):
+    path = tmp_path / "a.tar"
+    path.write_bytes((whole / "000000.tar").read_bytes())
+    first = shard_index(path)
+    forge(tmp_path / ".index" / "a.tar.npz", **changes)
+    assert shard_index(path).agrees(first)
 
 
 def test_a_sidecar_is_never_unpickled(whole, tmp_path):

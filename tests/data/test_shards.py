@@ -436,7 +436,7 @@ def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
     reader = BatchReader(shards, corpus.kind(), corpus.loader(whole).order, seed=0, limits=Limits())
     batch, _ = reader[Request(0, 0, 5)]
     copy = pickle.loads(pickle.dumps(ShardSet.__getstate__(shards)))
-    assert not copy["_files"]
+    assert not copy["_open"]
     assert len(batch["image"]) == 5
     loader = ShardLoader(shards, OneWorker(), 50, num_workers=1)
     assert next(iter(loader)) == [True] * 50
