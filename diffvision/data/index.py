@@ -90,6 +90,11 @@ class ShardIndex:
 
     def matches(self, row: int, member_type: str, headers: bytes) -> bool:
         """Whether these are the headers of a member that the sample has: they name its key, its type and its size."""
+        start = int(self.key_ends[row - 1]) if row else 0
+        key = self.key_bytes[start : self.key_ends[row]].tobytes()
+        size = int(self.sizes[self.types.index(member_type), row])
+        if _plainly(headers, b"%s.%s" % (key, member_type.encode(_ENCODING, _ERRORS)), size):
+            return True
         try:
             member: tarfile.TarInfo | None
             if len(headers) == tarfile.BLOCKSIZE:
@@ -98,10 +103,9 @@ class ShardIndex:
                 member = _opened(io.BytesIO(headers)).next()
         except Exception:  # tarfile raises nearly anything on what is no header
             return False
-        if member is None or not member.isreg() or member.size != self.sizes[self.types.index(member_type), row]:
-            return False
-        start = int(self.key_ends[row - 1]) if row else 0
-        return _split(member.name) == (self.key_bytes[start : self.key_ends[row]].tobytes(), member_type)
+        return (
+            member is not None and member.isreg() and member.size == size and _split(member.name) == (key, member_type)
+        )
 
     def agrees(self, other: "ShardIndex") -> bool:
         """Whether both say the same of every sample."""
@@ -155,6 +159,26 @@ class _Rows:
         key_bytes = np.frombuffer(bytes(self.key_bytes), dtype=np.uint8)
         ends = np.array(self.key_ends, dtype=np.int64)
         return ShardIndex(types, offsets, sizes, heads, key_bytes, ends, damage, cut)
+
+
+def _plainly(headers: bytes, name: bytes, size: int) -> bool:
+    """Whether these are the headers of a file of this name and size, seen without tarfile, which takes tens of
+    microseconds. False where it is not as plain as in most tars: tarfile then says."""
+    last = headers[-tarfile.BLOCKSIZE :]
+    if last[: len(name) + 1] != name + b"\0" or len(name) >= 100 or last[345] or last[156] not in b"0\0":
+        return False
+    if last[124:135] != b"%011o" % size or last[135] not in b" \0":
+        return False
+    if len(headers) == tarfile.BLOCKSIZE:
+        return True
+    # One block of an extended header, such as for fractions of a second, which changes neither the name nor the size.
+    notes = headers[tarfile.BLOCKSIZE : -tarfile.BLOCKSIZE]
+    return (
+        len(notes) == tarfile.BLOCKSIZE
+        and headers[156] in b"x"
+        and b"0" * 11 < headers[124:135] <= b"00000001000"
+        and not any(word in notes for word in (b"path=", b"size=", b"GNU."))
+    )
 
 
 def _split(name: str) -> tuple[bytes, str] | None:

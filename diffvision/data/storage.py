@@ -218,7 +218,8 @@ class ShardSet:
         """Why a shard must not be used, as the reason of a bad sample; nothing where it may be.
 
         Raises:
-            ValueError: it holds more samples than it should, or was changed and nothing says what it should hold.
+            ValueError: it holds more samples than it should, was damaged before its manifest was written, or was
+                changed and nothing says what it should hold.
         """
         shard, index, version = self.shards[number], opened.index, opened.version
         changed = version[:2] != self._first.setdefault(number, version)[:2]
@@ -228,6 +229,11 @@ class ShardSet:
             raise ValueError(
                 f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says {counted}: write "
                 "it anew with diffvision.data.make.write_manifest"
+            )
+        if not reason and shard.sha256 is not None and index.damage and not index.cut:
+            raise ValueError(
+                f"shard {shard.location} is damaged after {len(index)} samples, and was so when its manifest was "
+                f"written: {index.damage}; fetch it again and write the manifest anew"
             )
         if not reason and not index.damage and len(index) < counted:
             return f"{_NOT_AS_TOLD} (samples)"

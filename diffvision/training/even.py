@@ -92,10 +92,9 @@ class EvenRanks(pl.Callback):
 def shards_of(trainer: pl.Trainer) -> tuple[str, str] | None:
     """What tells a loader's shards from others, and that in words for a reader; None where it reads none."""
     shards = getattr(trainer.train_dataloader, "shards", None)
-    fingerprint = getattr(shards, "fingerprint", None)
-    if shards is None or fingerprint is None:
+    fingerprint, content = getattr(shards, "fingerprint", None), getattr(shards, "content", None)
+    if shards is None or fingerprint is None or content is None:
         return None
-    content = shards.content
     return f"{fingerprint} {content}", f"{len(shards):,} samples in {len(shards.counts):,} shards ({content})"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import webdataset
 from PIL import Image
@@ -17,6 +18,8 @@ from battery.case import Seen, case, none_left, stock
 from battery.small import raised
 from diffvision.data import BadDataError, CaptionMember, ImageMember, ImageText, Limits, ShardLoader, ShardSet
 from diffvision.data.cache import ShardCache
+from diffvision.data.checks import check_shards
+from diffvision.data.index import shard_index
 from diffvision.data.modules import to_float
 from diffvision.data.packing import write_manifest, write_tar
 
@@ -192,6 +195,85 @@ def no_manifest() -> str:
     Path("shards/sizes.json").unlink()
     DAMAGE["cut between members"][0]()
     return raised(loader, f"shards/{HURT}.tar after 6 samples")
+
+
+JOINED: dict[str, Callable[[bytes], bytes]] = {
+    "a page of zeros over headers": lambda d: d[:8192] + bytes(4096) + d[12288:],
+    "one block of zeros": lambda d: d[: _place(d, b"005.cls")] + bytes(512) + d[_place(d, b"005.cls") + 512 :],
+    "another tar joined to it by cat": lambda d: d + Path("shards/0.tar").read_bytes(),
+}
+
+
+def more_behind_zeros(name: str) -> str:
+    made()
+    for manifest in ("manifest.json", "sizes.json"):
+        Path("shards", manifest).unlink()
+    replaced(JOINED[name](Path(f"shards/{HURT}.tar").read_bytes()))
+    assert [result.ok for result in check_shards("shards", 0)].count(False) == 1
+    raised(lambda: write_manifest("shards"), "are not its end")
+    return raised(loader, f"shards/{HURT}.tar after")
+
+
+for _name in JOINED:
+    case(f"C1 {_name}, no manifest", "an error at the start, in `data check` and for a new manifest", quick=True)(
+        partial(more_behind_zeros, _name)
+    )
+
+
+@case("C1 whole shard that is shorter than its manifest says", "counted: it is another one")
+def another() -> Seen:
+    made()
+    samples = [numbered(100 + row) | {"__key__": f"{row:03d}"} for row in range(EACH)]
+    write_tar(Path(f"shards/{HURT}.tar"), [{k: v for k, v in sample.items() if k != "cls"} for sample in samples])
+    return counted(loader(), shard_not_as_its_manifest_says=EACH)
+
+
+def overwritten(workers: int) -> Seen:
+    made()
+    data = loader(num_workers=workers)
+    batches = iter(data)
+    next(batches)
+    path = Path(f"shards/{HURT}.tar")
+    content = path.read_bytes()
+    moved = b"".join(content[begin : begin + 3072] for begin in range((EACH - 1) * 3072, -1, -3072))
+    with open(path, "r+b") as file:  # in place: every sample is where another was
+        file.write(moved)
+    seen = [number for batch in batches for number in batch["text"][:, 0].tolist()]
+    report = data.report
+    assert set(report.skipped) <= {"shard not as its manifest says (sha256)"}, report.summary()
+    assert report.bad, "the change was not seen"
+    assert report.seen + report.bad == report.total
+    return Seen(f"{report.bad} of its {EACH} samples counted, {len(set(seen))} others seen after it", lost=0)
+
+
+for _workers in (0, 1):
+    case(f"C3 shard overwritten in place during the epoch, {_workers} workers", "compared again and counted")(
+        partial(overwritten, _workers)
+    )
+
+
+@case("C3 index that is another tar's", "an error before a wrong pair; the index is made anew", quick=True)
+def false_index() -> str:
+    made()
+    shard_index(f"shards/{HURT}.tar")
+    place = Path(f"shards/.index/{HURT}.tar.npz")
+    with np.load(place) as kept:
+        content = dict(kept)
+    column = content["types"].tolist().index("txt")
+    content["offsets"][column] = np.roll(content["offsets"][column], 1)
+    np.savez(place, **content)
+    seen = raised(lambda: epoch(loader()), "was not true of it: it has been made anew")
+    assert len(epoch(loader())) == SHARDS * EACH
+    return seen
+
+
+@case("C3 resume on shards of other content, same names and counts", "refused", quick=True)
+def other_content() -> str:
+    made()
+    state = loader().state_dict()
+    write_tar(Path("shards/0.tar"), [numbered(90 + row) | {"__key__": f"{row:03d}"} for row in range(EACH)])
+    write_manifest("shards")
+    return raised(lambda: loader().load_state_dict(state), "and other content")
 
 
 @case("C2 shard missing at the start", "an error that names it", quick=True)

@@ -31,6 +31,7 @@ from diffvision.data.cache import ShardCache
 from diffvision.data.index import shard_index
 from diffvision.data.packing import write_manifest, write_tar
 from diffvision.data.sources import Shard
+from diffvision.data.verify import sha256_of
 from diffvision.evaluation.loading import load
 from diffvision.models import language
 from diffvision.training.classification import ClassificationModule
@@ -121,6 +122,20 @@ def index() -> str:
     np.savez(sidecar, **{**content, "types": np.array([Payload(TRACE.absolute())], dtype=object)})
     assert len(shard_index(Path("0.tar"))) == 1
     return "made anew from the shard's headers"
+
+
+@payload("a link in the place of a shard's index", "nothing is written through it", quick=True)
+def linked_index() -> str:
+    write_tar(Path("0.tar"), [{"__key__": "0", "txt": "a"}])
+    Path("elsewhere").mkdir()
+    Path(".index").symlink_to("elsewhere")
+    for name in ("manifest.json.part", "sizes.json.part"):
+        Path(name).symlink_to("elsewhere/escaped")
+    assert len(shard_index(Path("0.tar"))) == 1
+    sha256_of(Path("0.tar"))
+    write_manifest(".")
+    assert not list(Path("elsewhere").iterdir())
+    return "the user's cache has the index; links in the place of other files are removed"
 
 
 # --- commands as shards ---

@@ -189,6 +189,26 @@ def test_a_member_is_known_by_its_headers(tmp_path, form, key):
     assert not index.matches(0, "jpg", b"")
 
 
+@pytest.mark.parametrize("notes", [{"mtime": "1.5"}, {"path": "b.txt"}, {"size": "2"}, {"comment": "x" * 600}])
+def test_an_extended_header_is_heard(tmp_path, notes):
+    """It may say another name or size than the header behind it, which alone is plain."""
+    plain = tarfile.TarInfo("a.txt")
+    plain.size = 3
+    block = plain.tobuf(tarfile.USTAR_FORMAT)
+    extended = bytearray(tarfile.TarInfo.create_pax_global_header(notes))
+    extended[156:157], extended[148:156] = b"x", b" " * 8
+    extended[148:156] = b"%06o\0 " % sum(extended[:512])
+    (tmp_path / "a.tar").write_bytes(bytes(extended) + block + b"abc".ljust(512, b"\0") + bytes(1024))
+    index = scan(tmp_path / "a.tar")
+    plainly = index.key(0) == "a" and index.place(0, "txt")[1] == 3
+    assert plainly == (not notes.keys() & {"path", "size"})
+    headers = bytes(extended) + block
+    assert index.head(0, "txt") == len(headers)
+    assert index.matches(0, "txt", headers)
+    (tmp_path / "b.tar").write_bytes(block + b"abc".ljust(512, b"\0") + bytes(1024))
+    assert scan(tmp_path / "b.tar").matches(0, "txt", headers) == plainly
+
+
 def test_the_sidecar_saves_the_second_scan_and_no_more(whole, tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     path.write_bytes((whole / "000000.tar").read_bytes())

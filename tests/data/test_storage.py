@@ -1,5 +1,6 @@
 """Shards that are not what they were, or not what is said of them: never a wrong pair, never a loss without a word."""
 
+import hashlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from diffvision.data import Limits, ShardSet, storage
+from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
 from diffvision.data.index import shard_index
 from diffvision.data.make import check
@@ -154,6 +156,26 @@ def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
             copy.members((number, 0))
 
 
+def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    url, _ = serve(source)
+    shards = ShardSet([f"{url}/000000.tar", f"{url}/000001.tar"], ShardCache(tmp_path / "cache"))
+
+    def fetched_again():
+        for number in list(shards._open):
+            shards._close(number)
+        for path in (tmp_path / "cache").glob("*.tar"):
+            path.unlink()
+
+    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    fetched_again()
+    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    fetched_again()
+    overwrite(source / "000001.tar", crossed((source / "000001.tar").read_bytes()))
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read"):
+        shards.members((1, 2))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Another shard than the manifest's
 
@@ -180,6 +202,20 @@ def test_a_whole_shard_with_fewer_samples_than_were_counted_is_another_one(corpu
     seen = {number for batch in corpus.read(loader) for number in batch}
     assert seen == set(range(60)) - set(range(20, 30))
     assert loader.report.skipped == {"shard not as its manifest says (samples)": 10}
+
+
+def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tmp_path):
+    """Before zeros inside of a tar were seen, `write_manifest` recorded what lies before them."""
+    source = corpus.write(tmp_path / "s", 60)
+    path = source / "000002.tar"
+    data = bytearray(path.read_bytes())
+    data[9 * 3072 : 9 * 3072 + 512] = bytes(512)
+    path.write_bytes(data)
+    manifest = json.loads((source / "manifest.json").read_text())
+    manifest["shards"][2] |= {"samples": 9, "sha256": hashlib.sha256(data).hexdigest()}
+    (source / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"000002\.tar is damaged after 9 samples, and was so when its manifest was"):
+        corpus.read(corpus.loader(source))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -15,8 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from battery.ranks import Ended, Ranks, alive, children, kill, send, until
+from diffvision.data import ShardSet
+from diffvision.data.packing import write_shards
 from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.even import EvenRanks, same_shards
+from diffvision.training.even import EvenRanks, same_shards, shards_of
 from diffvision.training.peers import LAUNCHER, FailureNews, Peers, looked_after
 from diffvision.training.preemption import SAVED, Preempted, Preemption, asking
 
@@ -329,6 +332,16 @@ def test_ranks_that_see_other_shards_are_named():
         same_shards([whole, part, whole])
     with pytest.raises(ValueError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more have none; rank 9 has 8"):
         same_shards([None] * 9 + [part])
+
+
+def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path):
+    seen = []
+    for text in ("a", "a", "b"):
+        directory = tmp_path / str(len(seen))
+        write_shards(directory, [{"__key__": f"{number}", "txt": text} for number in range(4)])
+        seen.append(shards_of(SimpleNamespace(train_dataloader=SimpleNamespace(shards=ShardSet(directory)))))
+    with pytest.raises(ValueError, match=r"ranks 0, 1 have 4 .*\(sha256:\w+\); rank 2 has 4 samples in 1 shards"):
+        same_shards(seen)
 
 
 @pytest.mark.forks
