@@ -287,6 +287,8 @@ class ShardSet:
                     file.seek(begin)
                     digest.update(file.read(_ENDS))
                 return "ends", digest.hexdigest()
+        if shard.bytes is not None:  # as its server said
+            return "sizes", f"{shard.name} {shard.bytes}"
         return "names", shard.name
 
     def _unreadable_now(self, number: int) -> BadSample:

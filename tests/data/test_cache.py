@@ -243,38 +243,35 @@ def test_a_silent_server_is_not_asked_for_each_shard(corpus, counted, cache, mon
     assert {shard.version for shard in pinned} == {"0" * 16}
 
 
-def test_what_replaces_a_shard_during_a_run_is_not_read_by_the_old_index(corpus, counted, serve, cache, caplog):
+def without_copies(shards):
+    """The shards as another process has them, after others made room in the cache."""
+    for copy in shards.cache.directory.glob("*.tar"):
+        copy.unlink()
+    return pickle.loads(pickle.dumps(shards))
+
+
+def test_what_replaces_a_shard_during_a_run_is_not_read_in_its_place(corpus, counted, serve, cache, caplog):
     url, _ = serve(counted)
-    shards = ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache)
-    kind = corpus.kind()
-    index = shards.index(1)
-    assert index.key(0) == "000010"
-    for copy in cache.directory.glob("*.tar"):
-        copy.unlink()  # others made room
+    shards, kind = ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache), corpus.kind()
+    assert kind.decode(shards.members((1, 0)))[1] == "sample 10"
     replace_shard(corpus, counted / "000001.tar", 70)
-    assert kind.decode(shards.members((1, 0)))[1] == "sample 10"  # from the copy that it has open
-    shards = pickle.loads(pickle.dumps(shards))  # as a worker gets it, with nothing open
+    assert kind.decode(shards.members((1, 3)))[1] == "sample 13"  # it is open
+    shards = without_copies(shards)
     with pytest.raises(BadSample, match="unreadable shard"):
         kind.decode(shards.members((1, 0)))
     assert "000001.tar was replaced since this run began" in caplog.text
     assert kind.decode(shards.members((2, 0)))[1] == "sample 20"
 
 
-def test_a_compressed_shard_that_is_overwritten_is_not_read_by_the_old_index(corpus, whole, tmp_path, cache):
+def test_a_compressed_shard_that_is_overwritten_is_not_read_in_its_place(corpus, whole, tmp_path, cache):
     source = tmp_path / "000000.tar.gz"
     source.write_bytes(gzip.compress((whole / "000000.tar").read_bytes()))
-    shards = ShardSet(source, cache)
-    shards.index(0)
+    shards, kind = ShardSet(source, cache), corpus.kind()
     source.write_bytes(gzip.compress((whole / "000009.tar").read_bytes()))
-    assert corpus.kind().decode(shards.members((0, 3)))[1] == "sample 3"  # from its copy
-    shards = ShardSet(source, cache)
-    shards.index(0)
-    for copy in cache.directory.glob("*.tar"):
-        copy.unlink()
-    source.write_bytes(gzip.compress((whole / "000008.tar").read_bytes()))
-    shards = pickle.loads(pickle.dumps(shards))  # as a worker gets it, with nothing open
+    assert kind.decode(shards.members((0, 3)))[1] == "sample 3"  # of its copy
+    shards = without_copies(shards)
     with pytest.raises(BadSample, match="unreadable shard"):
-        corpus.kind().decode(shards.members((0, 3)))
+        kind.decode(shards.members((0, 3)))
 
 
 def test_tokens_of_text_that_its_server_replaced_are_made_again(tmp_path, serve):
