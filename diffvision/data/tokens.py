@@ -110,7 +110,7 @@ def _parsed(text: str, where: str) -> TokenAccount:
         numbers = [account.vocab_size, account.documents, account.empty, *account.shards.values()]
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
             raise ValueError
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: make the token shards anew") from None
     return account
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from diffvision.data.captions import text_only
 from diffvision.models import int8
 from diffvision.models.architecture import METADATA, check, recorded
+from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
@@ -81,7 +82,7 @@ def load(
             raise ValueError(f"preprocess.{key} is {values}: give three numbers, for red, green and blue")
     if (host := folder_host(name)) is not None:
         loader = _load_timm if host == "timm" else _load_open_clip
-        with _whole_folder(name, checkpoint):
+        with bounded(name), _whole_folder(name, checkpoint):
             loaded = loader(name, checkpoint, dict(preprocess or {}))
         if checkpoint is None and (about := recorded(name)):
             check(about, loaded.model, name, loaded.config if host == "open_clip" else None)
@@ -221,7 +222,8 @@ def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
         _check_name(weights, name, path)
         trained_with = weights.about.get("preprocess", {})
         args = {key: value for key, value in weights.about.get("model_args", {}).items() if key not in _NOT_BUILT}
-    with tensors_only(name):
+        check_sizes(args, f"checkpoint {path}")
+    with tensors_only(name), bounded(path or name):
         if path is None and checkpoint is not None:
             model: Any = timm.create_model(_tagged(name, str(checkpoint)), pretrained=True)
         else:  # a folder's own weights are those asked for, unless others are

@@ -90,8 +90,11 @@ def _labels(source: Source) -> dict[str, Any]:
     """timm's label_names: of the folder that the run evaluated on, if it is still there and has as many."""
     if source.run is None:
         return {}
-    config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
-    folder = ((config.get("data") or {}).get("init_args") or {}).get("evaluation")
+    try:
+        config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
+        folder = config["data"]["init_args"]["evaluation"]
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
+        return {}
     file = Path(str(folder)) / "classnames.txt"
     names = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return {"label_names": names} if len(names) == source.config["num_classes"] else {}

@@ -211,11 +211,17 @@ def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
 
 
 def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
-    """ValueError if the weights are of another variant or vocabulary than their configuration says."""
+    """ValueError if the weights are of another variant, vocabulary or depth than their configuration says."""
     names = {name.rpartition(".attn.")[2] for name in state}
     telling = {"lambda_q1": "v1", "lambda_proj.weight": "v2", "dex": "dex"}
     variant = next((kind for name, kind in telling.items() if name in names), "standard")
     vocabulary = state["embed.weight"].shape[0] if "embed.weight" in state else named.vocab_size
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    if depth != named.depth:
+        raise ValueError(
+            f"checkpoint {path} has weights of depth {depth}, and a configuration of depth {named.depth}: they do not "
+            "fit"
+        )
     if (variant, vocabulary) != (named.variant, named.vocab_size):
         raise ValueError(
             f"checkpoint {path} has weights of variant {variant!r} with a vocabulary of {vocabulary}, and a "

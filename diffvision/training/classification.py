@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch
 from diffvision.models.architecture import KEY, architecture, check, check_start
+from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.training.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule, without_decay
@@ -60,7 +61,8 @@ class ClassificationModule(pl.LightningModule):
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = ({"pretrained": True} if model.startswith(FOLDER) else {}) | (model_args or {})
         refuse_urls(self.model_args, "model_args")
-        with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
+        check_sizes(self.model_args, "model_args")
+        with bounded(model), tensors_only(str(self.model_args.get("checkpoint_path") or model)):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
         if self.model_args.get("pretrained") or self.model_args.get("checkpoint_path"):
             check_start(self.model_args.get("checkpoint_path") or model, made)

@@ -19,6 +19,7 @@ from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.loading import PREPROCESS, refuse_code
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
+from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.training.finite import StepGuard, spread
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
@@ -79,12 +80,13 @@ class ContrastiveModule(pl.LightningModule):
         if unknown:
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
         refuse_urls(pretrained, "pretrained")
-        refuse_code(model)
+        with bounded(model):  # looks at the configuration first
+            refuse_code(model)
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
         self.model_cfg = open_clip.get_model_config(model)
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with tensors_only(pretrained or model):
+        with bounded(model), tensors_only(pretrained or model):
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,

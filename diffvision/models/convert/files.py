@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, check, metadata, recorded
+from diffvision.models.bounds import check_sizes
 from diffvision.models.convert import diffclip, hugging_face, timm, unilm
 from diffvision.models.convert.layers import check_layers
 from diffvision.models.convert.layouts import (
@@ -106,6 +107,7 @@ def _to_diffclip(source: Source, target: Path, options: Options) -> None:
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} is an OpenCLIP model without V1 attention in both towers, which DiffCLIP has")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
+    check_sizes(config, str(source.path / CONFIG))
     if other := diffclip.unlike(config, weights):
         raise ValueError(
             f"{source.path} cannot be had as diffclip, whose code would compute something else: {few(other)}"
