@@ -39,6 +39,7 @@ FLAG = "--allow"
 _DENIED = re.compile(r"Importing '([^']+)' is not allowed")
 _FILE = re.compile(r"[^\s'\"=,:\[\]{}]+\.(?:ya?ml|json)\b")
 _MAX_FILE = 1 << 20  # characters of a configuration that are searched
+_MAX_LEVELS = 100
 _MAX_VALUES = 100_000  # of one YAML text, with its aliases written out
 
 
@@ -96,15 +97,29 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same loader, but for aliases of aliases: a few lines can stand for more values than fit into memory."""
+    """The same loader, but for aliases of aliases, which can stand for more values than fit into memory, and for deep
+    nesting, at which libyaml's composer overflows the stack and ends the process."""
 
     def bounded(text: str) -> Any:
+        if len(text) > _MAX_LEVELS and _levels(text) > _MAX_LEVELS:
+            raise yaml.YAMLError(f"it is nested too deeply, in more than {_MAX_LEVELS} levels: write it with fewer")
         value = load(text)
         if _size(value, {}) > _MAX_VALUES:
             raise yaml.YAMLError(f"it stands for more than {_MAX_VALUES:,} values: write it with fewer aliases")
         return value
 
     return bounded
+
+
+def _levels(text: str) -> int:
+    """How deeply lists and mappings are nested, up to one above the limit; events are read without recursion."""
+    level = deepest = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        deepest = max(deepest, level)
+        if deepest > _MAX_LEVELS:
+            break
+    return deepest
 
 
 def _size(value: Any, known: dict[int, float]) -> float:

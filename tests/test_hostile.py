@@ -19,6 +19,7 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from battery.payloads import (
@@ -37,7 +38,7 @@ from diffvision.data.digits import png
 from diffvision.data.index import scan, shard_index
 from diffvision.data.packing import write_manifest, write_tar
 from diffvision.data.sources import Shard, find_shards
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.data.tokens import TokenShards
 from diffvision.evaluation.loading import load
 from diffvision.generate import generate_text
@@ -637,3 +638,122 @@ def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*command, f"--config={hostile}"])
     assert "stands for more than 100,000 values" in capsys.readouterr().err
+
+
+# ---- depth ---------------------------------------------------------------------------------------------------------
+
+DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["evaluate-language"]])
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, capsys):
+    hostile = tmp_path / f"hostile.{suffix}"
+    hostile.write_text("a: " + "[" * 5000 + "]" * 5000 if suffix == "yaml" else DEEP)
+    with pytest.raises(SystemExit):
+        cli.main([*command, f"--config={hostile}"])
+    error = capsys.readouterr().err
+    assert "nested too deeply" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "open_clip_config.json"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "{0}", "{1}/out"],
+        ["convert", "{0}", "{1}/out", "--to=diffclip"],
+        ["adapt", "local-dir:{0}", "{1}/out"],
+        ["inspect", "--model=local-dir:{0}", "--output={1}/out"],
+        ["evaluate-language", "--checkpoint={0}", "--tasks=perplexity", "--data={1}/t.txt"],
+        ["evaluate-language", "--checkpoint=hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"],
+        ["generate", "--checkpoint={0}", "--prompt=a"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_json_of_a_folder_that_is_nested_too_deeply(command, name, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "t.txt").write_text("a b c")
+    (folder / name).write_text(DEEP)
+    for file in ("model.safetensors", "open_clip_model.safetensors"):
+        save_file({"embed.weight": torch.zeros(1)}, folder / file)
+    assert cli.main([word.format(folder, tmp_path) for word in command]) == 1
+    error = capsys.readouterr().err
+    assert "diffvision: error: " in error
+    if name == "config.json" or "local-dir" in " ".join(command) or command[0] == "export":
+        assert f"{name} is not JSON, or nested too deeply" in error
+
+
+def test_json_of_a_folder_to_train_from_that_is_nested_too_deeply(tmp_path):
+    for name, call in (
+        ("config.json", lambda model: ClassificationModule(model, num_classes=2)),
+        ("open_clip_config.json", ContrastiveModule),
+    ):
+        (tmp_path / name).write_text(DEEP)
+        with pytest.raises(ValueError, match=f"{name} is not JSON, or nested too deeply"):
+            call(f"local-dir:{tmp_path}")
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_nested_too_deeply(name, tmp_path):
+    train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
+    (tmp_path / name).write_text(DEEP)
+    with pytest.raises(ValueError, match=f"{name} is not"):
+        load_tokenizer(tmp_path)
+
+
+# ---- old files -----------------------------------------------------------------------------------------------------
+
+
+def old_tar(path: Path) -> Path:
+    """A file as torch wrote them before 0.2: a tar of pickles."""
+    with tarfile.open(path, "w") as tar:
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            member = tarfile.TarInfo(name)
+            data = pickle.dumps({})
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_a_tar_of_old_as_weights(tmp_path, capsys, shards):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
+    config = transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    old_tar(folder / "pytorch_model.bin")
+    (tmp_path / "t.txt").write_text("a b c")
+    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
+    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, f"the weights of hf:{folder} are")
+    path = old_tar(tmp_path / "x.pt")
+    for call in (lambda: load("CLIP-debug", path), lambda: load("diff_vit_debug", path)):
+        with pytest.raises(ValueError, match=r"checkpoint .*x\.pt is damaged or no checkpoint"):
+            call()
+    for call in (
+        lambda: ContrastiveModule("CLIP-debug", pretrained=str(path)),
+        lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": str(path)}),
+    ):
+        with pytest.raises(ValueError, match=r"weights of .*x\.pt are damaged, or"):
+            call()
+    refused(run_of(shards, f"--ckpt_path={path}"), capsys, "x.pt")
+
+
+@pytest.mark.parametrize("host", ["open_clip", "timm"])
+def test_a_tar_of_old_in_a_folder(host, tmp_path):
+    if host == "open_clip":
+        config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+        old_tar(tmp_path / "open_clip_pytorch_model.bin")
+        calls = (load, ContrastiveModule)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": "diff_vit_debug", "num_classes": 2}))
+        old_tar(tmp_path / "pytorch_model.bin")
+        calls = (load, lambda name: ClassificationModule(name, num_classes=2))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"are damaged, or hold Python objects|does not load, damaged"):
+            call(f"local-dir:{tmp_path}")

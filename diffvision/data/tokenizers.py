@@ -182,7 +182,7 @@ def _told_end(path: Path) -> str | None:
     try:
         told: Any = json.loads(beside.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{beside} is not JSON: {error}") from None
+        raise ValueError(f"{beside} is not JSON, or nested too deeply: {error}") from None
     token = told.get("eos_token") if isinstance(told, dict) else None
     if isinstance(token, dict):
         token = token.get("content")

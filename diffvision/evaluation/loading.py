@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from diffvision.data.captions import text_only
 from diffvision.models import int8
+from diffvision.models.architecture import METADATA, check, recorded
+from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
@@ -80,8 +82,10 @@ def load(
             raise ValueError(f"preprocess.{key} is {values}: give three numbers, for red, green and blue")
     if (host := folder_host(name)) is not None:
         loader = _load_timm if host == "timm" else _load_open_clip
-        with _whole_folder(name, checkpoint):
+        with bounded(name), _whole_folder(name, checkpoint):
             loaded = loader(name, checkpoint, dict(preprocess or {}))
+        if checkpoint is None and (about := recorded(name)):
+            check(about, loaded.model, name, loaded.config if host == "open_clip" else None)
     elif name.startswith(_HUBS) or name in open_clip.list_models():
         loaded = _load_open_clip(name, checkpoint, dict(preprocess or {}))
     elif timm.is_model(name):
@@ -187,6 +191,8 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
             raise _does_not_fit(path, name, error) from error
     if ours:
         _load_state(model, ours.state, path)
+    if weights is not None:
+        check(weights.about, model, f"checkpoint {path}", config)
     kept = dict(cast(Any, model).visual.preprocess_cfg)
     return Loaded(model, transform, text_only(open_clip.get_tokenizer(name)), config, kept)
 
@@ -216,7 +222,8 @@ def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
         _check_name(weights, name, path)
         trained_with = weights.about.get("preprocess", {})
         args = {key: value for key, value in weights.about.get("model_args", {}).items() if key not in _NOT_BUILT}
-    with tensors_only(name):
+        check_sizes(args, f"checkpoint {path}")
+    with tensors_only(name), bounded(path or name):
         if path is None and checkpoint is not None:
             model: Any = timm.create_model(_tagged(name, str(checkpoint)), pretrained=True)
         else:  # a folder's own weights are those asked for, unless others are
@@ -227,6 +234,7 @@ def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
         if isinstance(head, nn.Linear) and classes is not None and len(classes) != head.out_features:
             model.reset_classifier(len(classes))
         _load_state(model, weights.state, path)
+        check(weights.about, model, f"checkpoint {path}")
     preprocess.pop("resize_mode", None)
     kept = {**timm.data.resolve_model_data_config(model), **trained_with, **preprocess}
     built = {**_read_folder(name, "timm").get("model_args", {}), **args, "num_classes": model.num_classes}
@@ -261,7 +269,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     content: Any
-    told: dict[str, Any] = {}
+    told: Any = {}
     try:
         if path.suffix == ".safetensors":
             content, told = _read_safetensors(path)
@@ -287,17 +295,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
         raise ValueError(f"checkpoint {path} holds no tensors by name: it is no state_dict, and holds none")
-    return Checkpoint(int8.joined(state), lightning, about)
+    return Checkpoint(int8.joined(state), lightning, about if isinstance(about, dict) else {})
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     """Weights, and what `diffvision export` wrote of them."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        told = json.loads((file.metadata() or {}).get("diffvision", "{}"))
+        told = json.loads((file.metadata() or {}).get(METADATA, "{}"))
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-    return weights, told if isinstance(told, dict) else {}
+    return weights, told
 
 
 def _harmless() -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -15,7 +16,7 @@ from diffvision import __version__
 from diffvision.analysis.figures import lambda_curves, run_curves
 from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.export.citations import bibtex
-from diffvision.export.describe import attention_layers, describe, variants
+from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
 from diffvision.export.source import Source
 from diffvision.nn import AttentionLayer
@@ -83,7 +84,7 @@ def model_card(
         head["license"] = license
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {source.name}",
+        f"# {text(source.name)}",
         describe(source, towers),
         _load(source, towers),
         *_results(history, pictures),
@@ -126,11 +127,11 @@ def _load(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> str:
 def _results(history: History, pictures: Mapping[str, bytes]) -> Iterator[str]:
     metrics, step = history.results()
     if metrics:
-        rows = "\n".join(f"| {name} | {_number(value)} |" for name, value in metrics.items())
+        rows = "\n".join(f"| {text(name)} | {_number(value)} |" for name, value in metrics.items())
         yield f"## Results\n\nThe run's validation after {step:,} steps:\n\n| metric | value |\n|---|---:|\n{rows}"
     if history.records:
         rows = "\n".join(
-            f"| {record.get('task')} | {record.get('dataset')} | {name} | {_number(value)} |"
+            f"| {text(record.get('task'))} | {text(record.get('dataset'))} | {text(name)} | {_number(value)} |"
             for record in history.records
             for name, value in record["metrics"].items()
             if isinstance(value, int | float)
@@ -142,6 +143,8 @@ def _results(history: History, pictures: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
     return f"{value:,.0f}" if value == int(value) and abs(value) > 1 else f"{value:.4f}"
 
 
@@ -156,7 +159,7 @@ def _lambda(model: nn.Module, pictures: Mapping[str, bytes]) -> Iterator[str]:
     if "lambda.png" in pictures:
         yield "![Lambda by layer over the run's steps](lambda.png)"
     if now:
-        rows = "\n".join(f"| {name} | {_number(value)} |" for name, value in now.items())
+        rows = "\n".join(f"| {text(name)} | {_number(value)} |" for name, value in now.items())
         yield f"| layer | lambda |\n|---|---:|\n{rows}"
 
 
@@ -164,14 +167,14 @@ def _data(history: History) -> Iterator[str]:
     train = history.setting("data", "init_args", "train")
     if train is None:
         return
-    told = [f"Trained on `{train}`."]
+    told = [f"Trained on {code(train)}."]
     if account := history.account():
         counts = ", ".join(f"{count:,} {what}" for what, count in account.items())
         told.append(f"Samples, summed over the epochs: {counts}.")
     for name in ("evaluations", "evaluation"):
         if given := history.setting("data", "init_args", name):
             folders = [given] if isinstance(given, str) else given
-            told.append("Evaluated on " + ", ".join(f"`{folder}`" for folder in folders) + ".")
+            told.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
     yield "## Data\n\n" + " ".join(told)
 
 
@@ -189,11 +192,12 @@ def _training(history: History) -> Iterator[str]:
         "averaged weights (EMA)": _listed(history.callback("EMA")),
         "seed": history.setting("seed_everything"),
     }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None)
+    table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items() if value is not None)
     whole = yaml.safe_dump(history.config, sort_keys=False)
+    marks = fence(whole)
     yield (
         f"## Training\n\n| | |\n|---|---|\n{table}\n\n<details><summary>The whole configuration, for `diffvision fit "
-        f"--config`</summary>\n\n```yaml\n{whole}```\n\n</details>"
+        f"--config`</summary>\n\n{marks}yaml\n{whole}{marks}\n\n</details>"
     )
 
 

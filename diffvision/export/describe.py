@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +16,33 @@ from diffvision.nn.dex import DexAttention
 KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": "A language model"}
 
 
+def text(value: Any) -> str:
+    """A value as one line of Markdown that shows it: configurations and runs hold names from anywhere, which may look
+    like HTML, the end of a table's cell, a link or a heading."""
+    line = html.escape(" ".join(str(value).split()), quote=False)
+    line = re.sub(r"([\\|`])", r"\\\1", line)
+    return re.sub(r"\](?=[(\[:])", r"\\]", line)  # links and pictures
+
+
+def code(value: Any) -> str:
+    """A value as code within a line of Markdown."""
+    line = " ".join(str(value).split())
+    marks = fence(line, least=1)
+    return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
+
+
+def fence(content: str, least: int = 3) -> str:
+    """Backticks around code, more of them than stand together anywhere in it."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
+
+
 def describe(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> str:
     """A sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
     own = " with differential attention" if variants(towers) - {"standard"} else ""
     rows = {"parameters": f"{sum(p.numel() for p in source.model.parameters()):,}", **_sizes(source)}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
     return f"{KIND[source.host]}{own}.\n\n| | |\n|---|---|\n{table}"
 
 

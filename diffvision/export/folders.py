@@ -15,6 +15,7 @@ from torch import nn
 from diffvision.data.folders import lines_of
 from diffvision.export.card import write_card
 from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
+from diffvision.models.architecture import metadata
 from diffvision.models.convert import layouts
 from diffvision.models.files import check_free, written_whole
 
@@ -90,8 +91,11 @@ def _labels(source: Source) -> dict[str, Any]:
     """timm's label_names: of the folder that the run evaluated on, if it is still there and has as many."""
     if source.run is None:
         return {}
-    config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
-    folder = ((config.get("data") or {}).get("init_args") or {}).get("evaluation")
+    try:
+        config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
+        folder = config["data"]["init_args"]["evaluation"]
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
+        return {}
     names = lines_of(Path(str(folder)) / "classnames.txt")
     return {"label_names": names} if len(names) == source.config["num_classes"] else {}
 
@@ -104,7 +108,7 @@ def _save_open_clip(
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))
-    _write_weights(model, folder / OPEN_CLIP[1])
+    _write_weights(model, folder / OPEN_CLIP[1], config)
 
 
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
@@ -138,8 +142,8 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def _write_weights(model: nn.Module, file: Path) -> None:
+def _write_weights(model: nn.Module, file: Path, model_cfg: Mapping[str, Any] | None = None) -> None:
     # Tied weights share storage, which safetensors refuses: each is written by itself.
     state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    save_file(state, file, metadata={"format": "pt"})
+    save_file(state, file, metadata=metadata(model, model_cfg))
     shutil.copymode(file.parent / (OPEN_CLIP if file.name == OPEN_CLIP[1] else TIMM)[0], file)  # it makes them private

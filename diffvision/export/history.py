@@ -74,7 +74,7 @@ def read_history(run: Path, checkpoint: Path) -> History:
     """Of a run's directory and the checkpoint of it that is meant. What is missing or unreadable is left out."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         config = None
     try:
         curves = read_metrics(run / "metrics.csv")
@@ -104,7 +104,7 @@ def _step(checkpoint: Path) -> int | None:
     """Of the record beside a checkpoint."""
     try:
         step = json.loads(record_path(checkpoint).read_text(encoding="utf-8"))["records"][0]["step"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 
@@ -115,7 +115,7 @@ def _records(run: Path) -> list[dict[str, Any]]:
     for file in sorted(run.rglob("*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         found += content if isinstance(content, list) else [content]
     return [record for record in found if isinstance(record, dict) and isinstance(record.get("metrics"), dict)]

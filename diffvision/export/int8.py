@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 
 from diffvision.evaluation.loading import PREPROCESS
 from diffvision.models import int8, language
+from diffvision.models.architecture import metadata
 
 if TYPE_CHECKING:
     from diffvision.export.command import Options
@@ -30,7 +30,8 @@ def write_int8(source: Source, destination: Path, options: Options) -> None:
         raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")
     state = int8.split(int8.quantise(source.model).state_dict())
     plain = {name: value.detach().cpu().clone().contiguous() for name, value in state.items()}
-    save_file(plain, destination, metadata={"format": "pt", "diffvision": json.dumps(_about(source))})
+    model_cfg = source.config if source.host == "open_clip" else None
+    save_file(plain, destination, metadata=metadata(source.model, model_cfg, _about(source)))
 
 
 def _about(source: Source) -> dict[str, Any]:

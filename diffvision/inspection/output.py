@@ -30,7 +30,7 @@ def _earlier(folder: Path) -> list[str]:
     try:
         content = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
         return [*content["files"], "statistics.json"] if content["made_by"] == _MARK else []
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

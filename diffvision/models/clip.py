@@ -97,7 +97,7 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"block_type {block_type!r}: {item!r} is no setting of {variant!r}; it takes {known}")
         try:
             settings[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             settings[key] = value
     return variant, settings
 

@@ -19,8 +19,8 @@ def told_end(file: Path, vocabulary: Container[str]) -> str | None:
     if beside.is_file():
         try:
             told = json.loads(beside.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{beside} is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{beside} is not JSON, or nested too deeply: {error}") from None
     token = told.get("eos_token") if isinstance(told, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else next((name for name in ENDS if name in vocabulary), None)

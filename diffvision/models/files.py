@@ -14,6 +14,7 @@ from typing import Any
 FOLDER = "local-dir:"
 """Before the path of a folder that holds a model, as timm and OpenCLIP call one."""
 
+_UNREADABLE = ("weights_only=True blocked", "legacy .tar format")  # timm's error, and torch's of its oldest files
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[/:]|data:|registry(:|$)")  # the last: Lightning's, of models to download
 
 
@@ -43,7 +44,7 @@ def tensors_only(name: str) -> Iterator[None]:
             raise ValueError(
                 f"the weights of {name} are in eight bits, which are not trained: start from what they were made of"
             ) from error
-        if isinstance(error, RuntimeError) and "weights_only=True blocked" not in str(error):  # timm's
+        if isinstance(error, RuntimeError) and not any(told in str(error) for told in _UNREADABLE):
             raise
         raise ValueError(
             f"the weights of {name} are damaged, or hold Python objects, which could run code and are not loaded: "
@@ -55,8 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """A configuration; ValueError for what is no JSON object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object")
     return values

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffvision.models import int8
+from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.decoder import LanguageModel
-from diffvision.models.files import refuse_urls
+from diffvision.models.files import read_json, refuse_urls
 from diffvision.models.language_config import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
 
 __all__ = [
@@ -67,7 +68,7 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> 
         tokenizer.save(folder / _TOKENIZER)
     plain = int8.split(model.state_dict())
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain.items()}
-    save_file(state, folder / "model.safetensors")
+    save_file(state, folder / "model.safetensors", metadata=metadata(model))
     values = {"diffvision": "language", **dataclasses.asdict(model.config)}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -94,7 +95,7 @@ def load(
     refuse_urls(path, "checkpoint")
     path = Path(path)
     _check_device(map_location)
-    values, state = _read_directory(path, map_location) if path.is_dir() else _read_lightning(path, map_location)
+    values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path, map_location)
     try:
         found = LanguageConfig(**values)
     except (TypeError, ValueError) as error:
@@ -113,6 +114,8 @@ def load(
     except RuntimeError as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
         raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
+    if KEY in about:  # older files have the configuration, of which the model is built
+        check(about, model, f"checkpoint {path}")
     return model.eval()
 
 
@@ -158,23 +161,27 @@ def _copy_tokenizer(file: Path, folder: Path) -> None:
             shutil.copyfile(source, target)
 
 
-def _read_directory(folder: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and weights that `save` wrote."""
+Read = tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]
+"""A configuration, weights, and what else was recorded with them."""
+
+
+def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
+    """What `save` wrote."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}: give a directory that holds a saved language model")
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = read_json(folder / "config.json")
         state = load_file(folder / "model.safetensors", device=str(map_location))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
-    if not isinstance(values, dict) or values.pop("diffvision", None) != "language":
+    if values.pop("diffvision", None) != "language":
         raise ValueError(f'{folder / "config.json"} has no "diffvision": "language": it is not one of our models')
-    return values, int8.joined(state)
+    return values, int8.joined(state), recorded(folder / "model.safetensors")
 
 
-def _read_lightning(path: Path, map_location: torch.device | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The model's configuration and weights from a checkpoint of our language training."""
+def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
+    """What is in a checkpoint of our language training."""
     content = _content(path, map_location)
     hyper = content.get("hyper_parameters")
     values = hyper.get("config") if isinstance(hyper, dict) else None
@@ -185,7 +192,8 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> tuple[dict[
         for name, value in content["state_dict"].items()
         if name.startswith("model.")
     }
-    return values, state
+    about = content.get("diffvision")
+    return values, state, about if isinstance(about, dict) else {}
 
 
 def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
@@ -203,11 +211,17 @@ def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
 
 
 def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
-    """ValueError if the weights are of another variant or vocabulary than their configuration says."""
+    """ValueError if the weights are of another variant, vocabulary or depth than their configuration says."""
     names = {name.rpartition(".attn.")[2] for name in state}
     telling = {"lambda_q1": "v1", "lambda_proj.weight": "v2", "dex": "dex"}
     variant = next((kind for name, kind in telling.items() if name in names), "standard")
     vocabulary = state["embed.weight"].shape[0] if "embed.weight" in state else named.vocab_size
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    if depth != named.depth:
+        raise ValueError(
+            f"checkpoint {path} has weights of depth {depth}, and a configuration of depth {named.depth}: they do not "
+            "fit"
+        )
     if (variant, vocabulary) != (named.variant, named.vocab_size):
         raise ValueError(
             f"checkpoint {path} has weights of variant {variant!r} with a vocabulary of {vocabulary}, and a "

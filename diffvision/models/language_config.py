@@ -15,6 +15,17 @@ from typing import Any, Literal
 
 from diffvision.nn import ATTENTION, DiffAttention
 
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "dim": 1 << 17,
+    "depth": 4096,
+    "num_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "mlp_dim": 1 << 20,
+    "max_length": 1 << 31,
+}
+"""The most that a `LanguageConfig` takes: a configuration may come from somebody else, and is built as it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
@@ -55,10 +66,10 @@ class LanguageConfig:
     head_norm: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "depth", "num_heads", "head_dim", "mlp_dim", "max_length"):
+        for name in LARGEST:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST[name]:
+                raise ValueError(f"{name} is {value!r}: it must be a whole number from 1 to {LARGEST[name]:,}")
         if self.variant not in ATTENTION:
             raise ValueError(f"variant is {self.variant!r}: choose one of {', '.join(ATTENTION)}")
         divisors = [number for number in range(1, self.num_heads + 1) if self.num_heads % number == 0]

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch
+from diffvision.models.architecture import KEY, architecture, check, check_start
+from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.training.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule, without_decay
@@ -59,8 +61,11 @@ class ClassificationModule(pl.LightningModule):
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = ({"pretrained": True} if model.startswith(FOLDER) else {}) | (model_args or {})
         refuse_urls(self.model_args, "model_args")
-        with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
+        check_sizes(self.model_args, "model_args")
+        with bounded(model), tensors_only(str(self.model_args.get("checkpoint_path") or model)):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
+        if self.model_args.get("pretrained") or self.model_args.get("checkpoint_path"):
+            check_start(self.model_args.get("checkpoint_path") or model, made)
         self.model = made
         if grad_checkpointing:
             made.set_grad_checkpointing()
@@ -120,8 +125,16 @@ class ClassificationModule(pl.LightningModule):
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_checkpoint(checkpoint)
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """ValueError where a checkpoint is of another architecture; `fit` asks before it reads data."""
+        check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what is needed to rebuild the model, as plain Python values."""
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.data_config.items()}
         args = {**self.model_args, "num_classes": self.num_classes}
-        checkpoint["diffvision"] = {"model": self.name, "model_args": args, "preprocess": plain}
+        about = {"model": self.name, "model_args": args, "preprocess": plain, KEY: architecture(self.model)}
+        checkpoint["diffvision"] = about

@@ -18,7 +18,9 @@ from diffvision.data.captions import text_only
 from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.loading import PREPROCESS, refuse_code
 from diffvision.evaluation.suite import evaluate
-from diffvision.models.files import refuse_urls, tensors_only
+from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
+from diffvision.models.bounds import bounded
+from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.training.finite import StepGuard, spread
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.preemption import asking
@@ -78,11 +80,13 @@ class ContrastiveModule(pl.LightningModule):
         if unknown:
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
         refuse_urls(pretrained, "pretrained")
-        refuse_code(model)
+        with bounded(model):  # looks at the configuration first
+            refuse_code(model)
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
+        self.model_cfg = open_clip.get_model_config(model)
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with tensors_only(pretrained or model):
+        with bounded(model), tensors_only(pretrained or model):
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
@@ -92,6 +96,10 @@ class ContrastiveModule(pl.LightningModule):
                 **{f"image_{key}": value for key, value in (preprocess or {}).items()},
                 **start,
             )
+        if model.startswith(FOLDER):  # its own weights are taken, whatever pretrained says
+            check(recorded(model), self.model, model, self.model_cfg)
+        elif pretrained is not None:
+            check_start(pretrained, self.model)
         self.tokenizer = text_only(open_clip.get_tokenizer(model))
         if lock_image is not None:
             self.model.lock_image_tower(unlocked_groups=lock_image)
@@ -196,12 +204,14 @@ class ContrastiveModule(pl.LightningModule):
         trained = checkpoint.get("diffvision", {}).get("model", self.name)
         if trained != self.name:
             raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
+        check(checkpoint.get("diffvision", {}), self.model, "the checkpoint", self.model_cfg)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what `evaluate` needs to rebuild the model, as plain Python values."""
         config = self.model.visual.preprocess_cfg
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
-        checkpoint["diffvision"] = {"model": self.name, "preprocess": plain}
+        built = architecture(self.model, self.model_cfg)
+        checkpoint["diffvision"] = {"model": self.name, "preprocess": plain, KEY: built}
 
 
 def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:

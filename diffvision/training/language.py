@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from diffvision.data.batches import TokenBatch
 from diffvision.models import int8, language
+from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.finite import StepGuard
@@ -224,12 +225,16 @@ class LanguageModule(pl.LightningModule):
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """ValueError, with what to set, where a checkpoint is of another model; `fit` asks before it reads data."""
         path = None if self._trainer is None else self._trainer.ckpt_path
-        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), str(path or "the checkpoint"))
+        name = str(path or "the checkpoint")
+        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
+        if KEY in (about := checkpoint.get("diffvision", {})):  # older files have the configuration, compared above
+            check(about, self.model, name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what `language.load` needs to rebuild the model, as plain Python values."""
         checkpoint["hyper_parameters"] = {"config": asdict(self.model.config)}
-        checkpoint["diffvision"] = {"model": self.name, "tokenizer": self.tokenizer}
+        about = {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
+        checkpoint["diffvision"] = about
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any], but: tuple[str, ...]) -> list[str]:

@@ -9,6 +9,7 @@ import timm
 import torch
 
 from diffvision.evaluation.loading import load, read_checkpoint
+from diffvision.models.architecture import architecture
 
 NAME = "DiffCLIP-debug"
 
@@ -62,7 +63,9 @@ def test_open_clip_local_directory(tmp_path, trained):
 def test_training_run_with_its_preprocessing(tmp_path, trained):
     path = tmp_path / "last.ckpt"
     kept = {"mean": [0.485, 0.456, 0.406], "std": [0.2, 0.2, 0.2], "size": (32, 32), "interpolation": "bilinear"}
-    torch.save(lightning_checkpoint(trained, {"model": NAME, "preprocess": kept}), path)
+    built = architecture(trained, open_clip.get_model_config(NAME))
+    about = {"model": NAME, "preprocess": kept, "architecture": built}
+    torch.save(lightning_checkpoint(trained, about), path)
     loaded = load(NAME, path)
     assert same(loaded.model, trained)
     assert tuple(loaded.transform.transforms[-1].mean) == (0.485, 0.456, 0.406)

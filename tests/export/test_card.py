@@ -1,13 +1,19 @@
 """Model cards: of a run, of no run, and what they keep to themselves."""
 
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
 import pytest
 import timm
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from PIL import Image
 
 from diffvision import adapt
+from diffvision.analysis.figures import Curve
 from diffvision.export.card import LOAD, attention_layers, model_card, write_card
 from diffvision.export.citations import bibtex
 from diffvision.export.history import History, published, read_history
@@ -133,3 +139,52 @@ def test_the_language_models_card(runs):
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "| vocabulary | 20 |" in text
     assert torch.is_tensor(runs.text.head_weight)
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "a | b\n\n# Heading\n\n<img src=x onerror=alert(1)>",
+    "[click](javascript:alert(1)) ![seen](https://example.org/seen.png)",
+    "`<b>`` \\| <i>```\n</details><script>alert(2)</script>\n```",
+    "---\nlicense: mit\n---\n<!-- x --> &lt;script&gt;",
+]
+
+
+class _Tags(HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.links = [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("href", "src")]
+
+    def handle_comment(self, data):
+        self.tags.append("comment")
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_card_shows_what_it_is_given(hostile, exported, tmp_path):
+    """Names and values of configurations, runs and models are text, in the card as the Hub renders it."""
+    source = read_source(exported / "vision")
+    preprocess = {**source.preprocess, "mean": [hostile]}
+    config = {
+        "model": {"init_args": {"model": hostile, "pretrained": hostile, "optimizer": {hostile: hostile}}},
+        "data": {"init_args": {"train": hostile, "evaluations": [hostile], hostile: hostile}},
+        "trainer": {"precision": hostile, "callbacks": [{"class_path": "EMA", "init_args": {hostile: hostile}}]},
+    }
+    records = ({"task": hostile, "dataset": hostile, "metrics": {hostile: 0.5, "inf": math.inf, "nan": math.nan}},)
+    curve = Curve([0.0, 1.0], [0.5, 0.5])
+    history = History(config, {f"val/{hostile}": curve}, 2, records)
+    plain = model_card(source, History({"data": {"init_args": {"train": "x"}}}, {"val/x": curve}, 2, records[:0]))
+    card = model_card(replace(source, name=hostile, preprocess=preprocess), history, license=hostile)
+    front, text = card.removeprefix("---\n").split("\n---\n", 1)
+    assert yaml.safe_load(front)["license"] == hostile
+    page = _Tags(MarkdownIt("commonmark").enable("table").render(text))
+    known = {*_Tags(MarkdownIt("commonmark").enable("table").render(plain.split("\n---\n", 1)[1])).tags}
+    assert set(page.tags) <= known | {"details", "summary", "code", "pre"}
+    assert page.links == []
+    assert page.tags.count("h1") == 1
+    assert page.tags.count("details") == 1

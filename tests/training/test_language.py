@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.models import language
+from diffvision.models.architecture import architecture
 from diffvision.training.callbacks import LambdaMonitor, Throughput
 from diffvision.training.checkpoints import DurableCheckpointIO, verify
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
@@ -241,7 +242,9 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     train(module).save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert stored["hyper_parameters"] == {"config": asdict(module.model.config)}
-    assert stored["diffvision"] == {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json"}
+    built = architecture(module.model)
+    told = {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json", "architecture": built}
+    assert stored["diffvision"] == told
     assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
     loaded = language.load(tmp_path / "x.ckpt")
     assert loaded.config == module.model.config

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffvision.models.bounds import bounded
 from diffvision.models.files import tensors_only
 
 _NAME = "diffvision_explicit"
@@ -62,10 +63,12 @@ def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None
 
 def _opened(kind: Any, path: str, what: str) -> Any:
     """What one of transformers' Auto classes finds, if that needs nothing to be run; else a ValueError."""
-    with tensors_only(f"hf:{path}"):
+    folder = Path(path)
+    with bounded(folder if folder.is_dir() else path):
         try:
-            return kind.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
-        except (OSError, ValueError) as error:
+            with tensors_only(f"hf:{path}"):
+                return kind.from_pretrained(path, trust_remote_code=False)  # left out, it would ask
+        except (OSError, ValueError, RuntimeError) as error:  # the last of weights of other sizes, and of deep JSON
             if "trust_remote_code" in str(error):
                 raise ValueError(
                     f"hf:{path} has code of its own for its {what} (trust_remote_code), which is not run: give a model "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,9 +17,11 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 from timm.models import is_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffvision.models import int8, language
+from diffvision.models.architecture import KEY, check, metadata, recorded
+from diffvision.models.bounds import check_sizes
 from diffvision.models.convert import diffclip, hugging_face, timm, unilm
 from diffvision.models.convert.layers import check_layers
 from diffvision.models.convert.layouts import (
@@ -30,10 +33,11 @@ from diffvision.models.convert.layouts import (
     recognise,
     weight_files,
 )
-from diffvision.models.convert.state import check_fits, few, read_state
+from diffvision.models.convert.state import check_fits, few, read_about, read_state
 from diffvision.models.decoder import LanguageModel
 from diffvision.models.ends import told_end
 from diffvision.models.files import check_free, read_json, written_whole
+from diffvision.nn import depth_lambda_init
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,11 @@ def convert(
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-def _save(state: Mapping[str, Tensor], path: Path) -> None:
-    """A .safetensors file, or a .pt of the state_dict alone."""
+def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
+    """A .safetensors file with its metadata, or a .pt of the state_dict alone."""
     own = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
-        save_file(own, path)
+        save_file(own, path, metadata=about)
     elif path.suffix in (".pt", ".pth"):
         torch.save(own, path)
     else:
@@ -91,11 +95,11 @@ def _to_openclip(source: Source, target: Path, options: Options) -> None:
     if options.tower is not None and not is_model(options.tower):
         raise ValueError(f"tower is {options.tower!r}, which timm does not know: register it before, or name another")
     config, state = diffclip.from_diffclip(source.weights, tower=options.tower, lambda_init=options.lambda_init)
-    _check_diffclip(config, state, f"{source.path} looks like diffclip, and", options.lambda_init)
+    model = _check_diffclip(config, state, f"{source.path} looks like diffclip, and", options.lambda_init)
     target.mkdir()
     values = {"model_cfg": config, "preprocess_cfg": diffclip.PREPROCESS}
     (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _save(state, target / WEIGHTS)
+    _save(state, target / WEIGHTS, metadata(model, config))
 
 
 def _to_diffclip(source: Source, target: Path, options: Options) -> None:
@@ -103,12 +107,15 @@ def _to_diffclip(source: Source, target: Path, options: Options) -> None:
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} is an OpenCLIP model without V1 attention in both towers, which DiffCLIP has")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
+    check_sizes(config, str(source.path / CONFIG))
     if other := diffclip.unlike(config, weights):
         raise ValueError(
             f"{source.path} cannot be had as diffclip, whose code would compute something else: {few(other)}"
         )
     depth = "lambda_init=depth" in config["text_cfg"]["block_type"]
-    _check_diffclip(config, source.weights, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
+    model = _check_diffclip(config, source.weights, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
+    if about := recorded(source.path / WEIGHTS):
+        check(about, model, str(source.path / WEIGHTS), config)
     if target.suffix == ".safetensors":
         _save(weights, target)
     else:  # as its own code reads them
@@ -117,17 +124,35 @@ def _to_diffclip(source: Source, target: Path, options: Options) -> None:
 
 def _check_diffclip(
     config: Mapping[str, Any], state: Mapping[str, Tensor], what: str, lambda_init: float | str
-) -> None:
+) -> nn.Module:
+    """The model of these weights, without memory; ValueError if they are not a DiffCLIP's."""
     with torch.device("meta"):
         model = open_clip.CLIP(**config)
     check_fits(state, model.state_dict(), what)
     diffclip.check_layers_are_v1(model, lambda_init)
+    return model
 
 
 def _mapped(source: Source, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
+    if source.layout == "diffvision":
+        _refuse_other_lambda(source.path)
     made = by(source.weights)
     check_layers(source.weights if source.layout == "diffvision" else made, str(source.path))
     _save(made, target)
+
+
+def _refuse_other_lambda(path: Path) -> None:
+    """ValueError if a file says that its layers have another lambda_init than the depth's, which the other layouts'
+    code has: it is in no weight."""
+    layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
+    given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
+    for depth, (name, value) in enumerate(given):
+        theirs = depth_lambda_init(depth)
+        if not math.isclose(value, theirs, rel_tol=1e-6):
+            raise ValueError(
+                f"{path} has lambda_init {value} in {name}, and the other layouts' code has {theirs:.4g} at that "
+                "depth: the same weights would compute another function there"
+            )
 
 
 def _to_language(source: Source, target: Path, options: Options) -> None:

@@ -110,6 +110,13 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     return state
 
 
+def read_about(path: str | Path) -> dict[str, Any]:
+    """What a training run of ours recorded with the weights in its checkpoint; empty for any other file."""
+    content = _content(Path(path)) if Path(path).suffix == ".ckpt" else None
+    about = content.get("diffvision") if isinstance(content, dict) else None
+    return about if isinstance(about, dict) else {}
+
+
 def _bare(name: str, prefixes: tuple[str, ...]) -> str:
     """Without prefixes, in whatever order one wrapper was put around another."""
     while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):

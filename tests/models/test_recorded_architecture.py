@@ -1,0 +1,283 @@
+"""What a model was built of is recorded with its weights, and a mismatch is refused wherever weights are loaded."""
+
+import json
+import math
+from dataclasses import replace
+
+import open_clip
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from diffvision import adapt
+from diffvision.evaluation import FeatureExtractor
+from diffvision.evaluation.language.loading import load_subject
+from diffvision.evaluation.loading import load
+from diffvision.export.folders import save_folder
+from diffvision.export.source import read_source
+from diffvision.models import language, vision
+from diffvision.models.adapt import set_dex_schedule
+from diffvision.models.architecture import KEY, architecture, difference, recorded
+from diffvision.models.convert import convert
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.language import LanguageModule
+from diffvision.training.resume import compare
+
+CLIP, VIT, TEXT = "DiffCLIP-debug", "diff_vit_debug", "diff-debug"
+
+
+def checkpoint(module, path):
+    """A file as Lightning writes it of a module."""
+    content = {"pytorch-lightning_version": "2.6.6", "state_dict": module.state_dict(), "optimizer_states": []}
+    module.on_save_checkpoint(content)
+    torch.save(content, path)
+    return path
+
+
+def without_architecture(path):
+    """The same file as an older version wrote it."""
+    content = torch.load(path, weights_only=True)
+    content["diffvision"].pop(KEY, None)
+    torch.save(content, path)
+    return path
+
+
+@pytest.fixture
+def other_clip(monkeypatch):
+    """The name stands for another lambda_init in the text tower, as it may in another version."""
+
+    def change():
+        config = open_clip.get_model_config(CLIP)
+        config["text_cfg"]["block_type"] = "diffvision:v1:lambda_init=0.2"
+        monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, CLIP, config)
+
+    return change
+
+
+@pytest.fixture
+def other_vit(monkeypatch):
+    def change():
+        variant, shape = vision.MODELS[VIT]
+        monkeypatch.setitem(vision.MODELS, VIT, vision.Model(variant, shape._replace(settings={"lambda_init": 0.2})))
+
+    return change
+
+
+def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_clip):
+    path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
+    load(CLIP, path)
+    read_source(path)
+    other_clip()
+    told = r"text_cfg\.block_type 'diffvision:v1:lambda_init=0\.8' there and 'diffvision:v1:lambda_init=0\.2' here"
+    for call in (
+        lambda: load(CLIP, path),
+        lambda: read_source(path),
+        lambda: FeatureExtractor(CLIP, path).fit([]),
+        lambda: compare(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same"),
+        lambda: ContrastiveModule(CLIP).on_load_checkpoint(torch.load(path, weights_only=True)),
+    ):
+        with pytest.raises(ValueError, match=f"of another architecture than the model here, with {told}"):
+            call()
+
+
+def test_a_vit_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_vit):
+    path = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "x.ckpt")
+    load(VIT, path)
+    other_vit()
+    for call in (
+        lambda: load(VIT, path),
+        lambda: read_source(path),
+        lambda: compare(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same"),
+    ):
+        with pytest.raises(ValueError, match=r"blocks\.1\.attn\.lambda_init 0\.35\d* there and 0\.2 here"):
+            call()
+
+
+def test_arguments_of_the_run_build_its_model_again(tmp_path):
+    """evaluate builds timm's models as they were trained; fit is given its arguments, and compares them."""
+    module = ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5, "drop_path_rate": 0.1})
+    path = checkpoint(module, tmp_path / "x.ckpt")
+    assert load(VIT, path).model.blocks[1].attn.lambda_init == 0.5
+    same = ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5})  # dropout is no architecture
+    compare(str(path), same, world_size=1, ranks="same")
+    told = r"cannot resume from .*x\.ckpt: .* lambda_init 0\.5 there and None here, .* 0\.5 there and 0\.2"
+    with pytest.raises(ValueError, match=told):
+        compare(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same")
+
+
+@pytest.mark.parametrize("args", [{"num_heads": 3}, {"act_layer": "relu"}, {"norm_layer": "rmsnorm"}], ids=str)
+def test_settings_of_plain_models_that_no_weight_shows(args, tmp_path):
+    """Sibling faults: the same shapes, another function."""
+    name = "vit_tiny_patch16_224"
+    given = {"depth": 1, "num_heads": 6, "embed_dim": 48}
+    path = checkpoint(ClassificationModule(name, num_classes=3, model_args=given), tmp_path / "x.ckpt")
+    other = ClassificationModule(name, num_classes=3, model_args=given | args)
+    with pytest.raises(ValueError, match=f"cannot resume from .*{next(iter(args))}|keys of the state_dict differ"):
+        compare(str(path), other, world_size=1, ranks="same")
+
+
+def test_older_files_load_with_a_note(tmp_path):
+    told = "does not record its architecture, as files of older versions: settings that are in no weight"
+    path = without_architecture(checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt"))
+    with pytest.warns(UserWarning, match=told) as noted:
+        load(CLIP, path)
+    assert len(noted) == 1
+    with pytest.warns(UserWarning, match=told):
+        compare(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same")
+    path = without_architecture(checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt"))
+    with pytest.warns(UserWarning, match=told):
+        load(VIT, path)
+    # a language checkpoint of any version has its configuration, which is compared as before
+    path = without_architecture(checkpoint(LanguageModule(TEXT), tmp_path / "z.ckpt"))
+    language.load(path)
+    compare(str(path), LanguageModule(TEXT), world_size=1, ranks="same")
+
+
+def edit(file, change):
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
+    folder = tmp_path / "clip"
+    config = open_clip.get_model_config(CLIP)
+    save_folder(open_clip.create_model(CLIP), folder, config=config)
+    load(f"local-dir:{folder}")
+    edit(folder / "open_clip_config.json", lambda c: c["model_cfg"]["text_cfg"].update(pool_type="first"))
+    for call in (load, ContrastiveModule):
+        with pytest.raises(ValueError, match="pool_type 'argmax' there and 'first' here"):
+            call(f"local-dir:{folder}")
+    edit(
+        folder / "open_clip_config.json",
+        lambda c: c["model_cfg"]["text_cfg"].update(pool_type="argmax", block_type="diffvision:v1:lambda_init=0.2"),
+    )
+    told = r"block_type .*lambda_init=0\.8' there|lambda_init 0\.8 there and 0\.2 here"
+    for call in (load, ContrastiveModule, lambda name: read_source(name.removeprefix("local-dir:"))):
+        with pytest.raises(ValueError, match=told):
+            call(f"local-dir:{folder}")
+    with pytest.raises(ValueError, match=r"with lambda_init 0\.2, and DiffCLIP"):
+        convert(str(folder), str(tmp_path / "x.pt"), to="diffclip")
+
+
+def test_a_timm_folder_whose_configuration_was_changed(tmp_path):
+    folder = tmp_path / "vit"
+    save_folder(timm.create_model(VIT, num_classes=3), folder, config={})
+    load(f"local-dir:{folder}")
+    ClassificationModule(f"local-dir:{folder}", num_classes=7, model_args={"img_size": 64})  # both may be others
+    edit(folder / "config.json", lambda c: c["model_args"].update(lambda_init=0.3))
+    with pytest.raises(ValueError, match=r"lambda_init .* there and 0\.3 here"):
+        load(f"local-dir:{folder}")
+    with pytest.raises(ValueError, match=r"lambda_init .* there and 0\.3 here"):
+        ClassificationModule(f"local-dir:{folder}", num_classes=3)
+
+
+def test_the_file_of_a_folder_given_as_weights_of_a_name(tmp_path):
+    model = timm.create_model(VIT, num_classes=3, lambda_init=0.5)
+    save_folder(model, tmp_path / "vit", config={"lambda_init": 0.5})
+    with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and None here"):
+        load(VIT, tmp_path / "vit" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and 0\.2"):
+        ClassificationModule(
+            VIT, num_classes=3, model_args={"checkpoint_path": str(tmp_path / "vit" / "model.safetensors")}
+        )
+
+
+def test_language_files_whose_configuration_was_changed(tmp_path):
+    model = language.create(TEXT)
+    language.save(model, tmp_path / "text")
+    language.load(tmp_path / "text")
+    edit(tmp_path / "text" / "config.json", lambda c: c.update(lambda_init=0.3, rotary_theta=500.0, max_length=64))
+    told = r"lambda_init 'depth' there and 0\.3 here, .*rotary_theta 10000\.0 there and 500\.0 here"
+    for call in (
+        language.load,
+        read_source,
+        lambda folder: load_subject(str(folder)),
+        lambda f: LanguageModule(f"local-dir:{f}"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call(tmp_path / "text")
+    path = checkpoint(LanguageModule(TEXT), tmp_path / "x.ckpt")
+    content = torch.load(path, weights_only=True)
+    content["hyper_parameters"]["config"]["lambda_init"] = 0.3
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"lambda_init 'depth' there and 0\.3 here"):
+        language.load(path)
+
+
+def test_weights_of_another_lambda_do_not_become_a_layout_without_one(tmp_path):
+    model = timm.create_model(VIT, num_classes=3, lambda_init=0.5)
+    save_folder(model, tmp_path / "vit", config={"lambda_init": 0.5})
+    with pytest.raises(
+        ValueError, match=r"has lambda_init 0\.5 in blocks\.0\.attn, and the other layouts' code has 0\.2"
+    ):
+        convert(str(tmp_path / "vit" / "model.safetensors"), str(tmp_path / "x.pt"), to="timm")
+    path = checkpoint(ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5}), tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"has lambda_init 0\.5 in blocks\.0\.attn"):
+        convert(str(path), str(tmp_path / "x.pt"), to="timm")
+    by_depth = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt")
+    convert(str(by_depth), str(tmp_path / "y.pt"), to="timm")
+
+
+@pytest.mark.parametrize("method", ["v2", "dex", "v1"])
+def test_adapted_models_are_what_they_were_saved_as(method, tmp_path):
+    plain = timm.create_model("plain_vit_debug", num_classes=3)
+    model = adapt(plain, method)
+    config = {key: model._model_args[key] for key in ("base", "method")}
+    save_folder(model, tmp_path / "vit", config=config)
+    load(f"local-dir:{tmp_path / 'vit'}")
+    path = checkpoint(ClassificationModule(f"local-dir:{tmp_path / 'vit'}", num_classes=3), tmp_path / "x.ckpt")
+    load(f"local-dir:{tmp_path / 'vit'}", path)
+    text = adapt(language.create("transformer-debug"), method)
+    language.save(text, tmp_path / "text")
+    language.load(tmp_path / "text")
+
+
+def test_the_schedule_of_lambda_is_state(tmp_path):
+    """LambdaAnnealing sets it for each step: a buffer, in the weights."""
+    model = adapt(timm.create_model("plain_vit_debug"), "dex")
+    before = architecture(model)
+    set_dex_schedule(model, 0.3, 0.7)
+    assert difference(before, architecture(model)) == ""
+    assert before["layers"]["blocks.1.attn"]["dex_lambda_init"] == pytest.approx(0.8 - 0.6 * math.exp(-0.3))
+
+
+def test_what_files_and_machines_make_of_values_is_no_difference(tmp_path):
+    model = timm.create_model(VIT, img_size=(32, 32), norm_layer=torch.nn.LayerNorm)
+    built = architecture(model)
+    again = json.loads(json.dumps(built))  # tuples are lists
+    again["layers"]["blocks.1.attn"]["lambda_init"] *= 1 + 1e-12
+    assert difference(again, built) == difference(built, again) == ""
+    assert difference({"layers": {}, "config": {"new_field": 1}}, built) == ""  # of another version of a host
+    assert "lambda_init" in difference(again, architecture(timm.create_model(VIT, lambda_init=0.3)))
+    text = language.create(TEXT)
+    longer = replace(text.config, max_length=8192)  # it costs nothing, and changes nothing
+    assert difference(architecture(text), architecture(language.LanguageModel(longer))) == ""
+
+
+def test_what_was_recorded_is_plain_and_small(tmp_path):
+    path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
+    about = torch.load(path, weights_only=True)["diffvision"][KEY]
+    assert json.loads(json.dumps(about)) == about
+    assert about["layers"]["transformer.resblocks.1.attn"]["lambda_init"] == 0.8
+    assert about["config"]["text_cfg"]["no_causal_mask"] is False  # every field, for defaults change
+    save_folder(timm.create_model(VIT), tmp_path / "vit", config={})
+    file = tmp_path / "vit" / "model.safetensors"
+    assert recorded(file)[KEY]["layers"]["blocks.0.attn"]["variant"] == "v1"
+    save_file(load_file(file), tmp_path / "plain.safetensors")
+    assert recorded(tmp_path / "plain.safetensors") == {}
+
+
+def test_a_record_that_is_none(tmp_path):
+    """A damaged or hostile record is one sentence."""
+    path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
+    content = torch.load(path, weights_only=True)
+    for wrong in ({"layers": 3, "config": []}, {"layers": {"visual": None}}, {}):
+        content["diffvision"][KEY] = wrong
+        torch.save(content, path)
+        load(CLIP, path)
+    content["diffvision"] = [1]
+    torch.save(content, path)
+    load(CLIP, path)
