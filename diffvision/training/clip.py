@@ -19,6 +19,7 @@ from diffvision.data.folders import EvaluationFolder
 from diffvision.evaluation.loading import PREPROCESS, refuse_code
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.files import refuse_urls, tensors_only
+from diffvision.models.names import unknown_model
 from diffvision.training.finite import StepGuard, spread
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.preemption import asking
@@ -79,6 +80,8 @@ class ContrastiveModule(pl.LightningModule):
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
         refuse_urls(pretrained, "pretrained")
         refuse_code(model)
+        if open_clip.get_model_config(model.replace("/", "-")) is None:  # OpenCLIP takes ViT-B/32 for ViT-B-32
+            raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
