@@ -1,5 +1,6 @@
 """`python -m diffvision.run` in a process of its own, as people use it."""
 
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,30 @@ def test_files_and_modules_run_as_main_with_our_models(tmp_path):
     assert done.stdout == expected, done.stderr
     done = run("program", "--flag", "3", cwd=tmp_path)
     assert done.stdout == expected, done.stderr
+
+
+CHILDREN = """
+import subprocess, sys
+for code in (
+    "import open_clip, timm; print(timm.is_model('diff_vit_debug'), 'DiffCLIP-debug' in open_clip.list_models());"
+    "from transformers import AutoConfig; print(type(AutoConfig.for_model('diff_transformer')).__module__)",
+    "import sys; print('diffvision' in sys.modules, sys.was_customized)",
+):
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    (tmp_path / "program.py").write_text(CHILDREN)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text("import sys; sys.was_customized = True")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tmp_path / "site"))))
+    )
+    done = run("program", cwd=tmp_path)
+    lines = ["True True", "diffvision.models.hugging_face", "False True"]
+    assert done.stdout.splitlines() == lines, done.stderr
 
 
 def test_exported_folders_need_no_trust(tmp_path):

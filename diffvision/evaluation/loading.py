@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from diffvision.models import int8
 from diffvision.models.architecture import METADATA, check, recorded
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only
+from diffvision.models.names import unknown_model
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 _HUBS = (FOLDER, "hf-hub:")
@@ -91,9 +91,7 @@ def load(
     elif timm.is_model(name):
         loaded = _load_timm(name, checkpoint, dict(preprocess or {}))
     else:
-        near = get_close_matches(name, [*open_clip.list_models(), *timm.list_models()], n=3, cutoff=0.5)
-        hint = f"; near it: {', '.join(near)}" if near else ""
-        raise ValueError(f"neither OpenCLIP nor timm knows a model {name!r}{hint}")
+        raise unknown_model(name, "neither OpenCLIP nor timm has a", [*open_clip.list_models(), *timm.list_models()])
     loaded.model.to(device).eval()
     return loaded
 

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import open_clip
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.convert import convert
 from diffvision.models.decoder import LanguageModel
 from diffvision.models.files import FOLDER, check_free, written_whole
+from diffvision.models.names import unknown_model
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
@@ -94,6 +97,8 @@ def _read(source: str, weights: str | None) -> Loaded:
             raise ValueError(f"weights is {weights!r}, but {source} is a model with weights: leave weights out")
         return Loaded(_language(path), None, None, {}, {})  # type: ignore[arg-type]  # text has no transform
     name, _, tag = source.partition(".")
+    if not (timm.is_model(source) or name in open_clip.list_models()):
+        raise unknown_model(source, "neither OpenCLIP nor timm has a", [*open_clip.list_models(), *timm.list_models()])
     if not (weights or tag):
         raise ValueError(f"{source} has new weights: give --weights, a tag of pretrained ones or a file")
     return load(name, weights or tag)

@@ -13,6 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diffvision.models.names import unknown_model
 from diffvision.nn import ATTENTION, DiffAttention
 
 LARGEST = {
@@ -147,10 +148,7 @@ def config(name: str, **overrides: Any) -> LanguageConfig:
     """
     family, _, size_name = name.lower().partition("-")
     if family not in FAMILIES or size_name not in SIZES:
-        raise ValueError(
-            f"no language model {name!r}: a name is one of {', '.join(FAMILIES)}, a hyphen, and one of "
-            f"{', '.join(SIZES)}"
-        )
+        raise unknown_model(name, "diffvision.models.language has no", model_names())
     size, variant = SIZES[size_name], FAMILIES[family]
     values = {
         "vocab_size": size.vocab_size,

@@ -16,6 +16,7 @@ from diffvision.data.batches import ImageLabelBatch
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
+from diffvision.models.names import unknown_model
 from diffvision.training.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule, without_decay
 
@@ -61,6 +62,8 @@ class ClassificationModule(pl.LightningModule):
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = ({"pretrained": True} if model.startswith(FOLDER) else {}) | (model_args or {})
         refuse_urls(self.model_args, "model_args")
+        if ":" not in model and not timm.is_model(model.removeprefix("timm/")):
+            raise unknown_model(model, "timm has no", timm.list_models())
         check_sizes(self.model_args, "model_args")
         with bounded(model), tensors_only(str(self.model_args.get("checkpoint_path") or model)):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)

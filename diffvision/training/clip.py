@@ -21,6 +21,7 @@ from diffvision.evaluation.suite import evaluate
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
+from diffvision.models.names import unknown_model
 from diffvision.training.finite import StepGuard, spread
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.preemption import asking
@@ -82,8 +83,11 @@ class ContrastiveModule(pl.LightningModule):
         refuse_urls(pretrained, "pretrained")
         with bounded(model):  # looks at the configuration first
             refuse_code(model)
+            # OpenCLIP takes ViT-B/32 for ViT-B-32.
+            self.model_cfg = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
+        if self.model_cfg is None:
+            raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
-        self.model_cfg = open_clip.get_model_config(model)
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model):

@@ -1,7 +1,7 @@
-"""Unmodified train.py, validate.py, inference.py and avg_checkpoints.py of timm on our models.
+"""Unmodified scripts of timm on our models: train, validate, inference, averaging, ONNX export, bulk_runner.
 
     git clone --branch v1.0.28 https://github.com/huggingface/pytorch-image-models
-    python scripts/programs/run_timm.py pytorch-image-models            # minutes on two CPU cores
+    python scripts/programs/run_timm.py pytorch-image-models            # three minutes on two CPU cores
 
 The scripts are in timm's repository, not in its package. They run through `diffvision.run`, which only registers our
 names. The data are digits, the same images as files in folders (for timm) and in shards (for `diffvision evaluate`).
@@ -113,6 +113,23 @@ def inferred(timm: Timm, checkpoint: str) -> float:
     return 100 * sum(Path(row["filename"]).parent.name == row["index"] for row in rows) / len(rows)
 
 
+def exported(timm: Timm, checkpoint: str) -> None:
+    """onnx_export.py in its default mode, which compares onnxruntime's outputs with torch's; training is left out."""
+    options = ["--model", "diff_vit_debug", "--num-classes", "10", "--checkpoint", checkpoint, "--check-forward"]
+    timm.run("onnx_export", "onnx_export.py", "model.onnx", *options, "--batch-size", "2", lines=1)
+    size = (timm.shown.folder / "model.onnx").stat().st_size
+    timm.shown.check("onnx_export.py --check-forward", True, f"{size:,} bytes")
+
+
+def benchmarked(timm: Timm) -> None:
+    """bulk_runner.py starts a process of benchmark.py for each model: child processes know our names."""
+    names, script = "diff*_vit_debug", str(timm.source / "benchmark.py")
+    options = ["--bench", "inference", "--device", "cpu", "--batch-size", "4", "--num-bench-iter", "20"]
+    timm.run("bulk", "bulk_runner.py", "--model-list", names, "--results-file", "bulk.csv", script, *options, lines=1)
+    rows = list(csv.DictReader((timm.shown.folder / "bulk.csv").open()))
+    timm.shown.check("bulk_runner.py benchmark.py", len(rows) == 2, ", ".join(row["model"] for row in rows))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("source", type=Path, help="a clone of timm's repository")
@@ -139,6 +156,8 @@ def main() -> int:
     timm.run("average", "avg_checkpoints.py", "--input", "train", "--output", "average.pth", "--filter", "check*.tar")
     average = timm.top1("validate_average", "average.pth")
     shown.check("avg_checkpoints.py, in validate.py", average > 50, f"{average} %")
+    exported(timm, "average.pth")
+    benchmarked(timm)
     fitted(timm)
     return shown.end()
 

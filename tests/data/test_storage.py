@@ -16,6 +16,7 @@ from diffvision.data.decode import BadSample
 from diffvision.data.index import shard_index
 from diffvision.data.make import check
 from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.remote import Patience
 from diffvision.data.sources import Shard
 
 LENIENT = Limits(max_bad_fraction=1.0)
@@ -319,4 +320,4 @@ def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
 def test_of_distant_shards_the_content_is_what_is_known(corpus, whole, tmp_path, monkeypatch):
     shards = [Shard("http://127.0.0.1:9/0.tar", samples=10), Shard("http://127.0.0.1:9/1.tar", samples=3)]
     monkeypatch.setattr(storage, "find_shards", lambda source: shards)
-    assert ShardSet("x").content.startswith("names:")
+    assert ShardSet("x", ShardCache(patience=Patience(tries=1))).content.startswith("names:")

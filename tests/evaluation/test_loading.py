@@ -107,7 +107,8 @@ def test_arguments_beside_the_weights(tmp_path, trained):
 
 def test_names_that_nobody_knows(tmp_path):
     with pytest.raises(
-        ValueError, match="neither OpenCLIP nor timm knows a model 'DiffCLIP-debugg'; near it: DiffCLIP"
+        ValueError,
+        match="neither OpenCLIP nor timm has a model 'DiffCLIP-debugg': the nearest names are DiffCLIP-debug",
     ):
         load("DiffCLIP-debugg")
     with pytest.raises(FileNotFoundError, match="no checkpoint file"):

@@ -135,7 +135,7 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
     ("arguments", "message"),
     [
         (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights: give --weights"),
-        (["nothing", "out", "--weights=x"], "neither OpenCLIP nor timm knows a model 'nothing'"),
+        (["nothing", "out", "--weights=x"], "neither OpenCLIP nor timm has a model 'nothing'"),
         (["{language}", "out", "--weights=x"], "is a model with weights: leave weights out"),
         (["{classifier}", "out", "--method=v2", "--heads=0"], "heads and data choose the heads of method 'dex'"),
         (["{classifier}", "out", "--method=dex", "--heads=most"], "heads is 'most': give all, entropy:0.5, or numbers"),

@@ -48,6 +48,19 @@ def test_a_vit_agrees_and_says_what_it_is(tmp_path):
     assert b"site-packages" not in (tmp_path / "model.onnx").read_bytes()  # nothing of where it was made
 
 
+@pytest.mark.parametrize("name", ["diff_vit_debug", "diffv2_vit_debug", "gda_vit_debug"])
+@pytest.mark.filterwarnings("ignore")  # the exporter's deprecation, and the tracer's of every shape that is read
+def test_the_torchscript_exporter_agrees_too(name, tmp_path):
+    """The one that timm's onnx_export.py uses by default."""
+    model = timm.create_model(name, depth=1).eval()
+    image = torch.randn(2, *model.pretrained_cfg["input_size"])
+    axes = {"image": {0: "batch"}}
+    torch.onnx.export(model, (image,), tmp_path / "m.onnx", dynamo=False, input_names=["image"], dynamic_axes=axes)
+    assert largest_difference(onnxruntime.InferenceSession(tmp_path / "m.onnx"), model) < 1e-4
+    traced = torch.jit.trace(model, image)
+    assert torch.allclose(traced(image[:1]), model(image[:1]), atol=1e-5)
+
+
 @pytest.mark.slow
 def test_both_towers_of_a_clip_agree(tmp_path):
     model = open_clip.create_model("DiffCLIP-debug").eval()

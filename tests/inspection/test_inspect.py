@@ -215,7 +215,7 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
     refused("nothing to inspect: give --model", output=output)
     refused("is a file: name a folder", model="diff_vit_debug", output=str(tmp_path / "file"))
     refused(
-        "neither OpenCLIP nor timm knows a model 'diff_vit_debg'.*diff_vit_debug", model="diff_vit_debg", output=output
+        "neither OpenCLIP nor timm has a model 'diff_vit_debg'.*diff_vit_debug", model="diff_vit_debg", output=output
     )
     refused("is a language model: give its --checkpoint alone", model="diff-debug", output=output)
     refused("no attention that can be opened.*replace_attention", model="vit_tiny_patch16_224", output=output)

@@ -285,7 +285,7 @@ def test_bad_settings_are_named():
         ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"z_loss": -1.0}, "z_loss is -1"),
         ({"model_args": {"width": 3}}, "model_args: a language model has no width"),
-        ({"name": "diff-9q"}, "no language model 'diff-9q'"),
+        ({"name": "diff-9q"}, "no model 'diff-9q': the nearest names are"),
     ):
         with pytest.raises(ValueError, match=message):
             make(**settings)

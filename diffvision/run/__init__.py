@@ -6,7 +6,8 @@
     python -m diffvision.run lm_eval --model hf --model_args pretrained=FOLDER ...    (of `diffvision export`)
     torchrun --nproc-per-node 8 -m diffvision.run open_clip_train.main ...
 
-None of them has plugin discovery: a program that never imports diffvision does not know its names.
+None of them has plugin discovery: a program that never imports diffvision does not know its names. The Python
+processes that the program starts know them too, through PYTHONPATH (`children/sitecustomize.py`).
 """
 
 import contextlib
@@ -34,6 +35,8 @@ def run(argv: Sequence[str]) -> None:
     if not (os.path.isfile(target) if is_file else _has_module(target)):
         sys.exit(f"diffvision run: no program {target!r}: give a .py file's path, or the name of an installed module")
     sys.argv = list(argv)
+    children = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (children, os.environ.get("PYTHONPATH"))))
     if is_file:
         runpy.run_path(target, run_name="__main__")
     else:
@@ -52,7 +55,3 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()
