@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
+from diffvision.data.folders import find_folders
 from diffvision.export.card import write_card
 from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
 from diffvision.models.convert import layouts
@@ -86,13 +88,14 @@ def write_hugging_face(source: Source, destination: Path, options: Options) -> N
 
 
 def _labels(source: Source) -> dict[str, Any]:
-    """timm's label_names: of the folder that the run evaluated on, if it is still there and has as many."""
+    """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
     if source.run is None:
         return {}
     config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
     folder = ((config.get("data") or {}).get("init_args") or {}).get("evaluation")
-    file = Path(str(folder)) / "classnames.txt"
-    names = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names: list[str] = []
+    with suppress(ValueError):  # shards, or nothing any more
+        names = [name for found in find_folders(str(folder)) for name in found.classnames]
     return {"label_names": names} if len(names) == source.config["num_classes"] else {}
 
 
