@@ -24,10 +24,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from diffvision.data.digits import png, write_lines
+from diffvision.data.digits import png
 from diffvision.data.language import TextData
 from diffvision.data.modules import ImageLabelData, ImageTextData
-from diffvision.data.packing import write_evaluation_split, write_shards
+from diffvision.data.packing import write_evaluation_split, write_lines, write_shards
 from diffvision.data.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.checkpoints import RUN_KEY, DurableCheckpointIO, newest_valid

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from diffvision.data.packing import Sample, refuse_existing, write_evaluation_split, write_shards
+from diffvision.data.packing import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Hues, as ink and as paper. Ink is the brighter whatever the two are, so that a digit's shape is plain to see and which
@@ -104,10 +104,6 @@ def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> Non
     write_evaluation_split(directory / "composition" / "test", _swapped(test, np.random.default_rng([seed, 4])))
     for folder in ("retrieval", "composition"):  # CLIP_benchmark reads both as pairs of image and captions
         write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
-
-
-def write_lines(path: Path, lines: tuple[str, ...] | list[str]) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def caption(template: str, label: int, colour: str, background: str) -> str:

@@ -6,9 +6,11 @@
         test/nshards.txt  test/0.tar  ...                         and other splits beside it
 
 A folder called `composition`, or with that word in dataset_type.txt, has for each image its right caption and then
-wrong ones.
+wrong ones. Pictures that are in no such layout (`data.pictures`) are evaluated where they lie, as a `PictureFolder`.
 """
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -20,6 +22,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from diffvision.data.order import Order, SequentialOrder
+from diffvision.data.pictures import (
+    TORCHVISION,
+    Pictures,
+    PictureSet,
+    class_prompts,
+    find_pictures,
+    is_pictures,
+    splits,
+)
 from diffvision.data.report import Limits, Report, Tally
 from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, Retrieval, SampleKind, Tokenizer, Transform
 from diffvision.data.shards import BatchReader, Request, as_is
@@ -28,14 +39,17 @@ from diffvision.data.stall import STALL_TIMEOUT, Pulse, watched
 from diffvision.data.storage import ShardSet
 
 TASKS = ("zero_shot", "retrieval", "composition")
+TEMPLATES = ("a photo of a {c}.",)
+"""Of pictures in a folder for each class, which come with no templates."""
 _MAX_DEPTH = 3
+_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
 class EvaluationFolder:
     """One evaluation data set.
 
     Attributes:
-        name: the folder's name, or its parent's where it is called after its task.
+        name: the one given, else the folder's, or its parent's where the folder is called after its task.
         task: "zero_shot", "retrieval" or "composition": what its samples are for.
         classnames, templates: lines of the text files; empty where there are none.
         splits: the splits it has, such as ["test", "train"].
@@ -45,7 +59,7 @@ class EvaluationFolder:
         ValueError: no split with shards there, or a kind of data set that is not known.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
         self.path = Path(path)
         self.splits = _splits(self.path)
         if not self.splits:
@@ -55,12 +69,12 @@ class EvaluationFolder:
             raise ValueError(
                 f"{self.path}/dataset_type.txt says {kind!r}: only classification, retrieval and composition are read"
             )
-        own = self.path.resolve()
+        absolute = Path(os.path.abspath(self.path))  # a link keeps the name that the user gave it
         if kind == "classification":
             self.task = "zero_shot"
         else:
-            self.task = "composition" if "composition" in (kind, own.name) else "retrieval"
-        self.name = own.parent.name if own.name in TASKS else own.name
+            self.task = "composition" if "composition" in (kind, absolute.name) else "retrieval"
+        self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
         self.classnames = lines_of(self.path / "classnames.txt")
         self.templates = lines_of(self.path / "zeroshot_classification_templates.txt")
         self.transform: Transform | None = None
@@ -94,8 +108,69 @@ class EvaluationFolder:
             raise ValueError(f"no transform for the images of {self.path}: give one, or use bound()")
         image = ImageMember(transform)
         kind = ImageLabel(image) if self.task == "zero_shot" else Retrieval(image, CaptionMember())
-        shards = ShardSet(self.path / split)
-        return EvaluationLoader(shards, kind, batch_size, num_workers, rank, world_size, limits)
+        return EvaluationLoader(self.samples(split), kind, batch_size, num_workers, rank, world_size, limits)
+
+    def samples(self, split: str) -> "ShardSet | PictureSet":
+        """The samples of a split."""
+        return ShardSet(self.path / split)
+
+    def files(self, split: str) -> Path:
+        """The file or folder whose content decides what a split is."""
+        return self.path / split
+
+
+class PictureFolder(EvaluationFolder):
+    """Pictures evaluated where they lie: zero-shot of those with labels, retrieval of those with captions.
+
+    A source without splits is all one, "test"; a split for validation counts as "test" where there is none.
+
+    Args:
+        source, table, columns: as `pictures.find_pictures` takes them.
+        name: in metrics; by default the source's.
+        task: "zero_shot" or "retrieval", of pictures that have labels and captions; by default "zero_shot".
+
+    Raises:
+        ValueError: no pictures there; without what the task needs.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        name: str | None = None,
+        *,
+        task: str | None = None,
+        table: str | Path | None = None,
+        columns: dict[str, str] | None = None,
+    ) -> None:
+        location = str(source)
+        self._find = partial(find_pictures, location, table=table, columns=columns)
+        given = {} if table is not None else splits(location)
+        self._splits: dict[str, str | None] = {split: split for split in given} or {"test": None}
+        if "test" not in given and "validation" in given:
+            self._splits["test"] = self._splits.pop("validation")
+        self.splits = sorted(self._splits)
+        pictures = self._find(self._splits[self.splits[0]])
+        kinds = {"zero_shot": pictures.labels, "retrieval": pictures.captions}
+        self.task = task or next(kind for kind, values in kinds.items() if values is not None)
+        if self.task not in kinds or kinds[self.task] is None:
+            having = " and ".join(kind for kind, values in kinds.items() if values is not None)
+            raise ValueError(f"{location} cannot be used for {self.task!r}: its captions or labels are for {having}")
+        dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
+        self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
+        self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)
+        self.classnames = class_prompts(pictures.classnames)
+        self.templates = list(TEMPLATES) if self.classnames else []
+        self.transform, self.tokenizer = None, None
+
+    def samples(self, split: str) -> PictureSet:
+        return PictureSet(self.pictures(split))
+
+    def files(self, split: str) -> Path:
+        return self.path.parent if self.path.is_file() else self.path
+
+    def pictures(self, split: str) -> Pictures:
+        """The pictures of a split."""
+        return self._find(self._splits[split])
 
 
 class EvaluationLoader:
@@ -107,7 +182,7 @@ class EvaluationLoader:
 
     def __init__(
         self,
-        shards: ShardSet,
+        shards: ShardSet | PictureSet,
         kind: SampleKind,
         batch_size: int = 64,
         num_workers: int = 0,
@@ -157,16 +232,34 @@ class EvaluationLoader:
 
 
 def find_folders(path: str | Path) -> list[EvaluationFolder]:
-    """The path itself, or the evaluation folders up to three levels under it, by name.
+    """The path itself, or the evaluation folders up to three levels under it, by name; else the pictures there.
+
+    `NAME=PATH` gives the one that is there a name for its metrics.
 
     Raises:
-        ValueError: there are none, or no such path.
+        ValueError: there are none, or no such path; several for one name.
     """
-    if not Path(path).exists():
-        raise ValueError(f"there is no {path}: give an evaluation folder, or a folder that holds some")
-    folders = list(_found(Path(path), _MAX_DEPTH))
+    name, location = None, str(path)
+    if not Path(location).exists() and (match := _NAMED.fullmatch(location)):
+        name, location = match[1], match[2]
+    if not Path(location).exists() and not location.startswith(TORCHVISION):
+        raise ValueError(f"there is no {location}: give an evaluation folder, or a folder that holds some")
+    folders = list(_found(Path(location), _MAX_DEPTH))
+    if not folders and is_pictures(location):
+        try:
+            return [PictureFolder(location, name)]
+        except ValueError as error:
+            raise ValueError(
+                f"no evaluation folder at or under {location} (one has a split such as test/ with nshards.txt), and "
+                f"no pictures that can be used: {error}"
+            ) from None
     if not folders:
-        raise ValueError(f"no evaluation folder at or under {path}: one has a split such as test/ with nshards.txt")
+        raise ValueError(f"no evaluation folder at or under {location}: one has a split such as test/ with nshards.txt")
+    if name is not None:
+        tasks = [folder.task for folder in folders]
+        if len(set(tasks)) < len(tasks):
+            raise ValueError(f"{path} is a name for {len(folders)} evaluation folders: give each a name, or none")
+        return [EvaluationFolder(folder.path, name) for folder in folders]
     return folders
 
 

@@ -8,7 +8,7 @@ from diffvision.data.packing import write_manifest
 
 __all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
-MADE = ("digits", "digit-scenes", "stdlib", "recall", "folder")
+MADE = ("digits", "digit-scenes", "stdlib", "recall", "folder", "evaluation")
 _SETTINGS = {"digits": {"copies"}, "digit-scenes": {"copies"}, "recall": {"documents", "words"}}
 
 
@@ -17,6 +17,9 @@ def make(
     directory: str,
     source: str | None = None,
     captions: str | None = None,
+    columns: dict[str, str] | None = None,
+    split: str | None = None,
+    templates: list[str] | None = None,
     copies: int | None = None,
     documents: int | None = None,
     words: int | None = None,
@@ -28,16 +31,22 @@ def make(
 
     Args:
         name: digits, digit-scenes, stdlib (text: the running Python's own library), recall (synthetic text: needles and
-            mappings to mix into training text), or folder to pack your images.
+            mappings to mix into training text), folder to pack pictures of your own as training shards, or evaluation
+            to pack them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions).
         directory: where; it must have no shards yet.
-        source: for folder: the folder of images.
-        captions: for folder: a csv or tsv with a header, columns such as image and caption; else x.txt beside x.jpg.
+        source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
+            class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
+            saved, or torchvision:NAME:ROOT.
+        captions: for folder and evaluation: the table of a folder of images, with captions or labels.
+        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
+        split: for folder: train, validation or test, of a source that has splits; train by default.
+        templates: for evaluation: zero-shot prompts with {c} where the class name belongs.
         copies: for digits and digit-scenes: images made of each training digit.
         documents: for recall: how many.
         words: for recall: the most words of a document with needles.
         seed: of all that is drawn at random in digits, digit-scenes and recall.
-        per_shard: for folder: samples a shard.
-        num_workers: for folder: processes.
+        per_shard: for folder and evaluation: samples a shard.
+        num_workers: for folder and evaluation: processes.
     """
     made = f"made {name} in {Path(directory)}"
     given = {"copies": copies, "documents": documents, "words": words}
@@ -60,19 +69,43 @@ def make(
         from diffvision.data.recall import make_recall
 
         made += f": {make_recall(directory, seed=seed, **settings):,} characters"
-    elif name == "folder":
-        from diffvision.data.packing import pack_folder
-
+    elif name in ("folder", "evaluation"):
         if source is None:
-            raise ValueError("make folder needs --source, the folder of images")
-        packed = pack_folder(source, directory, captions, per_shard=per_shard, num_workers=num_workers)
-        made = f"packed {packed.samples:,} samples in {Path(directory)}, left out {packed.skipped.total():,}"
-        for reason, count in packed.skipped.most_common():
-            made += f"\n  {count:,} x {reason}, first {packed.examples[reason]}"
+            raise ValueError(f"make {name} needs --source, such as a folder of images")
+        made = _made_of_pictures(
+            name, directory, source, captions, columns, split, templates, per_shard=per_shard, num_workers=num_workers
+        )
     else:
         raise ValueError(f"no data set is called {name!r}: there are {', '.join(MADE)}")
     print(made)
     return 0
+
+
+def _made_of_pictures(
+    name: str,
+    directory: str,
+    source: str,
+    table: str | None,
+    columns: dict[str, str] | None,
+    split: str | None,
+    templates: list[str] | None,
+    **how: int,
+) -> str:
+    from diffvision.data.folders import PictureFolder
+    from diffvision.data.packing import pack, pack_evaluation
+    from diffvision.data.pictures import find_pictures
+
+    if name == "folder":
+        pictures = find_pictures(source, split, table=table, columns=columns)
+        packed = pack(pictures, directory, shuffle=pictures.labels is not None, **how)
+        made = f"packed {Path(directory)}: {packed.summary()}"
+        if pictures.caption_key != "txt":
+            made += f"\nseveral captions an image: train with --data.init_args.caption_key {pictures.caption_key}"
+        return made
+    folder = PictureFolder(source, table=table, columns=columns)
+    splits = pack_evaluation(folder, directory, templates, **how)
+    lines = [f"{split}: {packed.summary()}" for split, packed in splits.items()]
+    return "\n".join([f"made the {folder.task} evaluation {Path(directory)}", *lines])
 
 
 def check(directory: str, num_workers: int = 2) -> int:

@@ -1,7 +1,7 @@
 """LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -9,7 +9,8 @@ from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 from diffvision.data.cache import ShardCache
-from diffvision.data.folders import EvaluationFolder, EvaluationLoader, find_folders
+from diffvision.data.folders import EvaluationFolder, EvaluationLoader, PictureFolder, find_folders
+from diffvision.data.pictures import PictureSet, find_pictures, is_pictures
 from diffvision.data.report import Limits
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember, ImageLabel, ImageMember, ImageText, SampleKind
 from diffvision.data.shards import ShardLoader
@@ -21,14 +22,16 @@ class ImageTextData(pl.LightningDataModule):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
-        train: a directory of shards, tar files, a brace pattern, http(s), s3 or gs URLs, or a list of these.
+        train: a directory of shards, tar files, a brace pattern, http(s), s3 or gs URLs, or a list of these; or
+            pictures as `data.pictures.find_pictures` takes them, read where they lie.
         batch_size: global, over all ranks.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         num_workers: processes that read and decode, on each rank.
         seed: with the epoch, all there is to the order of the samples.
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
         image_key: the member types that hold an image, the first found is taken.
-        caption_key: the member with the caption: "txt", or "json:FIELD".
+        caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
+        columns: of a table of pictures: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
@@ -46,7 +49,8 @@ class ImageTextData(pl.LightningDataModule):
         seed: int = 0,
         max_bad_fraction: float = 0.01,
         image_key: Sequence[str] = IMAGE_KEYS,
-        caption_key: str = "txt",
+        caption_key: str | None = None,
+        columns: dict[str, str] | None = None,
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
         stall_timeout: float = STALL_TIMEOUT,
@@ -58,15 +62,18 @@ class ImageTextData(pl.LightningDataModule):
         self.train, self.batch_size, self.evaluations = train, batch_size, list(evaluations)
         self.num_workers, self.seed, self.window, self.cache_bytes = num_workers, seed, window, cache_bytes
         self.limits, self.stall_timeout = Limits(max_bad_fraction), stall_timeout
-        self.image_key, self.caption_key = image_key, caption_key
+        self.image_key, self.caption_key, self.columns = image_key, caption_key, columns
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
 
     def train_dataloader(self) -> ShardLoader:
         if self.tokenizer is None:
             raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
         image = ImageMember(self.transform or to_float, self.image_key)
-        kind = ImageText(image, CaptionMember(self.caption_key), self.tokenizer)
-        return _train_loader(self, kind)
+        samples = _training_samples(self)
+        if isinstance(samples, PictureSet) and samples.pictures.captions is None:
+            raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
+        kind = ImageText(image, CaptionMember(self.caption_key or samples.caption_key), self.tokenizer)
+        return _train_loader(self, samples, kind)
 
     def val_dataloader(self) -> "FolderLoader | list":
         if not self.evaluations:
@@ -79,9 +86,9 @@ class ImageLabelData(pl.LightningDataModule):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
     Args:
-        train: shards with an image and a `cls` member; see `ImageTextData`.
+        train: shards with an image and a `cls` member, or pictures in a folder for each class; see `ImageTextData`.
         batch_size: global, over all ranks.
-        evaluation: an evaluation folder of CLIP_benchmark's layout, or shards.
+        evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or pictures.
         split: which split of the evaluation folder.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         transform, eval_transform, num_classes: the model's; linked by the command line. A sample whose label is not
@@ -102,6 +109,7 @@ class ImageLabelData(pl.LightningDataModule):
         max_bad_fraction: float = 0.01,
         image_key: Sequence[str] = IMAGE_KEYS,
         label_key: str = "cls",
+        columns: dict[str, str] | None = None,
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
         stall_timeout: float = STALL_TIMEOUT,
@@ -115,25 +123,44 @@ class ImageLabelData(pl.LightningDataModule):
         self.window, self.cache_bytes, self.limits = window, cache_bytes, Limits(max_bad_fraction)
         self.stall_timeout = stall_timeout
         self.image_key, self.label_key, self.num_classes = image_key, label_key, num_classes
+        self.columns = columns
         self.transform, self.eval_transform = transform, eval_transform
 
     def train_dataloader(self) -> ShardLoader:
-        return _train_loader(self, self._kind(self.transform))
+        samples = _training_samples(self)
+        if isinstance(samples, PictureSet):
+            self._check_classes(samples)
+        return _train_loader(self, samples, self._kind(self.transform))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         if self.evaluation is None:
             return []
         rank, world_size = rank_and_world(self)
-        try:
-            source = EvaluationFolder(self.evaluation).path / self.split
-        except ValueError:
-            source = self.evaluation  # type: ignore[assignment]  # not that layout: shards
-        shards = ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
+        shards = self._evaluation_samples(self.evaluation)
         batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
         kind = self._kind(self.eval_transform)
         return EvaluationLoader(
             shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
         )
+
+    def _evaluation_samples(self, source: str) -> ShardSet | PictureSet:
+        try:
+            return EvaluationFolder(source).samples(self.split)
+        except ValueError:  # not that layout
+            if is_pictures(source):
+                samples = PictureFolder(source, task="zero_shot", columns=self.columns).samples(self.split)
+                self._check_classes(samples)
+                return samples
+            return ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
+
+    def _check_classes(self, samples: PictureSet) -> None:
+        """Of pictures it is known before training whether they have labels, and how many classes."""
+        labels, source = samples.pictures.labels, samples.pictures.source
+        if labels is None:
+            raise ValueError(f"{source} has captions and no labels: train on them with ImageTextData")
+        classes = max(len(samples.pictures.classnames), int(labels.max()) + 1)
+        if self.num_classes is not None and classes > self.num_classes:
+            raise ValueError(f"{source} has {classes} classes, the model {self.num_classes}: set model.num_classes")
 
     def _kind(self, transform: Any) -> ImageLabel:
         return ImageLabel(ImageMember(transform or to_float, self.image_key), self.label_key, self.num_classes)
@@ -157,10 +184,18 @@ def to_float(image: Image) -> torch.Tensor:
     return pil_to_tensor(image).float() / 255
 
 
-def _train_loader(data: ImageTextData | ImageLabelData, kind: SampleKind) -> ShardLoader:
+def _training_samples(data: ImageTextData | ImageLabelData) -> ShardSet | PictureSet:
+    if is_pictures(data.train):
+        return PictureSet(find_pictures(cast(str, data.train), columns=data.columns))
+    return ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes))
+
+
+def _train_loader(
+    data: ImageTextData | ImageLabelData, samples: ShardSet | PictureSet, kind: SampleKind
+) -> ShardLoader:
     rank, world_size = rank_and_world(data)
     loader = ShardLoader(
-        ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes)),
+        samples,
         kind,
         data.batch_size,
         seed=data.seed,

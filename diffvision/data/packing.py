@@ -1,28 +1,27 @@
-"""Writing shards: ordinary WebDataset tars with their manifest, from any samples or from a folder of images."""
+"""Writing shards: ordinary WebDataset tars with their manifest, from any samples or from pictures."""
 
-import csv
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import webdataset
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, clean_caption, decode_image, decode_text, open_image
+from diffvision.data.decode import BadSample, clean_caption, decode_image, decode_text, open_image
+from diffvision.data.folders import PictureFolder
 from diffvision.data.index import scan, sha256
+from diffvision.data.pictures import Pictures
 from diffvision.data.sources import MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, natural
 
 Sample = Mapping[str, str | bytes]
 """{"__key__": key, member type: content}"""
 
-_IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "file", "path")
-_CAPTION_COLUMNS = ("caption", "text", "title")
-_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
 _ENDINGS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
@@ -120,56 +119,129 @@ def _new_part(path: Path) -> Path:
 
 @dataclass
 class Packed:
-    """What became of the images of a folder."""
+    """What became of the pictures of a source."""
 
     samples: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> one path
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> one picture
+
+    def summary(self) -> str:
+        """A line of the counts, and one for each reason."""
+        lines = [f"{self.samples:,} samples, left out {self.skipped.total():,}"]
+        lines += [
+            f"  {count:,} x {reason}, first {self.examples[reason]}" for reason, count in self.skipped.most_common()
+        ]
+        return "\n".join(lines)
 
 
-def pack_folder(
-    source: str | Path,
+def pack(
+    pictures: Pictures,
     directory: str | Path,
-    captions: str | Path | None = None,
     *,
     per_shard: int = 10_000,
     num_workers: int = 2,
+    shuffle: bool = False,
 ) -> Packed:
-    """Pack images and captions into shards, in parallel, with a progress bar. Image files are copied as they are.
+    """Pack pictures into shards, in parallel, with a progress bar. Image files are copied as they are.
+
+    Pictures that cannot be decoded, and missing or empty captions, are left out and counted by reason. A sample has
+    its image, and what its source says of it: `txt` (one caption a line), `json` (several captions, of which training
+    draws one), `cls` (the class number). `classnames.txt` has the classes, one a line, where the source names them.
 
     Args:
-        source: the folder of images, JPEG, PNG or WebP.
-        captions: a .csv or .tsv with a header; its columns for paths (relative to `source`) and captions are known by
-            name (image, filepath, file_name, ...; caption, text, title). Without it, `x.txt` beside `x.jpg` is taken.
+        directory: where; it must have no shards yet.
+        per_shard: samples a shard.
+        num_workers: processes.
+        shuffle: in an order drawn once. Training mixes a few shards at a time, so those of a folder for each class
+            should not hold one class each.
 
-    Images that cannot be decoded, and missing or empty captions, are left out and counted by reason.
+    Raises:
+        ValueError: no pictures, or none that can be used; the directory has shards.
     """
-    source, directory = Path(source), Path(directory)
+    directory = Path(directory)
+    total = _pack_as(pictures, directory, "{:06d}.tar", per_shard, num_workers, shuffle)
+    if pictures.classnames:
+        write_lines(directory / "classnames.txt", pictures.classnames)
+    return total
+
+
+def pack_evaluation(
+    folder: PictureFolder,
+    directory: str | Path,
+    templates: Sequence[str] | None = None,
+    *,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> dict[str, Packed]:
+    """Pack pictures as an evaluation folder in CLIP_benchmark's layout, each of their splits.
+
+    Args:
+        folder: of zero-shot classification or of retrieval.
+        directory: the evaluation folder to write; its name is the data set's in metrics.
+        templates: of zero-shot prompts, with {c} where the class name belongs; by default "a photo of a {c}.".
+
+    Returns:
+        What became of the pictures of each split.
+
+    Raises:
+        ValueError: a template without {c}; classes without names; as `pack`.
+    """
+    directory = Path(directory)
+    templates = list(templates or folder.templates)
+    if wrong := [template for template in templates if "{c}" not in template]:
+        raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")
+    if folder.task == "zero_shot" and not folder.classnames:
+        raise ValueError(
+            f"{folder.path} numbers its classes and does not name them: use names as labels, for zero-shot "
+            "classification is by the names"
+        )
+    packed = {}
+    for split in folder.splits:
+        target = directory / split
+        packed[split] = _pack_as(folder.pictures(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
+        write_lines(target / "nshards.txt", [str(len(list(target.glob("*.tar"))))])
+    if folder.task == "zero_shot":
+        write_lines(directory / "classnames.txt", folder.classnames)
+        write_lines(directory / "zeroshot_classification_templates.txt", templates)
+    else:
+        write_lines(directory / "dataset_type.txt", ["retrieval"])
+    return packed
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _pack_as(
+    pictures: Pictures, directory: Path, pattern: str, per_shard: int, num_workers: int, shuffle: bool
+) -> Packed:
     refuse_existing(directory)
     _check_per_shard(per_shard)
-    if not source.is_dir():
-        raise ValueError(f"{source} is not a folder of images")
-    pairs = list(_listed(source, Path(captions)) if captions else _beside(source))
-    if not pairs:
-        raise ValueError(f"no images in {source}")
+    if not len(pictures):
+        raise ValueError(f"no images in {pictures.source}")
     begin_manifest(directory)
-    chunks = [pairs[start : start + per_shard] for start in range(0, len(pairs), per_shard)]
-    targets = [directory / f"{number:06d}.tar" for number in range(len(chunks))]
-    firsts = range(0, len(pairs), per_shard)
+    rows = np.random.default_rng(0).permutation(len(pictures)) if shuffle else np.arange(len(pictures))
+    chunks = [rows[start : start + per_shard].tolist() for start in range(0, len(rows), per_shard)]
+    targets = [directory / pattern.format(number) for number in range(len(chunks))]
+    firsts = range(0, len(rows), per_shard)
     total = Packed()
-    with packing_progress() as progress, ProcessPoolExecutor(max(1, min(num_workers, len(chunks)))) as pool:
-        task = progress.add_task(f"packing {directory.name}", total=len(pairs))
+    workers = max(1, min(num_workers, len(chunks)))
+    with packing_progress() as progress, ProcessPoolExecutor(workers, initializer=_share, initargs=(pictures,)) as pool:
+        task = progress.add_task(f"packing {directory.name}", total=len(rows))
         for chunk, packed in zip(chunks, pool.map(_pack, targets, chunks, firsts), strict=True):
             total.samples += packed.samples
             total.skipped += packed.skipped
             total.examples = packed.examples | total.examples
             progress.advance(task, len(chunk))
-    for target in targets:
-        if target.stat().st_size and not len(scan(target)):
-            target.unlink()  # every image of it was left out
     if not total.samples:
-        (directory / MANIFEST).unlink()
-        raise ValueError(f"none of the {len(pairs)} images of {source} can be used: {dict(total.skipped)}")
+        for target in (*targets, directory / MANIFEST):
+            target.unlink()
+        raise ValueError(f"none of the {len(rows)} images of {pictures.source} can be used: {dict(total.skipped)}")
+    whole = [target for target in targets if len(scan(target))]
+    for target in set(targets) - set(whole):
+        target.unlink()  # every picture of it was left out
+    for number, target in enumerate(whole):
+        target.rename(directory / pattern.format(number))
     write_manifest(directory)
     return total
 
@@ -179,117 +251,41 @@ def packing_progress() -> Progress:
     return Progress(*columns, transient=True)
 
 
-def _listed(source: Path, captions: Path) -> Iterator[tuple[Path, str | None]]:
-    root = source.resolve()
-    for line, image, caption in _rows(captions):
-        yield _inside(root, image, f"{captions}, line {line}"), caption
+_shared: Pictures  # in a worker: what it packs, sent once
 
 
-def _rows(captions: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, image, caption) of each row; a missing cell is an empty one."""
-    # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
-    tabs = captions.suffix.lower() == ".tsv"
-    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
-    line = 0
-    try:
-        with open(captions, newline="", encoding="utf-8-sig") as file:
-            if tabs:
-                reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            else:
-                reader = csv.DictReader(file, strict=True)
-            header = list(reader.fieldnames or [])
-            image, caption = _column(header, _IMAGE_COLUMNS, captions), _column(header, _CAPTION_COLUMNS, captions)
-            line = reader.line_num
-            for row in reader:
-                line = reader.line_num
-                yield line, row[image] or "", row[caption] or ""
-    except csv.Error as error:
-        remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
-        raise ValueError(f"{captions}, after line {line}: {error}: mend the row{remedy}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{captions}, line {_undecodable(captions)}, is not UTF-8: save the file as UTF-8") from None
+def _share(pictures: Pictures) -> None:
+    global _shared
+    _shared = pictures
 
 
-def _undecodable(path: Path) -> int:
-    """The first line that is not UTF-8; the reader, which reads ahead, cannot tell."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 0
-
-
-def _inside(root: Path, image: str, where: str) -> Path:
-    """The file a row names: a table, which may come from elsewhere, cannot put files from outside into the shards."""
-    path = root / image
-    try:
-        inside = path.resolve().is_relative_to(root)
-    except (OSError, ValueError, RuntimeError):  # a null character, a circle of links
-        inside = False
-    if not inside:
-        raise ValueError(
-            f"{where}: {image!r} is not a path inside {root}: mend the row, copy what is linked, or choose another "
-            "source"
-        )
-    return path
-
-
-def _column(header: list[str], known: tuple[str, ...], captions: Path) -> str:
-    for name in header:
-        if name.strip().lower() in known:
-            return name
-    raise ValueError(f"{captions} has columns {header}: none of them is called {' or '.join(known)}")
-
-
-def _beside(source: Path) -> Iterator[tuple[Path, str | None]]:
-    """Every file but the captions: one that is no image is counted as such."""
-    root = source.resolve()
-    for path in sorted(source.rglob("*")):
-        if path.is_file() and path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json"):
-            for own in (path, path.with_suffix(".txt")):
-                if own.is_symlink():
-                    _inside(root, str(own.relative_to(source)), f"{own}, a link")
-            yield path, None
-
-
-def _pack(target: Path, pairs: list[tuple[Path, str | None]], first: int) -> Packed:
+def _pack(target: Path, rows: Sequence[int], first: int) -> Packed:
     packed = Packed()
-    write_tar(target, _samples(pairs, first, packed))
+    write_tar(target, _samples(_shared, rows, first, packed))
     return packed
 
 
-def _samples(pairs: list[tuple[Path, str | None]], first: int, packed: Packed) -> Iterator[Sample]:
-    for number, (path, caption) in enumerate(pairs, start=first):
+def _samples(pictures: Pictures, rows: Sequence[int], first: int, packed: Packed) -> Iterator[Sample]:
+    for number, row in enumerate(rows, start=first):
         try:
-            if caption is None:
-                caption = _text_beside(path)
-            image = _read(path)
-            decode_image(image)  # what cannot be trained on is not packed
+            texts = pictures.texts(row)
+            if pictures.captions is not None:
+                _check_captions(texts)
+            image = pictures.read(row)
             ending = _ENDINGS[open_image(image).format or ""]
-            text = caption.strip()
-            clean_caption(text)
+            decode_image(image)  # whole, as training does: a truncated file opens
         except BadSample as reason:
             packed.skipped[str(reason)] += 1
-            packed.examples.setdefault(str(reason), str(path))
+            packed.examples.setdefault(str(reason), f"{pictures.source}: {pictures.names[row]}")
             continue
         packed.samples += 1
         # Numbered keys: a path may hold dots, which would end the key, and names that are not UTF-8.
-        yield {"__key__": f"{number:09d}", ending: image, "txt": text}
+        yield {"__key__": f"{number:09d}", ending: image, **texts}
 
 
-def _text_beside(path: Path) -> str:
-    beside = path.with_suffix(".txt")
-    if not beside.is_file():
+def _check_captions(texts: Mapping[str, bytes]) -> None:
+    """What cannot be trained on is not packed."""
+    if "txt" not in texts:
         raise BadSample("missing caption")
-    return decode_text(beside.read_bytes())
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise BadSample("image too large")
-        return path.read_bytes()
-    except OSError:
-        raise BadSample("missing image") from None
+    for line in decode_text(texts["txt"]).split("\n") if "json" in texts else [decode_text(texts["txt"])]:
+        clean_caption(line)

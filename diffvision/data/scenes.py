@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from diffvision.data.digits import UNSEEN_TEMPLATES, WORDS, Digits, load_split, png, with_article, write_lines
-from diffvision.data.packing import Sample, refuse_existing, write_evaluation_split, write_shards
+from diffvision.data.digits import UNSEEN_TEMPLATES, WORDS, Digits, load_split, png, with_article
+from diffvision.data.packing import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
 
 SIZE = 64
 COLOURS = {  # clutter is grey

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from diffvision.data.decode import BadSample
 from diffvision.data.order import Order, Sample, ShuffledOrder
+from diffvision.data.pictures import PictureSet
 from diffvision.data.report import Limits, Report, Tally
 from diffvision.data.samples import SampleKind
 from diffvision.data.stall import STALL_TIMEOUT, Pulse, watched
@@ -54,7 +55,7 @@ class BatchReader(Dataset):
 
     def __init__(
         self,
-        shards: ShardSet,
+        shards: ShardSet | PictureSet,
         kind: SampleKind,
         order: Callable[[int], Order],
         *,
@@ -151,7 +152,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        shards: ShardSet,
+        shards: ShardSet | PictureSet,
         kind: SampleKind,
         batch_size: int,
         *,
@@ -295,7 +296,12 @@ class _Requests:
     """
 
     def __init__(
-        self, shards: ShardSet, order: Callable[[int], ShuffledOrder], batch_size: int, rank: int, world_size: int
+        self,
+        shards: ShardSet | PictureSet,
+        order: Callable[[int], ShuffledOrder],
+        batch_size: int,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.shards, self.order, self.batch_size = shards, order, batch_size
         self.rank, self.share = rank, batch_size // world_size
@@ -328,7 +334,7 @@ class _Requests:
                 self._wanted.put(number)
 
 
-def _prepare_all(shards: ShardSet, wanted: SimpleQueue) -> None:
+def _prepare_all(shards: ShardSet | PictureSet, wanted: SimpleQueue) -> None:
     while (number := wanted.get()) is not None:
         shards.prepare(number)
 

@@ -71,6 +71,9 @@ class ShardSet:
         self.counts = np.array(self._counts(), dtype=np.int64)
         self.content = self._content()
 
+    caption_key = "txt"
+    """The member that holds the caption, where no other is named."""
+
     def __len__(self) -> int:
         """Samples, as the manifests have it."""
         return int(self.counts.sum())

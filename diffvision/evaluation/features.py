@@ -154,7 +154,9 @@ class Features:
             for _, (batch, tally) in zip(shown, batches.tallied(numbers), strict=True):
                 yield {} if batch is None else encode(batch), dataclasses.asdict(tally)
 
-        identity = self._identity(data=files_digest(folder.path / split), task=folder.task) if self.cache else ""
+        identity = (
+            self._identity(data=files_digest(folder.files(split)), split=split, task=folder.task) if self.cache else ""
+        )
         size = max(1, IMAGES // self.batch_size)
         parts, report = [], batches.new_report()
         with self._frozen():

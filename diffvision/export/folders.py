@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
-from diffvision.data.folders import lines_of
+from diffvision.data.folders import find_folders, lines_of
 from diffvision.export.card import write_card
 from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
 from diffvision.models.architecture import metadata
@@ -88,7 +89,7 @@ def write_hugging_face(source: Source, destination: Path, options: Options) -> N
 
 
 def _labels(source: Source) -> dict[str, Any]:
-    """timm's label_names: of the folder that the run evaluated on, if it is still there and has as many."""
+    """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
     if source.run is None:
         return {}
     try:
@@ -97,6 +98,9 @@ def _labels(source: Source) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
         return {}
     names = lines_of(Path(str(folder)) / "classnames.txt")
+    if not names:
+        with suppress(ValueError):  # shards, or nothing any more
+            names = [name for evaluated in find_folders(str(folder)) for name in evaluated.classnames]
     return {"label_names": names} if len(names) == source.config["num_classes"] else {}
 
 

@@ -8,8 +8,13 @@ from PIL import Image
 
 from diffvision.data.checks import check_shards
 from diffvision.data.make import make
-from diffvision.data.packing import pack_folder, write_manifest, write_shards
+from diffvision.data.packing import pack, write_manifest, write_shards
+from diffvision.data.pictures import find_pictures
 from diffvision.data.storage import ShardSet
+
+
+def pack_folder(source, directory, table=None, **settings):
+    return pack(find_pictures(source, table=table), directory, **settings)
 
 
 @pytest.fixture
@@ -125,7 +130,7 @@ def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
     table.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"has columns \['a', 'b'\]: none of them is called image or filepath"):
         pack_folder(images, tmp_path / "out", table)
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="there is no"):
         pack_folder(tmp_path / "none", tmp_path / "out")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -164,12 +169,13 @@ def test_a_manifest_is_not_written_for_a_damaged_shard(tmp_path, corpus):
 def test_the_command(images, tmp_path, capsys):
     assert make("folder", str(tmp_path / "out"), source=str(images)) == 0
     printed = capsys.readouterr().out
-    assert "packed 8 samples" in printed
+    assert "8 samples, left out 5" in printed
     assert "2 x missing caption, first" in printed
     with pytest.raises(ValueError, match="needs --source"):
         make("folder", str(tmp_path / "out2"))
     with pytest.raises(
-        ValueError, match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder"
+        ValueError,
+        match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder, evaluation",
     ):
         make("cifar", str(tmp_path / "out2"))
 

@@ -1,0 +1,627 @@
+"""Pictures as people have them: a folder for each class, captions in a table or next to the images, COCO's captions,
+a Hugging Face dataset, a torchvision dataset. All become `Pictures`, which are packed into shards (`packing`) or read
+where they lie (`PictureSet`)."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from diffvision.data.cache import ShardCache
+from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample
+from diffvision.data.index import user_cache
+from diffvision.data.order import Sample
+from diffvision.data.samples import Members
+from diffvision.data.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, Shard, is_remote
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+"""What counts as an image in a tree. Those that are not JPEG, PNG or WebP are bad samples, and are counted as such."""
+TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+TORCHVISION = "torchvision:"
+COLUMNS = {
+    "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp"),
+    "caption": ("caption", "captions", "text", "title", "sentence", "sentences"),
+    "label": ("label", "labels", "class", "class_name", "category", "fine_label"),
+}
+"""The names by which columns of tables and datasets are known, where none are given."""
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "dev"),
+    "test": ("test", "testing"),
+}
+"""A split's name here, and the names of folders that hold it."""
+
+_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
+_INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
+
+Captions = tuple[str, ...]
+
+
+class Reader(Protocol):
+    """Reads the encoded bytes of pictures."""
+
+    def __call__(self, row: int) -> bytes:
+        """The bytes of one picture. BadSample where there are none."""
+        ...
+
+    def identity(self) -> str:
+        """What is known of the pictures without reading them, and not of the folder that holds them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of one split of a source, and what is said of each.
+
+    Attributes:
+        source: what was given.
+        names: one for each picture, for reports: its path in the source where it is a file.
+        read: row -> encoded bytes.
+        captions: one tuple for each picture, empty where it has none; None where the source has no captions.
+        labels: class numbers, int64 [N]; None where the source has no labels.
+        classnames: by class number; empty where the source does not name them.
+    """
+
+    source: str
+    names: Sequence[str]
+    read: Reader
+    captions: Sequence[Captions] | None = None
+    labels: np.ndarray | None = None
+    classnames: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def caption_key(self) -> str:
+        """The member that training reads: one caption is a text, several are a list in JSON of which one is drawn."""
+        return "json:caption" if any(len(one) > 1 for one in self.captions or ()) else "txt"
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with names, captions and labels; not with the folder that holds the source."""
+        digest = hashlib.sha256()
+        for part in (self.names, self.captions, None if self.labels is None else self.labels.tolist(), self.classnames):
+            digest.update(json.dumps(part).encode())
+        return digest.hexdigest()[:16]
+
+    def texts(self, row: int) -> dict[str, bytes]:
+        """The members of a sample besides its image: `txt` (a caption a line), `json` (several captions), `cls`."""
+        members = {}
+        if self.captions is not None and (captions := self.captions[row]):
+            lines = [" ".join(caption.split()) for caption in captions] if len(captions) > 1 else list(captions)
+            members["txt"] = _encoded("\n".join(lines))
+            if len(captions) > 1:
+                members["json"] = json.dumps({"caption": lines}).encode()
+        if self.labels is not None:
+            members["cls"] = b"%d" % self.labels[row]
+        return members
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; what was not UTF-8 is given back as it was, for whoever reads the sample to count."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+# ---- reading them where they lie -----------------------------------------------------------------------------------
+
+
+class PictureSet:
+    """Random access to the samples of `Pictures`, with the interface of `storage.ShardSet`: one shard of all samples,
+    so that an epoch's order shuffles all of them together."""
+
+    def __init__(self, pictures: Pictures) -> None:
+        self.pictures = pictures
+        self.counts = np.array([len(pictures)], dtype=np.int64)
+        self.shards = [Shard(pictures.source, samples=len(pictures))]
+        self.cache = ShardCache()  # which keeps none of them
+        self.caption_key = pictures.caption_key
+        self.fingerprint, self.content = pictures.fingerprint, f"sizes:{pictures.read.identity()}"
+        self.beside: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def in_cache(self, number: int) -> bool:
+        return False
+
+    def prepare(self, number: int) -> None:
+        """Nothing has to be fetched."""
+
+    def members(self, sample: Sample) -> Members:
+        return _PictureMembers(self.pictures, sample[1])
+
+    def describe(self, sample: Sample) -> str:
+        """A sample as "source: name", for reports."""
+        return f"{self.pictures.source}: {self.pictures.names[sample[1]]}"
+
+
+class _PictureMembers:
+    """One picture as the members of a sample. Its image is called `jpg` whatever its format: decoding looks inside."""
+
+    def __init__(self, pictures: Pictures, row: int) -> None:
+        self._pictures, self._row = pictures, row
+        self._texts = pictures.texts(row)
+        self._image: bytes | None = None
+
+    def size(self, member_type: str) -> int | None:
+        if member_type == "jpg":
+            return len(self._read())
+        return len(self._texts[member_type]) if member_type in self._texts else None
+
+    def read(self, member_type: str, at_most: int) -> bytes:
+        return (self._read() if member_type == "jpg" else self._texts[member_type])[:at_most]
+
+    def _read(self) -> bytes:
+        if self._image is None:
+            self._image = self._pictures.read(self._row)
+        return self._image
+
+
+# ---- finding them --------------------------------------------------------------------------------------------------
+
+
+def is_pictures(source: Any) -> bool:
+    """Whether a source is one of pictures rather than of shards: a tree, a table, a dataset."""
+    if not isinstance(source, str | Path):
+        return False
+    location = str(source)
+    if location.startswith(TORCHVISION):
+        return True
+    path = Path(location)
+    if is_remote(location) or not path.exists():
+        return False
+    if path.is_file():
+        return path.suffix.lower() in TABLES
+    return not any(p.name.endswith(PLAIN + COMPRESSED) or p.name in (MANIFEST, SIZES) for p in path.iterdir())
+
+
+def splits(source: str | Path) -> dict[str, str]:
+    """The splits of a source by their names here, and what each is called there; empty where it is not split."""
+    location = str(source)
+    if location.startswith(TORCHVISION):
+        made = _torchvision_class(location)
+        parameters = inspect.signature(made).parameters
+        return {"train": "train", "test": "test"} if {"train", "split"} & parameters.keys() else {}
+    path = Path(source)
+    if not path.is_dir():
+        return {}
+    if (path / "dataset_dict.json").is_file():
+        present = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
+    else:
+        folders = [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
+        known = {name for names in SPLITS.values() for name in names}
+        present = folders if folders and {name.lower() for name in folders} <= known else []
+    return {split: name for split, names in SPLITS.items() for name in present if name.lower() in names}
+
+
+def find_pictures(
+    source: str | Path,
+    split: str | None = None,
+    *,
+    table: str | Path | None = None,
+    columns: dict[str, str] | None = None,
+) -> Pictures:
+    """The pictures of a source.
+
+    Args:
+        source: one of
+            a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
+            (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
+            or .parquet in it; splits are folders called train, val, test, ... above that;
+            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its own folder;
+            a folder that `datasets` saved (save_to_disk), or one of .parquet files;
+            `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
+        split: "train", "validation" or "test", of a source that has splits.
+        table: the captions or labels of a folder of images, with paths relative to `source`.
+        columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
+
+    Raises:
+        ValueError: no such source, split or column; a table that is damaged or names files outside of its folder.
+    """
+    if unknown := sorted((columns or {}).keys() - COLUMNS.keys()):
+        raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
+    location, columns = str(source), columns or {}
+    available = splits(source) if table is None else {}
+    split = split or next(iter(available), None)
+    if split is not None and split not in available:
+        known = f"it has {', '.join(available)}" if available else "it has no splits; leave split out"
+        raise ValueError(f"{location} has no split {split!r}: {known}")
+    if location.startswith(TORCHVISION):
+        return _from_torchvision(location, split)
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"there is no {location}: give a folder of images, a table of them, or a dataset")
+    if path.is_file():
+        return _from_table(path.parent, path, columns)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _from_datasets(path, available.get(split or ""), columns)
+    if split is not None:
+        path = path / available[split]
+    return _from_folder(path, None if table is None else Path(table), columns)
+
+
+def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Pictures:
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder of images")
+    if table is None:
+        tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
+        table = next((known for known in tables if known.is_file()), None)
+    if table is not None:
+        return _from_table(path, table, columns)
+    images = list(_files(path, IMAGE_SUFFIXES))
+    if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(_files(path, (".txt",)))):
+        return _from_texts(path)
+    if images:
+        return _from_classes(path, images)
+    if parquet := sorted(map(str, path.rglob("*.parquet"))):
+        return _from_columns(str(path), _parquet(parquet), columns)
+    raise ValueError(f"no images in {path}")
+
+
+def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """Files of these kinds at any depth, in no order; hidden ones are left out."""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield Path(folder, name)
+
+
+def _from_classes(path: Path, images: list[Path]) -> Pictures:
+    """A folder for each class, numbered in the order of their names, as torchvision's ImageFolder does."""
+    files = sorted(image.relative_to(path) for image in images)
+    if loose := [file for file in files if len(file.parts) == 1]:
+        raise ValueError(
+            f"{path} has images in no class and without captions, first {loose[0]}: put each into the folder of its "
+            "class, put a .txt with its caption next to it, or name a table of captions"
+        )
+    classnames = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    number = {name: label for label, name in enumerate(classnames)}
+    labels = np.array([number[file.parts[0]] for file in files], dtype=np.int64)
+    names = [file.as_posix() for file in files]
+    return Pictures(str(path), names, _Files(path, names), labels=labels, classnames=classnames)
+
+
+def _from_texts(path: Path) -> Pictures:
+    """`x.txt` next to `x.jpg`. Every other file is taken for a picture, so that what is none is counted."""
+    root = path.resolve()
+    names: list[str] = []
+    captions: list[Captions] = []
+    for file in sorted(path.rglob("*")):
+        if not file.is_file() or file.suffix.lower() in (".txt", *TABLES):
+            continue
+        text = file.with_suffix(".txt")
+        for link in (file, text):
+            if link.is_symlink():
+                _inside(root, str(link.relative_to(path)), f"{link}, a link")
+        names.append(file.relative_to(path).as_posix())
+        captions.append((_text(text),) if text.is_file() else ())
+    return Pictures(str(path), names, _Files(path, names), captions=captions)
+
+
+def _text(path: Path) -> str:
+    """The caption in a file; bytes that are not UTF-8 become half surrogates, which training counts as such."""
+    return path.read_bytes().decode("utf-8-sig", "surrogateescape")
+
+
+def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
+    if not table.is_file():
+        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
+    suffix = table.suffix.lower()
+    if suffix == ".parquet":
+        return _from_columns(str(table), _parquet([str(table)]), columns, root)
+    if suffix == ".json":
+        return _from_coco(root, table)
+    rows = _json_lines(table, columns) if suffix == ".jsonl" else _csv_rows(table, columns)
+    resolved = root.resolve()
+    names: list[str] = []
+    captions: list[Captions] = []
+    labels: list[Any] = []
+    for line, row in rows:
+        names.append(_inside(resolved, str(row["image"]), f"{table}, line {line}"))
+        if "caption" in row:
+            captions.append(_captions(row["caption"]))
+        if "label" in row:
+            labels.append(row["label"])
+    numbers, classnames = _numbered(labels, table) if labels else (None, ())
+    return Pictures(str(table), names, _Files(root, names), captions or None, numbers, classnames)
+
+
+def _captions(cell: Any) -> Captions:
+    """The captions in a cell: a text, or a list of them."""
+    if cell is None:
+        return ("",)
+    return tuple(map(str, cell)) if isinstance(cell, list | tuple | np.ndarray) else (str(cell),)
+
+
+def _numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Class numbers and names: numbers stay as they are, names are numbered in their own order."""
+    texts = [str(label).strip() for label in labels]
+    if all(re.fullmatch(r"\d{1,16}", text) for text in texts):
+        return np.array(list(map(int, texts)), dtype=np.int64), ()
+    if "" in texts:
+        raise ValueError(f"{table} has no label in its row {texts.index('') + 1}: write one, or take the row out")
+    classnames = tuple(sorted(set(texts)))
+    number = {name: label for label, name in enumerate(classnames)}
+    return np.array([number[text] for text in texts], dtype=np.int64), classnames
+
+
+def _resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
+    """Which column is what: those given, else those known by their names. An image, and a caption or a label."""
+    resolved: dict[str, str] = {}
+    for what, known in COLUMNS.items():
+        if what in given:
+            if given[what] not in header:
+                raise ValueError(f"{table} has columns {list(header)}: none of them is called {given[what]!r} ({what})")
+            resolved[what] = given[what]
+        elif match := next((name for wanted in known for name in header if name.strip().lower() == wanted), None):
+            resolved[what] = match
+    if "image" not in resolved:
+        usual = " or ".join(COLUMNS["image"][:2])
+        raise ValueError(f"{table} has columns {list(header)}: none of them is called {usual}; name it with columns")
+    if len(resolved) == 1:
+        raise ValueError(
+            f"{table} has columns {list(header)}: none of them is called caption or label; name one with columns"
+        )
+    return resolved
+
+
+def _csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of a table; a missing cell is an empty one."""
+    # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
+    tabs = table.suffix.lower() == ".tsv"
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
+    line = 0
+    try:
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            if tabs:
+                reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            else:
+                reader = csv.DictReader(file, strict=True)
+            resolved = _resolved_columns(list(reader.fieldnames or []), columns, table)
+            line = reader.line_num
+            for row in reader:
+                line = reader.line_num
+                yield line, {what: row[name] or "" for what, name in resolved.items()}
+    except csv.Error as error:
+        remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
+        raise ValueError(f"{table}, after line {line}: {error}: mend the row{remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+
+
+def _json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, row) of a file with a JSON object in each line."""
+    resolved: dict[str, str] | None = None
+    try:
+        with open(table, encoding="utf-8-sig") as file:
+            for line, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                try:
+                    row = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{table}, line {line}, is not JSON ({error}): mend the line") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{table}, line {line}, is not a JSON object: mend the line")
+                resolved = resolved or _resolved_columns(list(row), columns, table)
+                yield line, {what: row.get(name, "") for what, name in resolved.items()}
+    except UnicodeDecodeError:
+        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+
+
+def _undecodable(path: Path) -> int:
+    """The first line that is not UTF-8; the reader, which reads ahead, cannot say."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
+
+
+def _inside(root: Path, image: str, where: str) -> str:
+    """The path a row names, relative to the root: a table, which may come from elsewhere, cannot put files from
+    outside into a data set."""
+    try:
+        inside = (root / image).resolve().is_relative_to(root)
+    except (OSError, ValueError, RuntimeError):  # a null character, a circle of links
+        inside = False
+    if not inside:
+        raise ValueError(
+            f"{where}: {image!r} is not a path inside {root}: mend the row, copy what is linked, or choose another "
+            "source"
+        )
+    return image
+
+
+def _from_coco(root: Path, table: Path) -> Pictures:
+    """COCO's captions: `images` with file names, `annotations` with a caption of one of them each."""
+    try:
+        content = json.loads(table.read_text("utf-8"))
+        files = {image["id"]: image["file_name"] for image in content["images"]}
+        captions: dict[Any, list[str]] = {key: [] for key in files}
+        for annotation in content["annotations"]:
+            captions[annotation["image_id"]].append(annotation["caption"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{table} is not a file of COCO's captions, with images (id, file_name) and annotations (image_id, "
+            f"caption): {type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
+        ) from None
+    if root == table.parent and (match := re.search(r"(train|val|test)\d{4}", table.stem)):
+        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's own layout
+    resolved = root.resolve()
+    names = [_inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
+    return Pictures(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])
+
+
+class _Files:
+    """Pictures that are files under one folder."""
+
+    def __init__(self, root: Path, names: Sequence[str]) -> None:
+        self.root, self.names = root, names
+
+    def __call__(self, row: int) -> bytes:
+        path = self.root / self.names[row]
+        try:
+            if path.stat().st_size > MAX_IMAGE_BYTES:
+                raise BadSample("image too large")
+            return path.read_bytes()
+        except OSError:
+            raise BadSample("missing image") from None
+
+    def identity(self) -> str:
+        digest = hashlib.sha256()
+        for name in self.names:
+            try:
+                size = os.stat(self.root / name).st_size
+            except OSError:
+                size = -1
+            digest.update(b"%d " % size)
+        return digest.hexdigest()[:16]
+
+
+# ---- other libraries' datasets ---------------------------------------------------------------------------------------
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"Hugging Face datasets and .parquet files are read by the package `datasets` ({error}): "
+            'pip install "diffvision[data]"'
+        ) from None
+    return datasets
+
+
+def _from_datasets(path: Path, split: str | None, columns: dict[str, str]) -> Pictures:
+    loaded = _datasets().load_from_disk(str(path))
+    return _from_columns(str(path), loaded if split is None else loaded[split], columns)
+
+
+def _parquet(files: list[str]) -> Any:
+    return _datasets().Dataset.from_parquet(files, cache_dir=str(user_cache() / "datasets"))
+
+
+def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> Pictures:
+    """The rows of a `datasets.Dataset`."""
+    datasets = _datasets()
+    resolved = _resolved_columns(rows.column_names, columns, source)
+    image = resolved["image"]
+    if isinstance(rows.features[image], datasets.Image):
+        rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
+    captions = [_captions(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+    labels: np.ndarray | None = None
+    classnames: tuple[str, ...] = ()
+    if "label" in resolved:
+        feature = rows.features[resolved["label"]]
+        cells = list(rows[resolved["label"]])
+        if isinstance(feature, datasets.ClassLabel):
+            labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
+        else:
+            labels, classnames = _numbered(cells, source)
+    names = [f"row {row}" for row in range(len(rows))]
+    return Pictures(source, names, _Rows(rows, image, root), captions, labels, classnames)
+
+
+class _Rows:
+    """Pictures in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
+
+    def __init__(self, rows: Any, column: str, root: Path | None) -> None:
+        self.rows, self.column, self.root = rows, column, root
+
+    def __call__(self, row: int) -> bytes:
+        cell = self.rows[row][self.column]
+        data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        if isinstance(data, str):
+            data, path = None, data
+        if data is None and path is not None and self.root is not None:
+            path = self.root / _inside(self.root.resolve(), path, f"row {row}")
+        try:
+            if data is None and path is not None:
+                data = Path(path).read_bytes()
+        except OSError:
+            data = None
+        if data is None:
+            raise BadSample("missing image")
+        return data
+
+    def identity(self) -> str:
+        return f"{len(self.rows)} {self.rows.data.nbytes}"
+
+
+def _torchvision_class(location: str) -> Callable[..., Any]:
+    from torchvision import datasets
+
+    name = location.removeprefix(TORCHVISION).partition(":")[0]
+    if name not in datasets.__all__ or not inspect.isclass(getattr(datasets, name)):
+        raise ValueError(
+            f"{location}: torchvision has no dataset {name!r}; it has {', '.join(sorted(datasets.__all__))}"
+        )
+    return getattr(datasets, name)
+
+
+def _from_torchvision(location: str, split: str | None) -> Pictures:
+    made = _torchvision_class(location)
+    name, _, root = location.removeprefix(TORCHVISION).partition(":")
+    if not root:
+        raise ValueError(f"{location} does not say where its files are: write torchvision:{name}:FOLDER")
+    parameters = inspect.signature(made).parameters
+    settings: dict[str, Any] = {"download": False} if "download" in parameters else {}
+    if "train" in parameters:
+        settings["train"] = split != "test"
+    elif "split" in parameters:
+        settings["split"] = {"validation": "val"}.get(split or "train", split or "train")
+    try:
+        rows = made(root, **settings)
+    except (RuntimeError, OSError, TypeError, ValueError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"{location} cannot be read ({str(error).strip()}). Nothing is downloaded here; once, by yourself: "
+            f'python -c "import torchvision; torchvision.datasets.{name}({root!r}, download=True)"'
+        ) from None
+    targets = getattr(rows, "targets", None)
+    if targets is None:
+        targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
+    names = [f"number {row}" for row in range(len(rows))]
+    reader = _Encoded(rows, f"{name} {split} {len(rows)}")
+    if isinstance(targets[0], str | list | tuple):
+        return Pictures(location, names, reader, captions=[_captions(target) for target in targets])
+    labels = np.array([int(target) for target in targets], dtype=np.int64)
+    return Pictures(location, names, reader, labels=labels, classnames=tuple(map(str, getattr(rows, "classes", ()))))
+
+
+class _Encoded:
+    """Pictures of a dataset that gives PIL images, as PNG, which loses nothing."""
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.rows, self.name = rows, name
+
+    def __call__(self, row: int) -> bytes:
+        data = BytesIO()
+        self.rows[row][0].save(data, "PNG", compress_level=1)
+        return data.getvalue()
+
+    def identity(self) -> str:
+        return self.name
+
+
+def class_prompts(classnames: Sequence[str]) -> list[str]:
+    """Class names as they stand in a sentence: folders have `_` where a sentence has a blank."""
+    return [name.replace("_", " ").strip() for name in classnames]
