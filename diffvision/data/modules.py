@@ -1,4 +1,7 @@
-"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model."""
+"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model.
+
+What is not given is taken from the LightningModule that a trainer has these data for.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +36,7 @@ class ImageTextData(pl.LightningDataModule):
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
             process is stuck.
-        transform, eval_transform, tokenizer: the model's; linked by the command line.
+        transform, eval_transform, tokenizer: the model's; None: those of the LightningModule that is trained.
     """
 
     def __init__(
@@ -62,17 +65,22 @@ class ImageTextData(pl.LightningDataModule):
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
 
     def train_dataloader(self) -> ShardLoader:
-        if self.tokenizer is None:
+        tokenizer = of_model(self, "tokenizer")
+        if tokenizer is None:
             raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
-        image = ImageMember(self.transform or to_float, self.image_key)
-        kind = ImageText(image, CaptionMember(self.caption_key), self.tokenizer)
+        image = ImageMember(of_model(self, "transform") or to_float, self.image_key)
+        kind = ImageText(image, CaptionMember(self.caption_key), tokenizer)
         return _train_loader(self, kind)
 
     def val_dataloader(self) -> "FolderLoader | list":
         if not self.evaluations:
             return []
         folders = [folder for path in self.evaluations for folder in find_folders(path)]
-        return FolderLoader([folder.bound(self.eval_transform or to_float, self.tokenizer) for folder in folders])
+        transform, tokenizer = of_model(self, "eval_transform") or to_float, of_model(self, "tokenizer")
+        return FolderLoader([folder.bound(transform, tokenizer) for folder in folders])
+
+    def test_dataloader(self) -> "FolderLoader | list":
+        return self.val_dataloader()
 
 
 class ImageLabelData(pl.LightningDataModule):
@@ -84,8 +92,8 @@ class ImageLabelData(pl.LightningDataModule):
         evaluation: an evaluation folder of CLIP_benchmark's layout, or shards.
         split: which split of the evaluation folder.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        transform, eval_transform, num_classes: the model's; linked by the command line. A sample whose label is not
-            below num_classes is bad.
+        transform, eval_transform, num_classes: the model's; None: those of the LightningModule that is trained. A
+            sample whose label is not below num_classes is bad.
         The others as in `ImageTextData`.
     """
 
@@ -118,7 +126,7 @@ class ImageLabelData(pl.LightningDataModule):
         self.transform, self.eval_transform = transform, eval_transform
 
     def train_dataloader(self) -> ShardLoader:
-        return _train_loader(self, self._kind(self.transform))
+        return _train_loader(self, self._kind("transform"))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         if self.evaluation is None:
@@ -130,13 +138,20 @@ class ImageLabelData(pl.LightningDataModule):
             source = self.evaluation  # type: ignore[assignment]  # not that layout: shards
         shards = ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
         batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
-        kind = self._kind(self.eval_transform)
+        kind = self._kind("eval_transform")
         return EvaluationLoader(
             shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
         )
 
-    def _kind(self, transform: Any) -> ImageLabel:
-        return ImageLabel(ImageMember(transform or to_float, self.image_key), self.label_key, self.num_classes)
+    def test_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def _kind(self, transform: str) -> ImageLabel:
+        image = ImageMember(of_model(self, transform) or to_float, self.image_key)
+        return ImageLabel(image, self.label_key, of_model(self, "num_classes"))
 
 
 class FolderLoader:
@@ -174,6 +189,13 @@ def _train_loader(data: ImageTextData | ImageLabelData, kind: SampleKind) -> Sha
     if data.trainer is not None:
         loader.set_epoch(data.trainer.current_epoch)
     return loader
+
+
+def of_model(data: pl.LightningDataModule, name: str) -> Any:
+    """A setting of the data; where it is None that of the LightningModule whose data they are, if that has one."""
+    value = getattr(data, name)
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    return getattr(module, name, None) if value is None else value
 
 
 def rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:

@@ -240,7 +240,7 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     module = make(tokenizer="somewhere/tokenizer.json")
     train(module).save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    assert stored["hyper_parameters"] == {"config": asdict(module.model.config)}
+    assert stored["hyper_parameters"]["config"] == asdict(module.model.config)
     assert stored["diffvision"] == {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json"}
     assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
     loaded = language.load(tmp_path / "x.ckpt")
