@@ -109,6 +109,7 @@ class ContrastiveModule(TrainingModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
+        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of a batch by itself
 
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
         """Normalised features [B, D] as `image_features` and `text_features`, of what is given; and `logit_scale`."""
@@ -214,7 +215,6 @@ class ContrastiveModule(TrainingModule):
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # pairs, and their summed loss
-        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)
 
     def validation_step(
         self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0

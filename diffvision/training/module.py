@@ -20,6 +20,7 @@ from diffvision.training.optim import OptimizerSettings, WarmupDecay
 OTHERS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's loaders, of torch
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # OpenCLIP's loss, of torch, at every step
+    "Total length of `list` across ranks is zero",  # of our data without an evaluation
     # Lightning advises to save the weights of before the step; ours resume after it, as everyone's do.
     "Using ModelCheckpoint with manual optimization",
 )
