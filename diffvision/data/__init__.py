@@ -2,8 +2,14 @@
 
 `ShardLoader` trains: an exact, resumable order, a true length, an account of every sample. `EvaluationFolder` reads
 CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `modules` and
-`language` have the LightningDataModules, `make` writes and checks shards.
+`language` have the LightningDataModules, `make` writes and checks shards. A LightningDataModule's name is imported when
+it is first used, for Lightning takes long.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch, TokenBatch
 from diffvision.data.folders import EvaluationFolder, find_folders
@@ -14,21 +20,30 @@ from diffvision.data.storage import ShardSet
 from diffvision.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from diffvision.data.tokens import TokenSequence, TokenShards
 
+if TYPE_CHECKING:
+    from diffvision.data.language import TextData
+    from diffvision.data.modules import ImageLabelData, ImageTextData
+
+_MODULES = {"ImageLabelData": "modules", "ImageTextData": "modules", "TextData": "language"}
+
 __all__ = [
     "BadDataError",
     "CaptionMember",
     "EvaluationFolder",
     "ImageLabel",
     "ImageLabelBatch",
+    "ImageLabelData",
     "ImageMember",
     "ImageText",
     "ImageTextBatch",
+    "ImageTextData",
     "Limits",
     "Report",
     "Retrieval",
     "RetrievalBatch",
     "ShardLoader",
     "ShardSet",
+    "TextData",
     "TokenBatch",
     "TokenSequence",
     "TokenShards",
@@ -37,3 +52,9 @@ __all__ = [
     "load_tokenizer",
     "train_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

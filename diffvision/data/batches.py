@@ -1,6 +1,7 @@
 """What a batch is: the keys, shapes and dtypes that cross from the data room to training and evaluation."""
 
-from typing import NotRequired, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -34,3 +35,23 @@ class RetrievalBatch(TypedDict):
 
     image: Tensor  # [B, 3, height, width] float
     captions: list[list[str]]
+
+
+def named(batch: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """A batch of anyone's loader as a dictionary: a tuple or list by position, a single tensor as its first part.
+
+    Args:
+        keys: what the parts of a tuple are, in its order.
+
+    Raises:
+        ValueError: it is none of these, or has more parts than there are keys.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    parts = [batch] if isinstance(batch, Tensor) else batch
+    if not isinstance(parts, list | tuple) or len(parts) > len(keys):
+        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ValueError(
+            f"a batch is a {type(batch).__name__}{size}: give a dictionary with {', '.join(keys)}, or a tuple of these"
+        )
+    return dict(zip(keys, parts, strict=False))

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from diffvision.data.documents import TextMember
 from diffvision.data.folders import EvaluationLoader
-from diffvision.data.modules import rank_and_world
+from diffvision.data.modules import of_model, rank_and_world
 from diffvision.data.report import Limits
 from diffvision.data.shards import ShardLoader
 from diffvision.data.sources import find_shards
@@ -32,7 +32,8 @@ class TextData(pl.LightningDataModule):
         batch_size: sequences of a global batch, over all ranks.
         length: tokens that the model reads of each sequence; a batch has one more, for the last to be predicted.
         evaluation: shards to validate on, of either kind.
-        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name. Token shards bring their own.
+        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name; None: that of the LightningModule
+            that is trained. Token shards bring their own.
         num_workers: processes that read, on each rank; and that tokenise.
         seed: with the epoch, all there is to the order of the sequences.
         max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
@@ -74,8 +75,9 @@ class TextData(pl.LightningDataModule):
         Raises:
             ValueError: neither is there.
         """
-        if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer)
+        tokenizer = of_model(self, "tokenizer")
+        if tokenizer is not None:
+            return load_tokenizer(tokenizer)
         if not are_tokens(self.train):
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
         shard = find_shards(self.train)[0]
@@ -127,6 +129,12 @@ class TextData(pl.LightningDataModule):
         return EvaluationLoader(
             shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
         )
+
+    def test_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
 
     def token_shards(self, source: Source) -> TokenShards:
         """Shards as sequences of this length, tokenised if need be.

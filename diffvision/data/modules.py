@@ -1,4 +1,7 @@
-"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model."""
+"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model.
+
+What is not given is taken from the LightningModule that a trainer has these data for.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -36,7 +39,7 @@ class ImageTextData(pl.LightningDataModule):
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
             process is stuck.
-        transform, eval_transform, tokenizer: the model's; linked by the command line.
+        transform, eval_transform, tokenizer: the model's; None: those of the LightningModule that is trained.
     """
 
     def __init__(
@@ -66,20 +69,25 @@ class ImageTextData(pl.LightningDataModule):
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
 
     def train_dataloader(self) -> ShardLoader:
-        if self.tokenizer is None:
+        tokenizer = of_model(self, "tokenizer")
+        if tokenizer is None:
             raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
-        image = ImageMember(self.transform or to_float, self.image_key)
         samples = _training_samples(self)
         if isinstance(samples, PictureSet) and samples.pictures.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        kind = ImageText(image, CaptionMember(self.caption_key or samples.caption_key), self.tokenizer)
+        image = ImageMember(of_model(self, "transform") or to_float, self.image_key)
+        kind = ImageText(image, CaptionMember(self.caption_key or samples.caption_key), tokenizer)
         return _train_loader(self, samples, kind)
 
     def val_dataloader(self) -> "FolderLoader | list":
         if not self.evaluations:
             return []
         folders = [folder for path in self.evaluations for folder in find_folders(path)]
-        return FolderLoader([folder.bound(self.eval_transform or to_float, self.tokenizer) for folder in folders])
+        transform, tokenizer = of_model(self, "eval_transform") or to_float, of_model(self, "tokenizer")
+        return FolderLoader([folder.bound(transform, tokenizer) for folder in folders])
+
+    def test_dataloader(self) -> "FolderLoader | list":
+        return self.val_dataloader()
 
 
 class ImageLabelData(pl.LightningDataModule):
@@ -91,8 +99,8 @@ class ImageLabelData(pl.LightningDataModule):
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or pictures.
         split: which split of the evaluation folder.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        transform, eval_transform, num_classes: the model's; linked by the command line. A sample whose label is not
-            below num_classes is bad.
+        transform, eval_transform, num_classes: the model's; None: those of the LightningModule that is trained. A
+            sample whose label is not below num_classes is bad.
         The others as in `ImageTextData`.
     """
 
@@ -130,7 +138,7 @@ class ImageLabelData(pl.LightningDataModule):
         samples = _training_samples(self)
         if isinstance(samples, PictureSet):
             self._check_classes(samples)
-        return _train_loader(self, samples, self._kind(self.transform))
+        return _train_loader(self, samples, self._kind("transform"))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         if self.evaluation is None:
@@ -138,10 +146,16 @@ class ImageLabelData(pl.LightningDataModule):
         rank, world_size = rank_and_world(self)
         shards = self._evaluation_samples(self.evaluation)
         batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
-        kind = self._kind(self.eval_transform)
+        kind = self._kind("eval_transform")
         return EvaluationLoader(
             shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
         )
+
+    def test_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
 
     def _evaluation_samples(self, source: str) -> ShardSet | PictureSet:
         try:
@@ -158,12 +172,13 @@ class ImageLabelData(pl.LightningDataModule):
         labels, source = samples.pictures.labels, samples.pictures.source
         if labels is None:
             raise ValueError(f"{source} has captions and no labels: train on them with ImageTextData")
-        classes = max(len(samples.pictures.classnames), int(labels.max()) + 1)
-        if self.num_classes is not None and classes > self.num_classes:
-            raise ValueError(f"{source} has {classes} classes, the model {self.num_classes}: set model.num_classes")
+        classes, limit = max(len(samples.pictures.classnames), int(labels.max()) + 1), of_model(self, "num_classes")
+        if limit is not None and classes > limit:
+            raise ValueError(f"{source} has {classes} classes, the model {limit}: set model.num_classes")
 
-    def _kind(self, transform: Any) -> ImageLabel:
-        return ImageLabel(ImageMember(transform or to_float, self.image_key), self.label_key, self.num_classes)
+    def _kind(self, transform: str) -> ImageLabel:
+        image = ImageMember(of_model(self, transform) or to_float, self.image_key)
+        return ImageLabel(image, self.label_key, of_model(self, "num_classes"))
 
 
 class FolderLoader:
@@ -209,6 +224,13 @@ def _train_loader(
     if data.trainer is not None:
         loader.set_epoch(data.trainer.current_epoch)
     return loader
+
+
+def of_model(data: pl.LightningDataModule, name: str) -> Any:
+    """A setting of the data; where it is None that of the LightningModule whose data they are, if that has one."""
+    value = getattr(data, name)
+    module = data.trainer.lightning_module if data.trainer is not None else None
+    return getattr(module, name, None) if value is None else value
 
 
 def rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:

@@ -1,1 +1,62 @@
-"""Training with Lightning: modules, optimizer, callbacks and the `fit` command."""
+"""Training with Lightning: modules, optimizer, callbacks and the `fit` command.
+
+    from diffvision.training import ContrastiveModule
+
+Names are imported when they are first used, for each brings its host with it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffvision.training.callbacks import (
+        DataReport,
+        LambdaAnnealing,
+        LambdaMonitor,
+        LambdaWarmup,
+        Throughput,
+        TrainOnlyNew,
+    )
+    from diffvision.training.classification import ClassificationModule
+    from diffvision.training.clip import ContrastiveModule
+    from diffvision.training.ema import EMA
+    from diffvision.training.finite import StepGuard
+    from diffvision.training.language import LanguageModule
+    from diffvision.training.optim import OptimizerSettings
+
+_MODULES = {
+    "EMA": "ema",
+    "ClassificationModule": "classification",
+    "ContrastiveModule": "clip",
+    "DataReport": "callbacks",
+    "LambdaAnnealing": "callbacks",
+    "LambdaMonitor": "callbacks",
+    "LambdaWarmup": "callbacks",
+    "LanguageModule": "language",
+    "OptimizerSettings": "optim",
+    "StepGuard": "finite",
+    "Throughput": "callbacks",
+    "TrainOnlyNew": "callbacks",
+}
+__all__ = [
+    "EMA",
+    "ClassificationModule",
+    "ContrastiveModule",
+    "DataReport",
+    "LambdaAnnealing",
+    "LambdaMonitor",
+    "LambdaWarmup",
+    "LanguageModule",
+    "OptimizerSettings",
+    "StepGuard",
+    "Throughput",
+    "TrainOnlyNew",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

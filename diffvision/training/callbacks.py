@@ -153,7 +153,8 @@ class DataReport(pl.Callback):
             reports = [None] * trainer.world_size
             torch.distributed.all_gather_object(reports, own)
         text, counts = account(reports, consumed=batches * loader.batch_size)
-        pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, rank_zero_only=True)
+        # All ranks have the same counts; Lightning asks that it be said how they are put together.
+        pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
 
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import timm
-import torch
 from timm.data import Mixup, create_transform, resolve_data_config
 from timm.optim import param_groups_layer_decay
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffvision.data.batches import ImageLabelBatch
+from diffvision.data.batches import ImageLabelBatch, named
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.training.finite import StepGuard
+from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule, without_decay
 
+DEFAULT = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8)
 
-class ClassificationModule(pl.LightningModule):
+
+class ClassificationModule(TrainingModule):
     """A timm model with cross entropy, on labels or on mixup's soft targets.
 
     Attributes:
         model: the timm model; its keys in a checkpoint's state_dict have the prefix "model.".
         transform: image -> tensor for training. eval_transform: the same without augmentation.
     """
+
+    keys: ClassVar = ("image", "label")
+    needed: ClassVar = ("image", "label")
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class ClassificationModule(pl.LightningModule):
         augmentation: dict[str, Any] | None = None,
         mixup: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
-        optimizer: OptimizerSettings = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8),  # noqa: B008  frozen
+        optimizer: OptimizerSettings = DEFAULT,
         layer_decay: float | None = None,
         grad_checkpointing: bool = False,
         compile: bool = False,
@@ -52,13 +55,13 @@ class ClassificationModule(pl.LightningModule):
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
             mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null for none.
             label_smoothing: share of a target spread over all classes, with or without mixup.
-            optimizer: AdamW and its schedule.
+            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             layer_decay: each layer's learning rate is this times the next one's; null for one rate.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
-        super().__init__()
-        self.name, self.settings, self.layer_decay = model, optimizer, layer_decay
+        super().__init__(locals(), DEFAULT)
+        self.name, self.layer_decay = model, layer_decay
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = ({"pretrained": True} if model.startswith(FOLDER) else {}) | (model_args or {})
         refuse_urls(self.model_args, "model_args")
@@ -79,6 +82,15 @@ class ClassificationModule(pl.LightningModule):
         self.eval_transform = create_transform(**self.data_config)
         self.mixup = Mixup(**mixup, label_smoothing=label_smoothing, num_classes=num_classes) if mixup else None
 
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits [B, num_classes]."""
+        return self.model(image)
+
+    def as_read(self, batch: Any) -> Any:
+        if self.trainer.predicting:
+            return named(batch, self.keys)  # labels are not needed
+        return super().as_read(batch)
+
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
@@ -92,26 +104,27 @@ class ClassificationModule(pl.LightningModule):
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return [StepGuard(self.settings.clip_norm, self.settings.max_skipped)]
-
     def on_validation_epoch_start(self) -> None:
-        self.counts = torch.zeros(4, dtype=torch.float64, device=self.device)  # samples, top-1, top-5, summed loss
+        self.begin_sums(4)  # samples, top-1, top-5, summed loss
 
-    def validation_step(self, batch: ImageLabelBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits, label = self.model(batch["image"]).float(), batch["label"]
         ranked = logits.topk(min(5, self.num_classes)).indices == label[:, None]
         loss = F.cross_entropy(logits, label, reduction="sum")
-        self.counts += torch.stack([torch.tensor(len(label)).to(loss), ranked[:, 0].sum(), ranked.sum(), loss])
+        self.add_sums(dataloader_idx, len(label), ranked[:, 0].sum(), ranked.sum(), loss)
 
     def on_validation_epoch_end(self) -> None:
-        """Counts are summed over ranks, whose batches need not be equal, before anything is divided."""
-        samples, top1, top5, loss = self.trainer.strategy.reduce(self.counts, reduce_op="sum").tolist()
-        if not samples:
-            raise ValueError("the validation data is empty: no accuracy can be given")
-        metrics = {"val/acc1": top1 / samples, "val/acc5": top5 / samples, "val/loss": loss / samples}
-        self.log_dict(metrics, prog_bar=True, sync_dist=True)
-        self.log("val/samples", samples, sync_dist=True)
+        """Sums are over all samples before anything is divided."""
+        for stage, loader, (samples, top1, top5, loss) in self.all_sums():
+            if not samples:
+                raise ValueError(f"the data for {stage}acc1{loader} is empty: no accuracy can be given")
+            means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}
+            self.log_means({f"{stage}{name}{loader}": value for name, value in means.items()})
+            self.log_means({f"{stage}samples{loader}": samples}, prog_bar=False)
+
+    def predict_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Probabilities of the classes, float [B, num_classes]."""
+        return self(batch["image"]).float().softmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
         decay = self.settings.weight_decay
@@ -141,3 +154,8 @@ class ClassificationModule(pl.LightningModule):
         args = {**self.model_args, "num_classes": self.num_classes}
         about = {"model": self.name, "model_args": args, "preprocess": plain, KEY: architecture(self.model)}
         checkpoint["diffvision"] = about
+        super().on_save_checkpoint(checkpoint)
+
+    def rebuilt(self) -> dict[str, Any]:
+        args = {key: value for key, value in self.model_args.items() if key != "checkpoint_path"}
+        return {"model_args": args | {"pretrained": False}}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import open_clip
@@ -13,16 +12,17 @@ import torch
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor, nn
 
-from diffvision.data.batches import ImageTextBatch
+from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.captions import text_only
 from diffvision.data.folders import EvaluationFolder
-from diffvision.evaluation.loading import PREPROCESS, refuse_code
+from diffvision.evaluation.loading import PREPROCESS, refuse_code, without_a_warning_of_random_weights
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.training.finite import StepGuard, spread
+from diffvision.training.finite import spread
+from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.preemption import asking
 
@@ -30,18 +30,21 @@ FEATURES = ("image_features", "text_features")
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # what of an evaluation is shown on the progress bar
 
 
-class ContrastiveModule(pl.LightningModule):
+class ContrastiveModule(TrainingModule):
     """An OpenCLIP model with OpenCLIP's loss, over images and captions in pairs.
 
-    A batch of the loader is one optimizer step. The loss is computed in float32 whatever the precision, over the
-    features of all ranks (local loss, gathered with gradient), so DDP's mean of the gradients is the gradient of the
-    global batch.
+    A batch has images and captions: token ids [B, L], or strings, which are tokenised here. It is one optimizer step.
+    The loss is computed in float32 whatever the precision, over the features of all ranks (local loss, gathered with
+    gradient), so DDP's mean of the gradients is the gradient of the global batch.
 
     Attributes:
         model: the OpenCLIP model; its keys in a checkpoint's state_dict have the prefix "model.".
         transform: image -> tensor for training. eval_transform: the same without augmentation.
         tokenizer: captions -> int64 [B, L].
     """
+
+    keys: ClassVar = ("image", "text")
+    needed: ClassVar = ("image", "text")
 
     def __init__(
         self,
@@ -68,12 +71,12 @@ class ContrastiveModule(pl.LightningModule):
             lock_image: freeze the image tower but for this many of its last groups (0: the whole tower).
             lock_text: likewise the text tower.
             loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
-            optimizer: AdamW and its schedule.
+            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             accum_freq: cut a rank's batch into this many chunks to save memory; the gradients are those of the whole.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
-        super().__init__()
+        super().__init__(locals(), OptimizerSettings())
         self.automatic_optimization = False  # several backward passes a step; Lightning still scales, syncs and counts
         if accum_freq < 1:
             raise ValueError(f"accum_freq is {accum_freq}; it counts the chunks of a batch: 1 or more")
@@ -87,10 +90,11 @@ class ContrastiveModule(pl.LightningModule):
             self.model_cfg = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
-        self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
+        self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with bounded(model), tensors_only(pretrained or model):
+        random = without_a_warning_of_random_weights() if pretrained is None else nullcontext()
+        with bounded(model), tensors_only(pretrained or model), random:
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
@@ -115,23 +119,50 @@ class ContrastiveModule(pl.LightningModule):
             self.model.compile()  # in place: the state_dict's keys stay
 
     def setup(self, stage: str) -> None:
-        # Lightning advises to save the weights of before the step; ours resume after it, as everyone's do.
-        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+        super().setup(stage)
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
+        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of a batch by itself
 
-    def training_step(self, batch: ImageTextBatch, batch_idx: int) -> None:
-        optimizer = cast(Any, self.optimizers())
+    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
+        """Normalised features [B, D] as `image_features` and `text_features`, of what is given; and `logit_scale`."""
+        return {name: value for name, value in self.model(image, text).items() if value is not None}
+
+    def as_read(self, batch: Any) -> Any:
+        if isinstance(batch, EvaluationFolder):
+            return batch
+        if self.trainer.predicting:
+            return self.with_tokens(named(batch, self.keys))
+        batch = self.with_tokens(super().as_read(batch))
+        if batch["text"].ndim != 2:
+            raise ValueError(
+                f"a batch's text has the shape {list(batch['text'].shape)}: give captions as strings, or as token ids "
+                "[B, L] of the module's tokenizer"
+            )
+        return batch
+
+    def with_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with captions that are strings as token ids."""
+        text = batch.get("text")
+        if isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text):
+            return batch | {"text": self.tokenizer(list(text))}
+        return batch
+
+    def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         rate = optimizer.param_groups[0]["lr"]
         loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
         optimizer.step()
-        cast(Any, self.lr_schedulers()).step()
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:  # a subclass may do without
+            scheduler.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
         # Not before the step: Lightning drops what was logged before another hook did, in a run's first batch.
         self.log("train/lr", rate, prog_bar=True)
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/logit_scale", self.model.logit_scale.detach().exp().mean(), prog_bar=True)
+        return loss
 
     def backward_whole(self, batch: ImageTextBatch) -> Tensor:
         """Gradients of the batch in one pass; returns the loss of this rank, detached."""
@@ -172,17 +203,40 @@ class ContrastiveModule(pl.LightningModule):
                     self.manual_backward(sum((at_least_float32(out[k]) * g).sum() for k, g in fed[i].items()))
         return loss.detach()
 
-    def loss_of(self, out: dict[str, Tensor]) -> Tensor:
+    def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
         """The loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
         with torch.autocast(self.device.type, enabled=False):
             whole = {k: at_least_float32(v) for k, v in out.items()}
-            return self.loss(**{k: of_some_length(v) if k in FEATURES else v for k, v in whole.items()})
+            return (loss or self.loss)(**{k: of_some_length(v) if k in FEATURES else v for k, v in whole.items()})
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [StepGuard(self.settings.clip_norm, self.settings.max_skipped)]
+        """Raises ValueError where the trainer is to do what this module does by settings of its own; no hook that knows
+        the trainer is earlier."""
+        if self.fitting and self.trainer.gradient_clip_val:
+            raise ValueError(
+                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: ContrastiveModule clips by its own "
+                "setting. Leave that out, and set optimizer.clip_norm: OptimizerSettings(clip_norm=...)"
+            )
+        if self.fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
+            raise ValueError(
+                f"Trainer's accumulate_grad_batches is {batches}: the gradients of {batches} batches would lack the "
+                "negatives that one batch of all their pairs has. Leave it out, make the loader's batches that many "
+                f"times larger, and set accum_freq to {batches}, which needs no more memory"
+            )
+        return super().configure_callbacks()
 
-    def validation_step(self, batch: EvaluationFolder, batch_idx: int) -> None:
-        """One evaluation folder: the same functions as `diffvision evaluate`, over all ranks together."""
+    def on_validation_epoch_start(self) -> None:
+        self.begin_sums(2)  # pairs, and their summed loss
+
+    def validation_step(
+        self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """One evaluation folder, by the same functions as `diffvision evaluate`, over all ranks together; or a batch of
+        pairs, whose loss has the negatives of this batch alone."""
+        if not isinstance(batch, EvaluationFolder):
+            loss = self.loss_of(self.model(batch["image"], batch["text"]), self.batch_loss)
+            self.add_sums(dataloader_idx, pairs := len(batch["image"]), loss * pairs)
+            return
         metrics = evaluate(
             self.model,
             batch,
@@ -193,7 +247,22 @@ class ContrastiveModule(pl.LightningModule):
         )
         for key, value in metrics.items():
             # Every rank holds the same value already; sync_dist only says so to Lightning.
-            self.log(key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(HEADLINES))
+            self.log(
+                key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(HEADLINES), add_dataloader_idx=False
+            )
+
+    def on_validation_epoch_end(self) -> None:
+        """The mean loss of the pairs, where there were some."""
+        for stage, loader, (pairs, loss) in self.all_sums():
+            if pairs:
+                self.log_means({f"{stage}loss{loader}": loss / pairs})
+
+    def predict_step(self, batch: ImageTextBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Normalised features of a batch of images, or of images and captions: `image_features` and `text_features`,
+        [B, D] each. What stands beside images and is no captions, such as class numbers, is left out."""
+        text = batch.get("text")
+        out = self(batch.get("image"), text if isinstance(text, Tensor) and text.ndim == 2 else None)
+        return {name: out[name] for name in FEATURES if name in out}
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
@@ -216,6 +285,10 @@ class ContrastiveModule(pl.LightningModule):
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
         built = architecture(self.model, self.model_cfg)
         checkpoint["diffvision"] = {"model": self.name, "preprocess": plain, KEY: built}
+        super().on_save_checkpoint(checkpoint)
+
+    def rebuilt(self) -> dict[str, Any]:
+        return {"pretrained": None}
 
 
 def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:

@@ -6,29 +6,29 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn import functional as F
 
 from diffvision.data.batches import TokenBatch
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
-from diffvision.training.finite import StepGuard
+from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 
 # Of the configuration, what weights of one setting may be trained on with in another.
 EXTENDED = ("max_length", "rotary_theta")
 PAPER_3B = OptimizerSettings(
-    lr=3.2e-4, end_lr=1.28e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=1000, decay="linear"
+    lr=3.2e-4, end_lr=1.28e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, default_warmup_steps=1000, decay="linear"
 )
 
 
-class LanguageModule(pl.LightningModule):
+class LanguageModule(TrainingModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
     A batch's loss is the mean over its predictions, on all ranks together; so is the one that is logged. Where the
@@ -43,6 +43,9 @@ class LanguageModule(pl.LightningModule):
             read by `diffvision.models.language.load`.
         tokenizer: what was given; the command line hands it to the data.
     """
+
+    keys: ClassVar = ("tokens", "documents")
+    needed: ClassVar = ("tokens",)
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class LanguageModule(pl.LightningModule):
             tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
             pretrained: checkpoint to start from, as `language.load` reads it; it may differ in max_length and
                 rotary_theta alone.
-            optimizer: AdamW and its schedule.
+            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0 for none.
             loss_chunk: tokens whose logits are in memory together.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
@@ -76,12 +79,12 @@ class LanguageModule(pl.LightningModule):
         Raises:
             ValueError: settings that no model has; weights of another model.
         """
-        super().__init__()
+        super().__init__(locals(), PAPER_3B)
         if loss_chunk < 1:
             raise ValueError(f"loss_chunk is {loss_chunk}; it counts tokens: 1 or more, such as 1024")
         if z_loss < 0:
             raise ValueError(f"z_loss is {z_loss}; it weighs a penalty: 0 for none, or such as 1e-4")
-        self.name, self.tokenizer, self.settings = model, tokenizer, optimizer
+        self.name, self.tokenizer = model, tokenizer
         self.z_loss, self.loss_chunk = z_loss, loss_chunk
         try:
             if model.startswith(FOLDER):
@@ -135,6 +138,7 @@ class LanguageModule(pl.LightningModule):
         register_fsdp_forward_method(self.model, "hidden")
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         if isinstance(length, int) and length > (limit := self.model.config.max_length):
             raise ValueError(
@@ -142,13 +146,13 @@ class LanguageModule(pl.LightningModule):
                 "set model.model_args.max_length to as many, or lower data.length"
             )
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
+        return self.model(tokens)
+
     def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """The loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
-        tokens, documents = batch["tokens"], batch.get("documents")
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if documents is not None:
-            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
-            documents = documents[:, :-1]
+        inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         penalty = self.z_loss if self.training else 0.0
         loss, nll = linear_cross_entropy(
@@ -175,30 +179,39 @@ class LanguageModule(pl.LightningModule):
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return [StepGuard(self.settings.clip_norm, self.settings.max_skipped)]
-
     def on_validation_epoch_start(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.float64, device=self.device)  # nats, predictions
+        self.begin_sums(2)  # nats, predictions
 
-    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._in_step(working=True)
         with self._plain_tensors():
             _, nll, count = self.sums(batch)
-        self.counts += torch.stack([nll.double(), count.double()])
+        self.add_sums(dataloader_idx, nll, count)
 
     def on_validation_epoch_end(self) -> None:
         """Sums over ranks, whose batches need not be equal, before anything is divided."""
         while self._in_step(working=False):
             with self._plain_tensors():
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        nats, predictions = self.trainer.strategy.reduce(self.counts, reduce_op="sum").tolist()
-        if not predictions:
-            raise ValueError("the validation data is empty: no loss can be given")
-        loss = nats / predictions
-        perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
-        self.log_dict({"val/loss": loss, "val/perplexity": perplexity}, prog_bar=True, sync_dist=True)
-        self.log("val/tokens", predictions, sync_dist=True)
+        for stage, loader, (nats, predictions) in self.all_sums():
+            if not predictions:
+                raise ValueError(f"the data for {stage}loss{loader} is empty: no loss can be given")
+            loss = nats / predictions
+            perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
+            self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
+            self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
+
+    def predict_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Log-probabilities of a batch's tokens [B, L + 1] but the first, in float32: [B, L]; 0 for the first token of
+        a document, which is not predicted."""
+        inputs, targets, documents = shifted(batch)
+        hidden = self.model.hidden(inputs, documents=documents)
+        pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
+        weight = self.model.head_weight
+        scores = [
+            -F.cross_entropy((h @ weight.t()).float(), t, reduction="none", ignore_index=IGNORED) for h, t in pieces
+        ]
+        return torch.cat(scores).view_as(targets)
 
     def _in_step(self, working: bool) -> bool:
         """Whether any rank has a batch to validate. Sharded layers are gathered by all ranks together, so one with
@@ -232,9 +245,26 @@ class LanguageModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down what `language.load` needs to rebuild the model, as plain Python values."""
-        checkpoint["hyper_parameters"] = {"config": asdict(self.model.config)}
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["hyper_parameters"]["config"] = asdict(self.model.config)
         about = {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
         checkpoint["diffvision"] = about
+
+    def rebuilt(self) -> dict[str, Any]:
+        """Of a saved model all fields of its configuration, which makes one of any name the same."""
+        if not self.name.startswith(FOLDER):
+            return {"pretrained": None}
+        name = language.model_names()[0]
+        return {"pretrained": None, "model": name, "model_args": asdict(self.model.config)}
+
+
+def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a model reads of a batch, what it predicts (IGNORED: nothing), and the documents of what it reads."""
+    tokens, documents = batch["tokens"], batch.get("documents")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if documents is None:
+        return inputs, targets, None
+    return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any], but: tuple[str, ...]) -> list[str]:

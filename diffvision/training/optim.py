@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
 Decay = Literal["cosine", "linear"]
@@ -25,6 +29,8 @@ class OptimizerSettings:
         eps: AdamW's.
         warmup_epochs: length of the warm-up; fractions are allowed.
         warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
+        default_warmup_steps: the warm-up where neither of the two is set; None: one epoch. Where that is more than half
+            of the run, the warm-up is a tenth of the run.
         start_lr: where the warm-up starts from.
         end_lr: where the decay ends.
         decay: "cosine", or "linear" as the DIFF Transformer's.
@@ -37,8 +43,9 @@ class OptimizerSettings:
     weight_decay: float = 0.2
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    warmup_epochs: float = 1.0
+    warmup_epochs: float | None = None
     warmup_steps: int | None = None
+    default_warmup_steps: int | None = None
     start_lr: float = 0.0
     end_lr: float = 0.0
     decay: Decay = "cosine"
@@ -46,6 +53,7 @@ class OptimizerSettings:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
         if self.clip_norm is not None and self.clip_norm <= 0:
@@ -104,6 +112,13 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
+    def set_lr(self, lr: float) -> None:
+        """Make `lr` the highest learning rate from the next step on; a group keeps its share of it."""
+        scale, self.settings = lr / self.settings.lr, replace(self.settings, lr=lr)
+        self.base_lrs = [base * scale for base in self.base_lrs]
+        for group in self.configured:
+            group["lr"] *= scale
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}
 
@@ -114,36 +129,69 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
         self._last_lr = self.get_lr()
 
 
-def steps_per_epoch(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps in an epoch, from the data module's loader; None without a data module.
+def batches_per_epoch(trainer: pl.Trainer) -> int | None:
+    """Batches that the trainer takes from its loader in an epoch, on each rank; None if the loader has no length.
 
-    `trainer.estimated_stepping_batches` would do, but reading it makes Lightning drop the loader's state on resume.
+    `trainer.estimated_stepping_batches` sets the loader up before its state is restored, so that Lightning drops the
+    state on resume. Here the loader is asked for once more, and divided over ranks as Lightning will divide it.
     """
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is None:
+    source = trainer.fit_loop._data_source
+    loader = source.dataloader() if source.is_defined() and source.instance is not None else None
+    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+    prepare = trainer._data_connector._prepare_dataloader
+    lengths = [sized_len(prepare(one, shuffle=True, mode=RunningStage.TRAINING)) for one in combined.flattened]
+    known = [length for length in lengths if length is not None]
+    if not known or len(known) < len(lengths):
         return None
-    batches = len(datamodule.train_dataloader())
-    limit = trainer.limit_train_batches
-    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return math.ceil(batches / trainer.accumulate_grad_batches)
+    batches, limit = min(known) if combined._mode == "min_size" else max(known), trainer.limit_train_batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def steps_of(trainer: pl.Trainer, batches: int, epoch: int) -> int:
+    """Optimizer steps that an epoch's batches make, which GradientAccumulationScheduler changes by the epoch."""
+    every = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        if isinstance(callback, GradientAccumulationScheduler):
+            every = callback.get_accumulate_grad_batches(epoch)
+    return math.ceil(batches / every)
+
+
+def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> int:
+    """Steps of the warm-up in a run of `total` steps.
+
+    Args:
+        epoch: steps of an epoch; None if they are not known.
+
+    Raises:
+        ValueError: warmup_epochs is set, and an epoch's steps are not known.
+    """
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps
+    if settings.warmup_epochs is None:
+        default = epoch if settings.default_warmup_steps is None else settings.default_warmup_steps
+        return default if default is not None and 2 * default <= total else total // 10
+    if epoch is None and settings.warmup_epochs:
+        raise ValueError("warmup_epochs needs a loader with a length to know an epoch's steps; set warmup_steps")
+    return round(settings.warmup_epochs * (epoch or 0))
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupDecay:
-    """The schedule of a run, its length read from the trainer's max_steps or max_epochs and the data's length."""
-    epoch = steps_per_epoch(trainer)
+    """The schedule of a run, its length read from the trainer's max_steps or max_epochs and its loader's length.
+
+    In a `fast_dev_run` a warm-up that is set does not count, for such a run is shorter than any.
+    """
+    batches, epochs = batches_per_epoch(trainer), trainer.max_epochs
+    epoch = None if batches is None else steps_of(trainer, batches, 0)
     lengths = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and epoch is not None:
-        lengths.append(trainer.max_epochs * epoch)
+    if epochs is not None and epochs > 0 and batches is not None:
+        lengths.append(sum(steps_of(trainer, batches, number) for number in range(epochs)))
     if not lengths:
         raise ValueError(
-            f"the decay needs the run's length: max_steps is {trainer.max_steps}, max_epochs {trainer.max_epochs} and "
-            f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs with a data module"
+            f"the decay needs the run's length: max_steps is {trainer.max_steps}, max_epochs {epochs} and "
+            f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs where the loader has a length"
         )
-    warmup = settings.warmup_steps
-    if warmup is None:
-        if epoch is None and settings.warmup_epochs:
-            raise ValueError("warmup_epochs needs a data module to know an epoch's steps; set optimizer.warmup_steps")
-        warmup = round(settings.warmup_epochs * (epoch or 0))
+    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    warmup = 0 if dry else warmup_steps(settings, epoch, min(lengths))
     return WarmupDecay(optimizer, settings, warmup, min(lengths))
 
 

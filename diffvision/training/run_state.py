@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, cast
@@ -235,8 +236,14 @@ def flattened(settings: Any, name: str = "") -> dict[str, str]:
 def _changed(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
     for name in sorted(theirs.keys() | ours.keys()):
         there, here = theirs.get(name, "not set"), ours.get(name, "not set")
-        if there != here:
+        if _short(there) != _short(here):
             yield f"{name} {here} (was {there})"
+
+
+def _short(value: str) -> str:
+    """A setting with our classes by their names alone: a class may be written with the module that exports it, or with
+    the one that holds it."""
+    return re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
 
 
 def _callbacks_go_on(trainer: pl.Trainer) -> None:

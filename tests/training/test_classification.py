@@ -81,7 +81,7 @@ def test_mixup_trains_on_soft_targets_and_wants_pairs(monkeypatch):
 def test_layer_decay_scales_rates_and_keeps_lambdas_from_decay():
     module = make(layer_decay=0.5)
     module.trainer = trainer()
-    module.trainer.datamodule = Images()
+    module.trainer.fit_loop._data_source.instance = range(10)
     optimizer = module.configure_optimizers()["optimizer"]
     names = {id(p): name for name, p in module.model.named_parameters()}
     groups = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}

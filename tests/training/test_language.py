@@ -241,7 +241,7 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     module = make(tokenizer="somewhere/tokenizer.json")
     train(module).save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    assert stored["hyper_parameters"] == {"config": asdict(module.model.config)}
+    assert stored["hyper_parameters"]["config"] == asdict(module.model.config)
     built = architecture(module.model)
     told = {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json", "architecture": built}
     assert stored["diffvision"] == told

@@ -1,7 +1,6 @@
 """Groups and schedule against hand-computed values."""
 
-from types import SimpleNamespace
-
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -16,10 +15,12 @@ from diffvision.training.optim import (
 )
 
 
-def trainer(batches: int | None = 10, **settings) -> SimpleNamespace:
-    data = None if batches is None else SimpleNamespace(train_dataloader=lambda: range(batches))
-    defaults = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 1.0, "accumulate_grad_batches": 1}
-    return SimpleNamespace(**defaults | settings, datamodule=data)
+def trainer(batches: int | None = 10, **settings) -> pl.Trainer:
+    """A trainer whose loader has so many batches, or a number that it does not tell."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    made = pl.Trainer(**quiet | {"max_epochs": 4} | settings)
+    made.fit_loop._data_source.instance = iter([]) if batches is None else range(batches)
+    return made
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2"])
@@ -81,6 +82,11 @@ def test_a_linear_decay_is_a_line():
         ({"max_epochs": 4, "accumulate_grad_batches": 4}, 3, 12),
         ({"max_epochs": 4, "max_steps": 25}, 10, 25),
         ({"max_epochs": -1, "max_steps": 25}, 10, 25),
+        ({"max_epochs": 2}, 10, 20),
+        ({"max_epochs": 1}, 1, 10),  # not longer than half of the run: a tenth of it
+        ({"max_epochs": 1, "max_steps": 3}, 0, 3),
+        ({"batches": None, "max_epochs": -1, "max_steps": 50}, 5, 50),
+        ({"fast_dev_run": True}, 0, 1),
     ],
 )
 def test_lengths_come_from_the_configuration(settings, warmup, total):
@@ -89,12 +95,20 @@ def test_lengths_come_from_the_configuration(settings, warmup, total):
     assert (scheduler.warmup, scheduler.total) == (warmup, total)
 
 
+def test_a_default_in_steps_shrinks_as_an_epoch_does_and_one_that_is_set_counts_in_a_dry_run_only():
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    default = OptimizerSettings(default_warmup_steps=1000)
+    for steps, warmup in ((10_000, 1000), (2000, 1000), (1999, 199), (3, 0)):
+        assert schedule(optimizer, default, trainer(max_epochs=-1, max_steps=steps)).warmup == warmup
+    assert schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(fast_dev_run=True)).warmup == 0
+
+
 def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
     optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
     with pytest.raises(ValueError, match="max_steps"):
         schedule(optimizer, OptimizerSettings(), trainer(batches=None))
     with pytest.raises(ValueError, match="warmup_steps"):
-        schedule(optimizer, OptimizerSettings(), trainer(batches=None, max_steps=5))
+        schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(batches=None, max_steps=5))
     with pytest.raises(ValueError, match="shorter than the run"):
         schedule(optimizer, OptimizerSettings(warmup_epochs=4), trainer())
     with pytest.raises(ValueError, match="clip_norm is -1"):

@@ -1,0 +1,464 @@
+"""The modules in a researcher's own script: a plain Trainer, loaders of one's own, and nothing of our command line."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import open_clip
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import CombinedLoader
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import diffvision.data
+import diffvision.training
+from diffvision.cli import main
+from diffvision.data import ImageLabelData, ImageTextData
+from diffvision.training import (
+    ClassificationModule,
+    ContrastiveModule,
+    DataReport,
+    LambdaMonitor,
+    LanguageModule,
+    OptimizerSettings,
+    Throughput,
+)
+
+# Lightning's advice (more workers, a validation loader, shorter logging intervals) is not for these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`:UserWarning"),
+]
+SAMPLES, LENGTH = 8, open_clip.get_model_config("DiffCLIP-debug")["text_cfg"]["context_length"]
+IMAGES = torch.randn(SAMPLES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+CAPTIONS = torch.randint(1, 98, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+CAPTIONS[:, 5] = 49407  # the end, where OpenCLIP pools
+LABELS = torch.arange(SAMPLES) % 3
+TOKENS = torch.randint(0, 90, (SAMPLES, 17), generator=torch.Generator().manual_seed(2))
+PARTS = {"clip": {"image": IMAGES, "text": CAPTIONS}, "vision": {"image": IMAGES, "label": LABELS}}
+PARTS["language"] = {"tokens": TOKENS}
+KINDS = list(PARTS)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, parts: dict[str, torch.Tensor]):
+        self.parts = parts
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, row):
+        return {name: values[row] for name, values in self.parts.items()}
+
+
+class Captioned(torch.utils.data.Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, row):
+        return IMAGES[row], f"a photo of number {row}"
+
+
+def loader(kind: str, batch_size: int = 2, tuples: bool = False) -> DataLoader:
+    rows = TensorDataset(*PARTS[kind].values()) if tuples else Rows(PARTS[kind])
+    return DataLoader(rows, batch_size=batch_size)
+
+
+def make(kind: str, **settings):
+    torch.manual_seed(0)
+    if kind == "clip":
+        return ContrastiveModule("DiffCLIP-debug", **settings)
+    if kind == "vision":
+        return ClassificationModule("diff_vit_debug", num_classes=3, **settings)
+    return LanguageModule("diff-debug", **{"model_args": {"vocab_size": 100}} | settings)
+
+
+def trainer(*callbacks: Callback, **settings) -> pl.Trainer:
+    defaults = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(**defaults | quiet | settings, callbacks=list(callbacks))
+
+
+class Seen(Callback):
+    """Keeps the gradients of the first optimizer step as it is made, and the batches."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch)
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 1 and not hasattr(self, "gradients"):
+            self.gradients = {n: p.grad.clone() for n, p in pl_module.model.named_parameters() if p.grad is not None}
+
+
+def total_norm(gradients: dict[str, torch.Tensor]) -> float:
+    return torch.stack([g.norm() for g in gradients.values()]).norm().item()
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("room", [diffvision.data, diffvision.training])
+def test_every_exported_name_is_there_and_others_are_not(room):
+    assert all(getattr(room, name) for name in room.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = room.Nothing
+
+
+# --- fitting ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_loader_of_ones_own_trains_and_validates_with_every_default(kind, tuples):
+    made = trainer(seen := Seen())
+    made.fit(make(kind), loader(kind, tuples=tuples), loader(kind, tuples=tuples))
+    assert made.global_step == 4
+    assert made.lr_scheduler_configs[0].scheduler.total == 4
+    assert torch.isfinite(made.callback_metrics["val/loss"])
+    assert set(seen.batches[0]) == set(PARTS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_takes_one_step(kind):
+    made = trainer(fast_dev_run=True)
+    made.fit(make(kind), loader(kind), loader(kind))
+    assert made.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 2}, 8),
+        ({"max_epochs": -1, "max_steps": 3}, 3),
+        ({"limit_train_batches": 3}, 3),
+        ({"limit_train_batches": 0.5}, 2),
+        ({"overfit_batches": 1, "max_epochs": 3}, 3),
+        ({"accumulate_grad_batches": 3}, 2),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "max_epochs": 2}, 5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:You requested to overfit:UserWarning")
+def test_the_schedule_is_as_long_as_the_run(settings, steps):
+    made = trainer(*settings.pop("callbacks", []), **settings)
+    made.fit(make("vision"), loader("vision"))
+    assert made.global_step == made.lr_scheduler_configs[0].scheduler.total == steps
+
+
+def test_several_loaders_count_as_lightning_counts_them():
+    made = trainer(max_epochs=1)
+    made.fit(make("vision"), CombinedLoader(loader("vision"), "min_size"))
+    assert made.global_step == made.lr_scheduler_configs[0].scheduler.total == 4
+
+
+def test_captions_may_be_strings():
+    seen = Seen()
+    trainer(seen, max_steps=1).fit(make("clip"), DataLoader(Captioned(), batch_size=2))
+    module = make("clip")
+    assert torch.equal(seen.batches[0]["text"], module.tokenizer(["a photo of number 0", "a photo of number 1"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "sentence"),
+    [
+        (
+            "clip",
+            "language",
+            r"a batch has no image, text \(it has tokens\): ContrastiveModule reads a dictionary with",
+        ),
+        ("vision", "clip", r"a batch has no label \(it has image, text\)"),
+    ],
+)
+def test_another_batch_is_named(kind, other, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        trainer().fit(make(kind), loader(other))
+
+
+def test_a_tuple_that_is_none_of_ours_is_named():
+    with pytest.raises(ValueError, match=r"a batch's text has the shape \[2\]: give captions as strings, or as token"):
+        trainer().fit(make("clip"), loader("vision", tuples=True))
+    with pytest.raises(ValueError, match="a batch is a list of 3: give a dictionary with image, label, or a tuple"):
+        trainer().fit(make("vision"), DataLoader(TensorDataset(IMAGES, LABELS, LABELS), batch_size=2))
+
+
+def test_our_callbacks_take_batches_of_tuples(tmp_path):
+    made = trainer(LambdaMonitor(), Throughput(), DataReport(), log_every_n_steps=1, logger=CSVLogger(tmp_path))
+    made.fit(make("clip"), loader("clip", tuples=True))
+    assert {"lambda", "train/samples_per_second"} <= made.callback_metrics.keys()
+
+
+def test_a_subclass_may_do_without_a_schedule():
+    class Mine(ContrastiveModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    made = trainer(max_steps=2)
+    made.fit(Mine("DiffCLIP-debug"), loader("clip"))
+    assert made.global_step == 2
+
+
+class Placed:
+    """A loader that knows where it is: batches 0, 1, ... of eight, by their number in the images."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        for number in range(self.next, 8):
+            self.next = number + 1
+            yield torch.full((2, 3, 32, 32), float(number)), torch.zeros(2, dtype=torch.int64)
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")
+def test_a_loader_of_ones_own_keeps_its_place_on_resume(tmp_path):
+    """What reads trainer.estimated_stepping_batches loses it: the batches would be 0, 1, ... again."""
+    settings = OptimizerSettings(warmup_steps=0)
+    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer(kept, enable_checkpointing=True).fit(make("vision", optimizer=settings), Placed())
+    resumed = trainer(seen := Seen(), max_steps=5)
+    resumed.fit(make("vision", optimizer=settings), Placed(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
+    assert [batch["image"][0, 0, 0, 0].item() for batch in seen.batches] == [3.0, 4.0]
+
+
+# --- the Trainer's own settings ---
+
+
+@pytest.mark.parametrize("kind", ["vision", "language"])
+def test_the_trainers_clipping_clips(kind):
+    norms = {}
+    for limit in (None, 0.01):
+        trainer(seen := Seen(), gradient_clip_val=limit, max_steps=1).fit(make(kind), loader(kind))
+        norms[limit] = total_norm(seen.gradients)
+    assert norms[None] > 0.1
+    assert norms[0.01] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["vision", "language"])
+def test_accumulated_gradients_are_those_of_one_larger_batch(kind):
+    trainer(large := Seen(), max_epochs=1).fit(make(kind), loader(kind, 8))
+    trainer(small := Seen(), max_epochs=1, accumulate_grad_batches=4).fit(make(kind), loader(kind, 2))
+    assert len(small.batches) == 4
+    for name, gradient in large.gradients.items():
+        torch.testing.assert_close(gradient, small.gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val is 1.0: .* set optimizer.clip_norm"),
+        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches is 4: .* set accum_freq to 4"),
+    ],
+)
+def test_what_contrastive_training_does_by_settings_of_its_own_is_named(settings, ours):
+    with pytest.raises(ValueError, match=ours):
+        trainer(**settings).fit(make("clip"), loader("clip"))
+    trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learning_rate_is_looked_for_and_set(kind, tmp_path):
+    module = make(kind)
+    found = Tuner(trainer(max_epochs=20, default_root_dir=tmp_path)).lr_find(module, loader(kind), num_training=20)
+    assert module.lr == module.settings.lr == module.hparams["optimizer"]["lr"] == found.suggestion() != 5e-4
+
+
+def test_a_learning_rate_found_at_the_start_of_a_fit_is_the_schedules(tmp_path):
+    made = trainer(LearningRateFinder(num_training_steps=15), max_epochs=5, default_root_dir=tmp_path)
+    module = make("vision")
+    made.fit(module, loader("vision"))
+    scheduler = made.lr_scheduler_configs[0].scheduler
+    assert scheduler.base_lrs == [module.lr] * len(scheduler.base_lrs)
+    assert scheduler.settings.lr == module.lr != 5e-4
+
+
+# --- validate, test, predict ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_test_is_a_validation_by_another_name(kind):
+    """The mean over samples, whatever the batches: 8 of them as 3 + 3 + 2."""
+    module, data = make(kind), loader(kind, 3)
+    (validated,) = trainer().validate(module, data, verbose=False)
+    (tested,) = trainer().test(module, data, verbose=False)
+    assert {name.replace("val/", "test/"): value for name, value in validated.items()} == tested
+    if kind == "clip":
+        losses = []
+        for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
+            out = module(IMAGES[rows], CAPTIONS[rows])
+            logits = out["logit_scale"] * out["image_features"] @ out["text_features"].T
+            target = torch.arange(len(logits))
+            losses.append(len(logits) * (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
+        assert tested["test/loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_of_several_loaders_has_its_metrics(kind):
+    results = trainer().validate(make(kind), [loader(kind), loader(kind, 4)], verbose=False)
+    names = {name for result in results for name in result}
+    assert {"val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"} <= names
+
+
+def test_predictions_of_pairs_are_normalised_features():
+    module = make("clip")
+    first, *_ = trainer().predict(module, loader("clip", tuples=True))
+    assert first.keys() == {"image_features", "text_features"}
+    torch.testing.assert_close(first["image_features"].norm(dim=-1), torch.ones(2))
+    torch.testing.assert_close(first["text_features"], module(text=CAPTIONS[:2])["text_features"])
+    for alone in (DataLoader(TensorDataset(IMAGES), batch_size=2), loader("vision", tuples=True)):
+        images, *_ = trainer().predict(module, alone)
+        assert images.keys() == {"image_features"}
+        torch.testing.assert_close(images["image_features"], first["image_features"])
+
+
+def test_predictions_of_a_classifier_are_probabilities():
+    module = make("vision")
+    first, *_ = trainer().predict(module, DataLoader(TensorDataset(IMAGES), batch_size=2))
+    torch.testing.assert_close(first, module(IMAGES[:2]).softmax(-1))
+
+
+def test_predictions_of_text_are_log_probabilities_of_its_tokens():
+    module = make("language", loss_chunk=5)
+    documents = (torch.arange(17) > 7).long().expand(SAMPLES, -1)
+    whole = torch.cat(trainer().predict(module, loader("language")))
+    torch.testing.assert_close(whole, -F.cross_entropy(module(TOKENS[:, :-1]).mT, TOKENS[:, 1:], reduction="none"))
+    apart = torch.cat(trainer().predict(module, DataLoader(TensorDataset(TOKENS, documents), batch_size=2)))
+    assert (apart[:, 7] == 0).all()  # the first token of the second document
+    torch.testing.assert_close(apart[:, :7], whole[:, :7])
+    (loss,) = trainer().validate(module, loader("language"), verbose=False)
+    assert loss["val/loss"] == pytest.approx(-whole.mean().item(), rel=1e-5)
+
+
+# --- hyperparameters ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_all_that_a_module_needs(kind, tmp_path):
+    settings = OptimizerSettings(lr=1e-3, warmup_steps=0, betas=(0.8, 0.9), clip_norm=1.0)
+    module = make(kind, optimizer=settings)
+    made = trainer(max_steps=1, logger=CSVLogger(tmp_path))
+    made.fit(module, loader(kind))
+    made.save_checkpoint(tmp_path / "x.ckpt")
+    loaded = type(module).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    assert loaded.settings == settings
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
+    assert f"model: {module.name}" in Path(made.log_dir, "hparams.yaml").read_text()
+    changed = type(module).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True, optimizer={"lr": 2e-3})
+    assert changed.settings.lr == 2e-3
+
+
+def saved(module: pl.LightningModule, path: Path) -> Path:
+    made = trainer()
+    made.strategy.connect(module)
+    made.save_checkpoint(path)
+    return path
+
+
+def test_weights_that_a_run_began_from_are_not_needed_again(tmp_path):
+    started = tmp_path / "started.pt"
+    torch.save(make("clip").model.state_dict(), started)
+    module = make("clip", pretrained=str(started))
+    assert module.hparams["pretrained"] == str(started)
+    path = saved(module, tmp_path / "x.ckpt")
+    started.unlink()
+    assert ContrastiveModule.load_from_checkpoint(path, weights_only=True).hparams["pretrained"] is None
+
+    from diffvision.models import language
+
+    folder = tmp_path / "text"
+    language.save(make("language").model, folder)
+    module = LanguageModule(f"local-dir:{folder}", model_args={"max_length": 40})
+    path = saved(module, tmp_path / "y.ckpt")
+    folder.rename(tmp_path / "gone")
+    loaded = LanguageModule.load_from_checkpoint(path, weights_only=True)
+    assert loaded.model.config == module.model.config
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
+
+
+def test_an_earlier_checkpoint_loads_with_its_arguments(tmp_path):
+    """Of LanguageModule the hyperparameters were the model's configuration alone."""
+    module = make("language")
+    content = torch.load(saved(module, tmp_path / "x.ckpt"), weights_only=True)
+    content["hyper_parameters"] = {"config": content["hyper_parameters"]["config"]}
+    torch.save(content, tmp_path / "old.ckpt")
+    loaded = LanguageModule.load_from_checkpoint(
+        tmp_path / "old.ckpt", weights_only=True, model="diff-debug", model_args={"vocab_size": 100}
+    )
+    assert torch.equal(loaded.model.embed.weight, module.model.embed.weight)
+
+
+def test_a_subclass_keeps_objects_out_of_its_checkpoint(tmp_path):
+    class Distilled(ClassificationModule):
+        def __init__(self, teacher: torch.nn.Module):
+            super().__init__("diff_vit_debug", num_classes=3)
+            self.__dict__["teacher"] = teacher
+
+    path = saved(Distilled(torch.nn.Linear(2, 2)), tmp_path / "x.ckpt")
+    loaded = Distilled.load_from_checkpoint(path, weights_only=True, teacher=torch.nn.Linear(2, 2))
+    assert loaded.num_classes == 3
+
+
+# --- our data, and the command line ---
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "digits"
+    main(["data", "make", "digits", str(directory)])
+    return directory
+
+
+def test_data_take_transforms_and_tokenizer_from_the_module(digits):
+    data = ImageTextData(f"{digits}/train", 8, num_workers=0)
+    with pytest.raises(ValueError, match="ImageTextData has no tokenizer: pass the model's"):
+        data.train_dataloader()
+    made = trainer(seen := Seen(), max_steps=1)
+    made.fit(make("clip", preprocess={"mean": [9.0, 9.0, 9.0], "std": [1.0, 1.0, 1.0]}), datamodule=data)
+    assert seen.batches[0]["image"].max() < -7.5  # normalised as the module says
+
+    labels = ImageLabelData(f"{digits}/train", 8, f"{digits}/zero_shot", eval_batch_size=100, num_workers=0)
+    made = trainer(limit_test_batches=1, limit_predict_batches=1)
+    module = ClassificationModule("diff_vit_debug", num_classes=10)
+    (metrics,) = made.test(module, datamodule=labels, verbose=False)
+    assert metrics["test/samples"] == 100
+    assert made.predict(module, datamodule=labels)[0].shape == (100, 10)
+
+
+def test_the_test_command_evaluates_a_checkpoint_and_prints_a_table(digits, tmp_path, capsys):
+    checkpoint = saved(make("clip"), tmp_path / "x.ckpt")
+    own = ["--model=ContrastiveModule", "--model.model=DiffCLIP-debug", "--data=ImageTextData"]
+    own += [f"--data.train={digits}/train", "--data.batch_size=16", f"--data.evaluations=[{digits}/zero_shot]"]
+    own += [f"--trainer.default_root_dir={tmp_path}", f"--trainer.logger.save_dir={tmp_path}"]
+    main(
+        ["test", *own, "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu", f"--ckpt_path={checkpoint}"]
+    )
+    assert "zero_shot/digits/acc1" in capsys.readouterr().out
+
+
+# --- what other libraries print ---
+
+
+class Length(Callback):
+    def on_train_end(self, trainer, pl_module):
+        assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.total == 4
+
+
+@pytest.mark.forks
+def test_two_processes_share_a_loader_and_warn_of_nothing():
+    """Warnings are errors in tests: of OpenCLIP's loss in torch, of Lightning's loaders, of our own metrics."""
+    made = trainer(Length(), DataReport(), devices=2, strategy="ddp_fork", max_epochs=2)
+    made.fit(make("clip"), loader("clip"))
