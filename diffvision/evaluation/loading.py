@@ -171,7 +171,7 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
     if ours and "logit_bias" in ours.state:  # SigLIP's, which a run has beside its configuration
         config["init_logit_bias"] = ours.state["logit_bias"].item()
     bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
-    quiet = _without_a_warning_of_random_weights() if ours else nullcontext()
+    quiet = without_warning_of_random_weights() if ours else nullcontext()
     with tensors_only(name), _harmless(), quiet:  # OpenCLIP reads the file itself
         try:
             model, _, transform = open_clip.create_model_and_transforms(
@@ -192,8 +192,8 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
 
 
 @contextmanager
-def _without_a_warning_of_random_weights() -> Iterator[None]:
-    """OpenCLIP says on the root logger that the weights are random; here they are about to be replaced."""
+def without_warning_of_random_weights() -> Iterator[None]:
+    """OpenCLIP says on the root logger that weights are random; here they are to be replaced, or trained."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("No pretrained weights loaded")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from diffvision.data.batches import ImageTextBatch
 from diffvision.data.captions import text_only
 from diffvision.data.folders import EvaluationFolder
-from diffvision.evaluation.loading import PREPROCESS, refuse_code
+from diffvision.evaluation.loading import PREPROCESS, refuse_code, without_warning_of_random_weights
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.files import refuse_urls, tensors_only
 from diffvision.training.finite import StepGuard, spread
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
-from diffvision.training.preemption import asking
+from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # what of an evaluation is shown on the progress bar
@@ -82,7 +82,7 @@ class ContrastiveModule(pl.LightningModule):
         self.name, self.loss_name, self.settings, self.accum_freq = model, loss, optimizer, accum_freq
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with tensors_only(pretrained or model):
+        with tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
@@ -177,7 +177,7 @@ class ContrastiveModule(pl.LightningModule):
             transform=self.eval_transform,
             tokenizer=self.tokenizer,
             device=self.device,
-            progress=asking(self.trainer),
+            progress=followed(self.trainer),
         )
         for key, value in metrics.items():
             # Every rank holds the same value already; sync_dist only says so to Lightning.

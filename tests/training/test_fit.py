@@ -128,7 +128,7 @@ def test_two_processes_train_as_one(shards, whole, tmp_path, capfd):
     two = run(shards, tmp_path, "--trainer.devices=2", "--trainer.strategy=ddp_fork")
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    assert "epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples" in capfd.readouterr().out
+    assert "epoch 1: 48 seen + 0 skipped + 2 left over = 50 samples" in capfd.readouterr().out
 
 
 def test_run_directory_has_configuration_and_metrics(whole):
