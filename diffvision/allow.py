@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, _common, _optionals, get_loader, set_loader, set_parsing_settings
+from jsonargparse import (
+    ArgumentParser,
+    _common,
+    _loaders_dumpers,
+    _optionals,
+    get_loader,
+    set_loader,
+    set_parsing_settings,
+)
 
 # No prefix wider than is needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -83,6 +91,9 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
     )
     set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
+    yaml_loaders: Any = _loaders_dumpers
+    plain = yaml_loaders.get_yaml_default_loader()
+    yaml_loaders.yaml_default_loader = _with_none(plain)
     try:
         yield rest
     except (_Refused, _common.ImportDenied) as error:
@@ -91,8 +102,17 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         raise _located(denied[1], rest) from error
     finally:
         set_loader("yaml", load, exceptions=(yaml.YAMLError,))
+        yaml_loaders.yaml_default_loader = plain
         _common.parsing_settings.update(before)
         _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
+
+
+def _with_none(loader: type[Any]) -> type[Any]:
+    """A loader that reads None as null: jsonargparse hands a part of a setting on as Python writes it, so that
+    `--model.optimizer.clip_norm null` would arrive as the text None, and be refused."""
+    with_none: type[Any] = type("Loader", (loader,), {})
+    with_none.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"), ["N"])
+    return with_none
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:

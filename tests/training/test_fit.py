@@ -193,6 +193,17 @@ def test_a_strategy_that_would_save_shards_is_refused(shards, strategy, remedy, 
         run(shards, tmp_path, *strategy, "--trainer.devices=2")
 
 
+@pytest.mark.parametrize("setting", ["model.init_args.optimizer.clip_norm", "model.optimizer.clip_norm"])
+def test_null_takes_back_what_a_configuration_sets(setting, capsys):
+    """As the error of a clip_norm of 0 recommends; jsonargparse makes a text of it on the way."""
+    config = Path(__file__).parents[2] / "configs" / "clip" / "debug.yaml"
+    assert main(["fit", f"--config={config}", f"--{setting}=0"]) == 1
+    assert "optimizer.clip_norm is 0.0; it must be above 0, or null for no clipping" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", f"--config={config}", f"--{setting}", "null", "--print_config"])
+    assert "clip_norm: null" in capsys.readouterr().out
+
+
 def test_a_monitor_that_nothing_measures_is_named_before_any_step():
     watched = SimpleNamespace(monitor="zero_shot/digits/acc1")
     cli = FitCLI.__new__(FitCLI)
