@@ -7,6 +7,7 @@ that list is set for the time of one command, and what it refuses becomes one li
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,13 +56,48 @@ class _Refused(ValueError):
 
 
 class Refusing:
-    """Put before a parser's class: an import that is refused is an error of its own, not a page of usage."""
+    """Put before a parser's class: what is wrong with the arguments is said in one line, not in a page of usage; an
+    import that is refused is an error of its own."""
+
+    prog: str
+    exit_on_error: bool
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if _DENIED.search(message):
             raise _Refused(message) from ex
-        super().error(message, ex)  # type: ignore[misc]
-        raise AssertionError("it does not return")
+        if not self.exit_on_error:
+            super().error(message, ex)  # type: ignore[misc]
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        print(f"diffvision: error: {in_short(message)}; see {program} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def in_short(message: str) -> str:
+    """A parser's message in one line: of nested ones, the innermost setting, its value and what it takes."""
+    settings = re.findall(r'Parser key "([^"]+)"', message)
+    inner = message[message.rindex("Parser key") :] if settings else ""
+    one = re.search(r"Expected an? (.+)\. Got value: (.*)", inner)
+    several = inner.partition("Given value")[0]
+    if several != inner and (one is None or one.start() > len(several)):
+        value = re.search("Given value: (.*)", inner)
+        kinds = re.findall(r"Expected an? (?!path but)(.+)", several)
+    else:
+        value, kinds = one and re.search("Got value: (.*)", inner), [one[1]] if one else []
+    if value is None or not kinds:
+        return re.sub(r'Parser key "([^"]+)"', r"\1", " ".join(message.split()))
+    choices = dict.fromkeys(choice for kind in kinds for choice in _choices(kind))
+    return f"{'.'.join(settings)} is {value[1]!r}: it takes {', '.join(choices)}"
+
+
+def _choices(expected: str) -> list[str]:
+    """What a type stands for, as one would write it."""
+    if match := re.match(r"typing\.Literal\[(.*)\]$", expected):
+        return match[1].replace("'", "").split(", ")
+    if expected.startswith("dot import path"):
+        return ["the name of a class"]
+    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
+    return [{"NoneType": "null", "dict": "{name: value}", "bool": "true, false"}.get(name, name)]
 
 
 class Parser(Refusing, ArgumentParser):

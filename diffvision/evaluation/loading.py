@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from diffvision.data.captions import text_only
 from diffvision.models import int8
-from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only
+from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only, unreadable
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 _HUBS = (FOLDER, "hf-hub:")
@@ -271,12 +270,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     except FileNotFoundError:
         raise
     except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
-        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise ValueError(
-                f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
-                f"code: save its state_dict alone ({str(error).splitlines()[0]})"
-            ) from error
-        raise ValueError(f"checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[:1]}") from error
+        raise unreadable(path, error) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"checkpoint {path} holds a {type(content).__name__}: give a file with a state_dict")
     lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
     about = content.get("diffvision", {}) if lightning else told
     for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
@@ -286,7 +282,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     prefixes = ("module.", "_orig_mod.", *(("model.", "_orig_mod.") if lightning else ()))
     state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
-        raise ValueError(f"checkpoint {path} holds no tensors by name: it is no state_dict, and holds none")
+        raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
     return Checkpoint(int8.joined(state), lightning, about)
 
 

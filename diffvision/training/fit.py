@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from diffvision.allow import Refusing, limited_imports
@@ -281,4 +282,7 @@ def fit(args: list[str] | None = None) -> FitCLI:
     Args:
         args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.
     """
-    return FitCLI(args)
+    try:
+        return FitCLI(args)
+    except MisconfigurationException as error:  # Lightning's of a setting that it does not take
+        raise ValueError(" ".join(str(error).split())) from error

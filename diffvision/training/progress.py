@@ -364,7 +364,7 @@ def steps_per_epoch(trainer: pl.Trainer) -> int | None:
 def total_steps(trainer: pl.Trainer) -> int | None:
     """Of the whole run, from its start in whatever process; None where neither its steps nor epochs are limited."""
     steps = steps_per_epoch(trainer)
-    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
     if steps is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
         limits.append(trainer.max_epochs * steps)
     return min(limits, default=None)

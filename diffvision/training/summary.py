@@ -31,8 +31,10 @@ class RunSummary(pl.Callback):
         self._before: set[str] = set()
         self._start = 0.0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
             print(described(trainer, pl_module) + resumed, flush=True)
