@@ -7,13 +7,22 @@ that list is set for the time of one command, and what it refuses becomes one li
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, _common, _optionals, get_loader, set_loader, set_parsing_settings
+from jsonargparse import (
+    ArgumentParser,
+    _common,
+    _loaders_dumpers,
+    _optionals,
+    get_loader,
+    set_loader,
+    set_parsing_settings,
+)
 
 # No prefix wider than is needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -48,13 +57,48 @@ class _Refused(ValueError):
 
 
 class Refusing:
-    """Put before a parser's class: an import that is refused is an error of its own, not a page of usage."""
+    """Put before a parser's class: what is wrong with the arguments is said in one line, not in a page of usage; an
+    import that is refused is an error of its own."""
+
+    prog: str
+    exit_on_error: bool
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if _DENIED.search(message):
             raise _Refused(message) from ex
-        super().error(message, ex)  # type: ignore[misc]
-        raise AssertionError("it does not return")
+        if not self.exit_on_error:
+            super().error(message, ex)  # type: ignore[misc]
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        print(f"diffvision: error: {in_short(message)}; see {program} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def in_short(message: str) -> str:
+    """A parser's message in one line: of nested ones, the innermost setting, its value and what it takes."""
+    settings = re.findall(r'Parser key "([^"]+)"', message)
+    inner = message[message.rindex("Parser key") :] if settings else ""
+    one = re.search(r"Expected an? (.+)\. Got value: (.*)", inner)
+    several = inner.partition("Given value")[0]
+    if several != inner and (one is None or one.start() > len(several)):
+        value = re.search("Given value: (.*)", inner)
+        kinds = re.findall(r"Expected an? (?!path but)(.+)", several)
+    else:
+        value, kinds = one and re.search("Got value: (.*)", inner), [one[1]] if one else []
+    if value is None or not kinds:
+        return re.sub(r'Parser key "([^"]+)"', r"\1", " ".join(message.split()))
+    choices = dict.fromkeys(choice for kind in kinds for choice in _choices(kind))
+    return f"{'.'.join(settings)} is {value[1]!r}: it takes {', '.join(choices)}"
+
+
+def _choices(expected: str) -> list[str]:
+    """What a type stands for, as one would write it."""
+    if match := re.match(r"typing\.Literal\[(.*)\]$", expected):
+        return match[1].replace("'", "").split(", ")
+    if expected.startswith("dot import path"):
+        return ["the name of a class"]
+    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
+    return [{"NoneType": "null", "dict": "{name: value}", "bool": "true, false"}.get(name, name)]
 
 
 class Parser(Refusing, ArgumentParser):
@@ -84,6 +128,9 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
     )
     set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
+    yaml_loaders: Any = _loaders_dumpers
+    plain = yaml_loaders.get_yaml_default_loader()
+    yaml_loaders.yaml_default_loader = _with_none(plain)
     try:
         yield rest
     except (_Refused, _common.ImportDenied) as error:
@@ -92,8 +139,17 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         raise _located(denied[1], rest) from error
     finally:
         set_loader("yaml", load, exceptions=(yaml.YAMLError,))
+        yaml_loaders.yaml_default_loader = plain
         _common.parsing_settings.update(before)
         _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
+
+
+def _with_none(loader: type[Any]) -> type[Any]:
+    """A loader that reads None as null: jsonargparse hands a part of a setting on as Python writes it, so that
+    `--model.optimizer.clip_norm null` would arrive as the text None, and be refused."""
+    with_none: type[Any] = type("Loader", (loader,), {})
+    with_none.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"), ["N"])
+    return with_none
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:

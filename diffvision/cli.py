@@ -75,16 +75,21 @@ def models(filter: str = "*") -> None:
 
     from diffvision.models import clip, language, vision
 
+    known = {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
+    if not any(fnmatch(name, filter) for names in known.values() for name in names):
+        raise ValueError(
+            f"no model of ours is called as {filter!r} says: give a pattern such as 'diff_vit*' or '*CLIP*'"
+        )
     table = Table("model", "host", "parameters")
     logging.disable(logging.WARNING)  # OpenCLIP warns of every model that it builds without weights
     with torch.device("meta"):
-        for name in vision.model_names():
+        for name in known["timm"]:
             if fnmatch(name, filter):
                 table.add_row(name, "timm", _parameters(timm.create_model(name)))
-        for name in clip.model_names():
+        for name in known["OpenCLIP"]:
             if fnmatch(name, filter):
                 table.add_row(name, "OpenCLIP", _parameters(open_clip.create_model(name, device="meta")))
-        for name in language.model_names():
+        for name in known["text"]:
             if fnmatch(name, filter):
                 table.add_row(name, "text", _parameters(language.create(name)))
     logging.disable(logging.NOTSET)
@@ -176,9 +181,16 @@ def _reported(call: Callable[[], Any]) -> int:
     try:
         result = call()
     except (ValueError, OSError, BadDataError, FloatingPointError) as error:
-        print(f"diffvision: error: {error}", file=sys.stderr)
+        print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _sentence(error: Exception) -> str:
+    """An error's message; of one of the system's, the file and what is the matter with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
 
 
 def _help() -> str:

@@ -46,6 +46,71 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        (
+            1,
+            "FILE of 6 bytes is damaged or no checkpoint: give a",
+        ),
+        (
+            "evaluate-language --checkpoint FILE --tasks needle",
+            1,
+            "FILE of 6 bytes is damaged or no checkpoint: give a",
+        ),
+        ("generate --checkpoint FILE --prompt hi", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
+        ("export FILE new", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
+        ("convert FILE new --to openclip", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
+        (
+            "inspect --model CLIP-debug --image nope.jpg --output new",
+            1,
+            "no image file 'nope.jpg': give a JPEG, PNG or",
+        ),
+        ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),
+        ("models --filter nope*", 1, "no model of ours is called as 'nope*' says: give a pattern"),
+        (
+            "evaluate --model CLIP-debug --data . --precision fp8",
+            2,
+            "precision is 'fp8': it takes fp32, bf16, fp16; see ",
+        ),
+        (
+            "evaluate --model CLIP-debug",
+            2,
+            "the following arguments are required: data; see diffvision evaluate --help",
+        ),
+        ("generate --prompt hi --checkpoint FILE --top_k many", 2, "top_k is 'many': it takes int, null; see "),
+        ("fit --config nope.yaml", 2, "config: File does not exist: "),
+        ("fit CLIP --model.loss siglap", 2, "model.loss is 'siglap': it takes clip, siglip; see diffvision fit --help"),
+        ("fit CLIP --model.optimizer.lr fast", 2, "model.optimizer.lr is 'fast': it takes float; see diffvision fit"),
+        (
+            "fit CLIP --trainer.callbacks+=Nothing",
+            2,
+            "trainer.callbacks is 'Nothing': it takes the name of a class, null",
+        ),
+        ("fit CLIP --modle.lr 1", 2, "unrecognized arguments: --modle.lr 1; see diffvision fit --help"),
+        ("fit CLIP --model.pretrained FILE", 1, "the weights of FILE are damaged, or hold Python objects"),
+        ("fit CLIP --trainer.devices 0", 1, "`Trainer(devices='0')` value is not a valid input"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_is_true(command, status, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "text.ckpt"
+    file.write_text("hello\n")
+    clip = "--model ContrastiveModule --model.model CLIP-debug --data ImageTextData --data.train . --data.batch_size 2"
+    words = command.replace("FILE", str(file)).replace("CLIP ", f"{clip} --trainer.accelerator cpu ")
+    assert exit_status(words.split()) == status
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("diffvision: error: ")
+    assert line.replace("FILE", str(file)) in error
+
+
+def exit_status(words):
+    try:
+        return cli.main(words)
+    except SystemExit as stopped:
+        return stopped.code
+
+
 def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch, tmp_path):
     language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")
     monkeypatch.delitem(sys.modules, "diffvision.models.hugging_face", raising=False)

@@ -191,8 +191,12 @@ class EvaluationLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        if batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(f"batch_size {batch_size}, rank {rank} of {world_size}: need >= 1, and rank < ranks")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: it counts the samples of a batch, 1 or more")
+        if num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers}: it counts processes, 0 to read in this one")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
         self.batch_size, self.limits = batch_size, limits or Limits()
         self.stall_timeout, self._pulse = stall_timeout, Pulse()
         start, stop = (len(shards) * r // world_size for r in (rank, rank + 1))

@@ -103,7 +103,7 @@ class Report:
 
     def summary(self) -> str:
         lines = [
-            f"epoch {self.epoch}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
+            f"epoch {self.epoch + 1}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
             f"{self.tail:,} left over, of {self.total:,}"
         ]
         for reason, count in self.skipped.most_common():

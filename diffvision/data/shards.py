@@ -164,12 +164,18 @@ class ShardLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        if batch_size < 1 or batch_size % world_size:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: it counts the samples of a batch, 1 or more")
+        if batch_size % world_size:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
+        if num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers}: it counts processes, 0 to read in this one")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
         if len(shards) < batch_size:
-            raise ValueError(f"the shards hold {len(shards)} samples: fewer than one global batch of {batch_size}")
+            raise ValueError(
+                f"the shards hold {len(shards)} samples: fewer than one global batch of {batch_size}; lower batch_size"
+            )
         shards.cache.check_room(shards.shards, at_once=2 * window)  # those of a window, and of the next one
         self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
         self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from diffvision.data.captions import text_only
 from diffvision.models import int8
 from diffvision.models.architecture import METADATA, check, recorded
 from diffvision.models.bounds import bounded, check_sizes
-from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only
+from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only, unreadable
 from diffvision.models.names import unknown_model
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
@@ -173,7 +172,7 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
     if ours and "logit_bias" in ours.state:  # SigLIP's, which a run has beside its configuration
         config["init_logit_bias"] = ours.state["logit_bias"].item()
     bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
-    quiet = without_a_warning_of_random_weights() if ours else nullcontext()
+    quiet = without_warning_of_random_weights() if ours else nullcontext()
     with tensors_only(name), _harmless(), quiet:  # OpenCLIP reads the file itself
         try:
             model, _, transform = open_clip.create_model_and_transforms(
@@ -196,8 +195,8 @@ def _load_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[s
 
 
 @contextmanager
-def without_a_warning_of_random_weights() -> Iterator[None]:
-    """OpenCLIP says on the root logger that the weights are random; here they are about to be replaced."""
+def without_warning_of_random_weights() -> Iterator[None]:
+    """OpenCLIP says on the root logger that weights are random; here they are to be replaced, or trained."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("No pretrained weights loaded")
@@ -277,12 +276,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     except FileNotFoundError:
         raise
     except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
-        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise ValueError(
-                f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
-                f"code: save its state_dict alone ({str(error).splitlines()[0]})"
-            ) from error
-        raise ValueError(f"checkpoint {path} is damaged or no checkpoint: {str(error).splitlines()[:1]}") from error
+        raise unreadable(path, error) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"checkpoint {path} holds a {type(content).__name__}: give a file with a state_dict")
     lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
     about = content.get("diffvision", {}) if lightning else told
     for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
@@ -292,7 +288,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     prefixes = ("module.", "_orig_mod.", *(("model.", "_orig_mod.") if lightning else ()))
     state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
-        raise ValueError(f"checkpoint {path} holds no tensors by name: it is no state_dict, and holds none")
+        raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
     return Checkpoint(int8.joined(state), lightning, about if isinstance(about, dict) else {})
 
 

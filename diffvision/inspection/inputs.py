@@ -120,6 +120,8 @@ def by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _read(path: str) -> Image.Image:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no image file {path!r}: give a JPEG, PNG or WebP")
     try:
         return decode_image(Path(path).read_bytes())
     except BadSample as error:

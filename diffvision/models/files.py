@@ -39,7 +39,9 @@ def tensors_only(name: str) -> Iterator[None]:
     names them."""
     try:
         yield
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
+        if isinstance(error, LookupError | EOFError) and not _of_torch(error):
+            raise
         if "weight_scale" in str(error):  # among the keys that do not fit
             raise ValueError(
                 f"the weights of {name} are in eight bits, which are not trained: start from what they were made of"
@@ -50,6 +52,27 @@ def tensors_only(name: str) -> Iterator[None]:
             f"the weights of {name} are damaged, or hold Python objects, which could run code and are not loaded: "
             "save the state_dict alone, best as .safetensors"
         ) from error
+
+
+def _of_torch(error: Exception) -> bool:
+    """Whether torch raised it, as its reader does of what is no checkpoint."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_globals["__name__"].startswith("torch.")
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """What is said of a checkpoint whose reader failed, in whatever way: of a text file torch says KeyError: 101."""
+    if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+        return ValueError(
+            f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
+            f"code: save its state_dict alone ({str(error).splitlines()[0]})"
+        )
+    return ValueError(
+        f"checkpoint {path} of {path.stat().st_size:,} bytes is damaged or no checkpoint: give a file of weights "
+        "(.pt, .ckpt or .safetensors), and compare its size with the original's"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from diffvision.models import int8
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.decoder import LanguageModel
-from diffvision.models.files import read_json, refuse_urls
+from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language_config import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
 
 __all__ = [
@@ -202,11 +201,8 @@ def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
         raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        first = str(error).splitlines()[:1]
-        raise ValueError(
-            f"checkpoint {path} is damaged, or holds more than tensors and plain values: {first}"
-        ) from error
+    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
+        raise unreadable(path, error) from error
     return content if isinstance(content, dict) else {}
 
 

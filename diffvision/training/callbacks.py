@@ -165,7 +165,7 @@ def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
         reports: each rank's `diffvision.data.report.Report` of the same epoch.
         consumed: samples that the training loop took, over all ranks.
     Returns:
-        The account in words, and its numbers.
+        The account in words, where epochs are counted from 1, and its numbers.
     Raises:
         RuntimeError: the loaders' counts and the loop's do not agree.
     """
@@ -177,12 +177,12 @@ def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
     rest = {"before the run was resumed": first.before, "not reached": ahead}
     if seen + bad != consumed or ahead < 0:
         raise RuntimeError(
-            f"epoch {first.epoch}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
+            f"epoch {first.epoch + 1}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
             f"{bad:,} skipped of {first.total:,} with {first.tail:,} left over"
         )
     parts = [f"{seen:,} seen", f"{bad:,} skipped", f"{first.tail:,} left over"]
     parts += [f"{n:,} {what}" for what, n in rest.items() if n]
-    text = f"epoch {first.epoch}: {' + '.join(parts)} = {first.total:,} samples"
+    text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total:,} samples"
     for reason, count in skipped.most_common():
         examples = [e for r in reports for e in r.examples.get(reason, [])]
         text += f"\n  {count:,} x {reason}: {', '.join(examples[:3])}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.captions import text_only
 from diffvision.data.folders import EvaluationFolder
-from diffvision.evaluation.loading import PREPROCESS, refuse_code, without_a_warning_of_random_weights
+from diffvision.evaluation.loading import PREPROCESS, refuse_code, without_warning_of_random_weights
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
@@ -24,7 +24,7 @@ from diffvision.models.names import unknown_model
 from diffvision.training.finite import spread
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
-from diffvision.training.preemption import asking
+from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # what of an evaluation is shown on the progress bar
@@ -93,8 +93,7 @@ class ContrastiveModule(TrainingModule):
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        random = without_a_warning_of_random_weights() if pretrained is None else nullcontext()
-        with bounded(model), tensors_only(pretrained or model), random:
+        with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
@@ -243,7 +242,7 @@ class ContrastiveModule(TrainingModule):
             transform=self.eval_transform,
             tokenizer=self.tokenizer,
             device=self.device,
-            progress=asking(self.trainer),
+            progress=followed(self.trainer),
         )
         for key, value in metrics.items():
             # Every rank holds the same value already; sync_dist only says so to Lightning.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
+import re
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
 
 from diffvision.allow import Refusing, limited_imports
 
@@ -37,8 +44,10 @@ from diffvision.training.even import EvenRanks
 from diffvision.training.language import LanguageModule
 from diffvision.training.peers import FailureNews, Peers, looked_after
 from diffvision.training.preemption import Preemption, forwarded
+from diffvision.training.progress import ProgressLine
 from diffvision.training.resume import How, Ranks, prepared
 from diffvision.training.run_state import RunState
+from diffvision.training.summary import RunSummary, table
 
 __all__ = [
     "EMA",
@@ -52,6 +61,8 @@ __all__ = [
     "LambdaMonitor",
     "LambdaWarmup",
     "LanguageModule",
+    "ProgressLine",
+    "RunSummary",
     "TextData",
     "Throughput",
     "TrainOnlyNew",
@@ -63,8 +74,15 @@ TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
     "num_sanity_val_steps": 0,  # a validation step is a whole evaluation
     "use_distributed_sampler": False,  # our loaders divide themselves over ranks, exactly
+    "enable_model_summary": False,  # RunSummary has a line
     "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "fit"}},
 }
+# Lightning's messages that advertise, or repeat what RunSummary says.
+UNSAID = re.compile(
+    r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
+    r"|Restored all states from |`Trainer\.fit` stopped: `max_)"
+)
+SPEAKERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
 
 
 class Parser(Refusing, LightningArgumentParser):
@@ -80,7 +98,7 @@ class FitCLI(LightningCLI):
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         self.state, self.peers = RunState(), Peers()
-        with limited_imports(sys.argv[1:] if args is None else args) as limited:
+        with limited_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
             super().__init__(
                 args=limited,
                 run=run,
@@ -105,19 +123,12 @@ class FitCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "fit":
-            parser.add_argument(
-                "--resume",
-                type=How,
-                default="never",
-                help="go on from the newest valid checkpoint of the run's directory: auto (if there), must, never",
-            )
-            parser.add_argument(
-                "--resume_ranks",
-                type=Ranks,
-                default="same",
-                help="any: go on from a checkpoint of another number of processes",
-            )
+        # The other subcommands take the configuration that a fit has saved, and pass over these two of its settings.
+        fit = subcommand == "fit"
+        resume = "go on from the newest valid checkpoint of the run's directory: auto (if there), must, never"
+        ranks = "any: go on from a checkpoint of another number of processes"
+        for name, kind, default, text in (("resume", How, "never", resume), ("resume_ranks", Ranks, "same", ranks)):
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text if fit else argparse.SUPPRESS)
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -139,8 +150,6 @@ class FitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        if isinstance(trainer.progress_bar_callback, RichProgressBar):
-            trainer.progress_bar_callback.theme = RichProgressBarTheme(metrics_format=".3g")  # no rate shown as 0.000
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin that was asked for stays
             trainer.strategy.checkpoint_io = DurableCheckpointIO()
         _refuse_sharded(trainer.strategy)
@@ -148,6 +157,13 @@ class FitCLI(LightningCLI):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
         callbacks[:] = [FailureNews(self.peers), *callbacks, EvenRanks(self.peers), Preemption(self.peers)]
         return trainer
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        """With our line where Lightning would have a progress bar by default."""
+        given = config.get("callbacks") or []
+        if config["enable_progress_bar"] is not False and not any(isinstance(own, ProgressBar) for own in given):
+            callbacks = [*callbacks, ProgressLine()]
+        return super()._instantiate_trainer(config, [*callbacks, RunSummary()])
 
     def before_fit(self) -> None:
         """A callback that watches a metric of a folder which is not evaluated would fail after an epoch's work."""
@@ -175,8 +191,39 @@ class FitCLI(LightningCLI):
         ):
             self.trainer.fit(model, ckpt_path=path, **more)
 
+    def validate(self, model: pl.LightningModule, verbose: bool = True, **more: Any) -> None:
+        """Trainer.validate, with the names of its metrics whole."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The dirpath has changed from")  # of checkpoints, which are not written
+            by_loader = self.trainer.validate(model, verbose=False, **more)
+        if verbose and self.trainer.is_global_zero:
+            metrics = {name: value for metrics in by_loader for name, value in metrics.items()}
+            Console().print(table(metrics, "evaluation"))
+
     def _parse_ckpt_path(self) -> None:
         """Keep the configuration as it was given."""
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Within it, Lightning's messages of `UNSAID` are not printed, nor what it does that torch advises it against."""
+    speakers = [logging.getLogger(name) for name in SPEAKERS]
+    for speaker in speakers:
+        speaker.addFilter(_is_said)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            warnings.filterwarnings(
+                "ignore", "Total length of `list` across ranks is zero"
+            )  # a run without evaluations
+            yield
+    finally:
+        for speaker in speakers:
+            speaker.removeFilter(_is_said)
+
+
+def _is_said(record: logging.LogRecord) -> bool:
+    return not UNSAID.match(record.getMessage())
 
 
 def _refuse_alone(trainer: pl.Trainer) -> None:
@@ -235,4 +282,7 @@ def fit(args: list[str] | None = None) -> FitCLI:
     Args:
         args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.
     """
-    return FitCLI(args)
+    try:
+        return FitCLI(args)
+    except MisconfigurationException as error:  # Lightning's of a setting that it does not take
+        raise ValueError(" ".join(str(error).split())) from error

@@ -27,7 +27,7 @@ from diffvision.training.workers import shielded
 
 SAVED = "preempted.ckpt"
 SAVE = signal.SIGUSR2  # and go on
-AGAIN = b"\nCtrl-C: saving after this step and ending; once more ends at once\n"
+AGAIN = b"Ctrl-C: saving after this step and ending; once more ends at once\n"
 
 
 class Preempted(SIGTERMException):
@@ -83,7 +83,8 @@ class Preemption(pl.Callback):
         self.received.add(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, AGAIN)
+            stderr = sys.__stderr__.fileno() if sys.__stderr__ else 2
+            os.write(stderr, (b"\r\x1b[K" if os.isatty(stderr) else b"\n") + AGAIN)  # in place of the run's line
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -158,6 +159,8 @@ class Preemption(pl.Callback):
         else:
             trainer.save_checkpoint(path)  # with a barrier: when it returns, the file is whole
             told = f"{name}: saved {path} at step {trainer.global_step}"
+            if number != SAVE:
+                told += "; to resume, run the same command with --resume auto (and without --ckpt_path)"
         self.received.discard(SAVE)
         if trainer.is_global_zero:
             print(told, file=sys.stderr, flush=True)

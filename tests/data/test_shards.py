@@ -126,6 +126,10 @@ def test_states_of_other_runs_are_refused(corpus, whole):
 def test_batch_sizes_that_cannot_be(corpus, whole):
     with pytest.raises(ValueError, match="batch_size 10 is that of all ranks: it must be a multiple of 4"):
         corpus.loader(whole, world_size=4)
+    with pytest.raises(ValueError, match="batch_size is 0: it counts the samples of a batch, 1 or more"):
+        corpus.loader(whole, batch_size=0)
+    with pytest.raises(ValueError, match="num_workers is -1: it counts processes, 0 to read in this one"):
+        corpus.loader(whole, num_workers=-1)
     with pytest.raises(ValueError, match="103 samples: fewer than one global batch of 104"):
         corpus.loader(whole, batch_size=104)
     with pytest.raises(ValueError, match="rank 2 of 2"):

@@ -43,7 +43,7 @@ def test_account_sums_ranks_and_adds_up():
     text, counts = account(reports(), consumed=96)
     assert counts == {"seen": 93, "skipped": 3, "substituted": 3, "tail": 4}
     assert text.splitlines() == [
-        "epoch 3: 93 seen + 3 skipped + 4 left over = 100 samples",
+        "epoch 4: 93 seen + 3 skipped + 4 left over = 100 samples",
         "  2 x empty caption: 0.tar: a, 0.tar: b",
         "  1 x truncated image: 1.tar: c",
     ]
@@ -53,7 +53,7 @@ def test_account_of_an_epoch_resumed_and_cut_short():
     report = Report(100, epoch=0, tail=4, before=32, seen=32)
     text, _ = account([report], consumed=32)
     assert text == (
-        "epoch 0: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples"
+        "epoch 1: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples"
     )
 
 
@@ -70,7 +70,7 @@ def test_data_report_counts_the_loops_batches():
     for _ in range(3):
         report.on_train_batch_end(run, module, None, {}, 0)
     report.on_train_epoch_end(run, module)
-    assert module.printed == ["epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples"]
+    assert module.printed == ["epoch 1: 48 seen + 0 skipped + 2 left over = 50 samples"]
     assert module.logged["data/seen"] == 48
     report.on_train_batch_end(run, module, None, {}, 0)
     with pytest.raises(RuntimeError, match="16 samples were trained on"):

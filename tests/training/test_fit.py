@@ -128,7 +128,7 @@ def test_two_processes_train_as_one(shards, whole, tmp_path, capfd):
     two = run(shards, tmp_path, "--trainer.devices=2", "--trainer.strategy=ddp_fork")
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    assert "epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples" in capfd.readouterr().out
+    assert "epoch 1: 48 seen + 0 skipped + 2 left over = 50 samples" in capfd.readouterr().out
 
 
 def test_run_directory_has_configuration_and_metrics(whole):
@@ -191,6 +191,17 @@ def test_a_strategy_that_would_save_shards_is_refused(shards, strategy, remedy, 
     monkeypatch.setattr(_AcceleratorConnector, "_check_strategy_and_fallback", lambda self: None)
     with pytest.raises(ValueError, match=remedy):
         run(shards, tmp_path, *strategy, "--trainer.devices=2")
+
+
+@pytest.mark.parametrize("setting", ["model.init_args.optimizer.clip_norm", "model.optimizer.clip_norm"])
+def test_null_takes_back_what_a_configuration_sets(setting, capsys):
+    """As the error of a clip_norm of 0 recommends; jsonargparse makes a text of it on the way."""
+    config = Path(__file__).parents[2] / "configs" / "clip" / "debug.yaml"
+    assert main(["fit", f"--config={config}", f"--{setting}=0"]) == 1
+    assert "optimizer.clip_norm is 0.0; it must be above 0, or null for no clipping" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", f"--config={config}", f"--{setting}", "null", "--print_config"])
+    assert "clip_norm: null" in capsys.readouterr().out
 
 
 def test_a_monitor_that_nothing_measures_is_named_before_any_step():

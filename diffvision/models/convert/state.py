@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffvision.models import int8
-from diffvision.models.files import refuse_urls
+from diffvision.models.files import refuse_urls, unreadable
 
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
@@ -140,8 +140,7 @@ def _content(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False)
     except Exception as error:  # damaged pickles fail in any way
-        told = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ValueError(f"{path} is damaged or no checkpoint: {told}") from error
+        raise unreadable(path, error) from error
 
 
 class _Inert:

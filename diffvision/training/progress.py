@@ -1,0 +1,385 @@
+"""One line that shows how far a run is: redrawn in a terminal; printed now and then in a file or a notebook."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar, Timer
+from rich.cells import cell_len
+from rich.text import Text
+
+from diffvision.data.folders import EvaluationFolder
+from diffvision.training.preemption import asking
+from diffvision.training.terminal import Screen
+
+# What metrics are called on the line, the most important first. Any others come last, under their full names.
+ALIASES = {
+    r"train/loss": "loss",
+    r"zero_shot/(?P<dataset>.+)/acc1": "acc1",
+    r"val/acc1": "val acc1",
+    r"val/loss": "val loss",
+    r"retrieval/(?P<dataset>.+)/image_retrieval_recall@(?P<k>\d+)": "t2i R@{k}",
+    r"retrieval/(?P<dataset>.+)/text_retrieval_recall@(?P<k>\d+)": "i2t R@{k}",
+    r"composition/(?P<dataset>.+)/acc": "composition",
+    r"val/perplexity": "val ppl",
+    r"train/samples_per_second": "img/s",
+    r"train/tokens_per_second": "tok/s",
+    r"train/lr": "lr",
+    r"lambda": "lambda",
+    r"train/logit_scale": "scale",
+    r"val/acc5": "val acc5",
+}
+SHORTEST_BAR, LONGEST_BAR = 5, 40  # columns
+REDRAWN = 0.25  # seconds between two drawings: a metric's value is waited for, on a GPU
+MEMORY = 100  # steps that the mean time of a step looks back on
+
+
+class ProgressLine(ProgressBar):
+    """Epoch and step, counted from 1, of the whole run; the time left for all of it; and the metrics that fit.
+
+    The time left is that of the remaining steps and validations, each as long as the recent ones of this process. In a
+    terminal the line is redrawn in place and what others print appears above it. Elsewhere a line is printed at most
+    every `seconds` on logging steps and in evaluations, and after each validation and epoch.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        """
+        Args:
+            seconds: between two lines where the output is no terminal.
+        """
+        super().__init__()
+        self.seconds, self.is_enabled = seconds, True
+        self._screen: Screen | None = None
+        self._clock = Clock()
+        self._parts: list[str] = []  # metrics as they are shown
+        self._doing, self._within = "", 0.0  # the evaluation at hand, and how much of it is done
+        self._shown, self._step = 0.0, -1  # when, and the step that a validation has already shown
+
+    def enable(self) -> None:
+        self.is_enabled = True
+
+    def disable(self) -> None:
+        self.is_enabled = False
+
+    # --- training ---
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
+        self._clock = Clock()
+        self._clock.start(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._clock.stepped(trainer.global_step)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        due = self._screen is not None or (every and trainer.global_step % every == 0)
+        if self.is_enabled and due and self._waited():
+            self._show(trainer, metrics=True)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._screen is not None or self._step != trainer.global_step:
+            self._show(trainer, metrics=True)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    # --- evaluations ---
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
+        self._clock.validation_started()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluating(trainer, batch, batch_idx, dataloader_idx, batches_of(trainer))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._doing, self._within = "", 0.0
+        if not trainer.sanity_checking:
+            self._clock.validation_ended()
+            if trainer.state.fn == "fit":
+                self._show(trainer, metrics=True)
+                self._step = trainer.global_step
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
+        self._clock.validation_started()
+
+    def on_test_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
+        self._clock.validation_started()
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_predict_batches)
+
+    def _evaluating(
+        self, trainer: pl.Trainer, batch: Any, index: int, loader: int, batches: Sequence[int | float]
+    ) -> None:
+        total = sum(batches)
+        self._doing = "evaluating"
+        if isinstance(batch, EvaluationFolder):
+            self._doing += f" {batch.task}/{batch.name}"
+            self._within = 0.0
+        else:
+            self._within = (sum(batches[:loader]) + index) / total if math.isfinite(total) else 0.0
+        if self._waited():
+            self._show(trainer)
+
+    def evaluated(self, share: float, what: str) -> None:
+        """Note how much of one evaluation is done.
+
+        Args:
+            what: is measured; "classes" for the texts that come before the images of a zero-shot evaluation.
+        """
+        doing = self._doing.removesuffix(" classes")
+        self._doing, self._within = (f"{doing} classes" if what == "classes" else doing), share
+        if self._waited():
+            self._show(self.trainer)
+
+    # --- the line ---
+
+    def _begin(self) -> None:
+        if self.is_enabled and self._screen is None:
+            self._screen = Screen.opened()
+        if self._screen is None:
+            self._shown = time.monotonic()  # what is short needs no line
+
+    def _end(self) -> None:
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
+
+    def _waited(self) -> bool:
+        return time.monotonic() - self._shown >= (self.seconds if self._screen is None else REDRAWN)
+
+    def _show(self, trainer: pl.Trainer, metrics: bool = False) -> None:
+        if not self.is_enabled:
+            return
+        self._shown = time.monotonic()
+        if metrics:
+            self._parts = shown(trainer.progress_bar_metrics)
+        whole = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if whole:
+            total = total_steps(trainer)
+            head, share = position(trainer, total), None if total is None else trainer.global_step / max(total, 1)
+            left = self._left(trainer, total)
+            parts = [f"{self._doing} {self._within:.0%}", *self._parts] if self._doing else self._parts
+        else:
+            head, share, left, parts = self._doing or "evaluating", self._within, None, []
+        if self._screen is None:
+            print(line(head, share, left, parts).plain, flush=True)
+        else:
+            self._screen.draw(line(head, share, left, parts, self._screen.width, self._screen.bar))
+
+    def _left(self, trainer: pl.Trainer, total: int | None) -> float | None:
+        limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        limits += [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+def followed(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
+    """What an evaluation inside of a run goes through its batches with: a signal is heard between two of them, and
+    the run's line shows how many are done."""
+    ask, bar = asking(trainer), trainer.progress_bar_callback
+
+    def through(batches: Any, description: str) -> Iterator[Any]:
+        for number, batch in enumerate(batches if ask is None else ask(batches, description)):
+            yield batch
+            if isinstance(bar, ProgressLine):
+                bar.evaluated((number + 1) / len(batches), description)
+
+    return through
+
+
+class Clock:
+    """The time that a run still takes, from what its recent steps and its last validation took."""
+
+    def __init__(self, now: Callable[[], float] = lambda: time.monotonic()) -> None:
+        self.now = now
+        self._mean, self._weight = 0.0, 0.0  # seconds a step, exponentially weighted
+        self._validation: float | None = None  # seconds
+        self._began: float | None = None  # the validation at hand
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Training begins, or continues, at this step."""
+        self._step, self._mark, self._first = step, self.now(), True
+
+    def stepped(self, step: int) -> None:
+        """A batch has been trained on; the first step also compiles and fills queues, and is left out."""
+        steps, now = step - self._step, self.now()
+        if steps <= 0:
+            return
+        if not self._first:
+            kept = (1 - 1 / MEMORY) ** steps
+            self._mean = kept * self._mean + (1 - kept) * (now - self._mark) / steps
+            self._weight = kept * self._weight + (1 - kept)
+        self._step, self._mark, self._first = step, now, False
+
+    def validation_started(self) -> None:
+        self._began = self.now()
+
+    def validation_ended(self) -> None:
+        assert self._began is not None
+        self._validation = self.now() - self._began
+        self._began = None
+        self._mark += self._validation
+
+    def left(self, total: int, validations: float, within: float = 0.0) -> float | None:
+        """Seconds to the last of `total` steps and its validation; None before the second step.
+
+        Args:
+            validations: a step.
+            within: share of the validation at hand that is done.
+        """
+        if not self._weight:
+            return None
+        steps = max(0, total - self._step)
+        seconds = steps * self._mean / self._weight + steps * validations * (self._validation or 0.0)
+        if self._began is not None:
+            passed = self.now() - self._began
+            seconds += max(0.0, self._validation - passed) if self._validation else passed * (1 / max(within, 0.1) - 1)
+        return seconds
+
+
+def line(
+    head: str,
+    share: float | None,
+    left: float | None,
+    parts: Sequence[str],
+    width: int | None = None,
+    bar: tuple[str, str] = ("━", "─"),
+) -> Text:
+    """What is shown, never wider than `width`.
+
+    Args:
+        head: where the run is.
+        share: of it that is done, if that is known.
+        left: seconds.
+        parts: metrics, the most important first; those that do not fit are left out, whole.
+        width: columns; None for all parts and no bar.
+        bar: characters of what is done, and of what is not.
+    """
+    numbers = ([] if share is None else [f"{math.floor(100 * min(share, 1))}%"]) + (
+        [] if left is None else [f"{duration(left)} left"]
+    )
+    tail = "".join(f" {number}" for number in numbers)
+    if width is None:
+        return Text(head + tail + "".join(f"  {part}" for part in parts))
+    room = width - cell_len(head) - cell_len(tail)
+    least = 0 if share is None else 1 + SHORTEST_BAR
+    metrics = ""
+    for part in parts:
+        if least + cell_len(metrics) + 2 + cell_len(part) > room:
+            break
+        metrics += f"  {part}"
+    text = Text(head)
+    columns = min(room - cell_len(metrics) - 1, LONGEST_BAR)
+    if share is not None and columns >= SHORTEST_BAR:
+        done = round(columns * min(share, 1))
+        text.append(" ").append(bar[0] * done, "green").append(bar[1] * (columns - done), "bright_black")
+    text.append(tail + metrics)
+    text.truncate(width)
+    return text
+
+
+def shown(metrics: Mapping[str, Any]) -> list[str]:
+    """Metrics in short, the most important first: "loss 2.41", "digits acc1 0.953", "812 img/s".
+
+    A data set's name stands before the alias where metrics of several are there.
+    """
+    named = []
+    for order, (key, value) in enumerate(metrics.items()):
+        rank, alias, dataset = len(ALIASES) + order, key, None
+        for place, (pattern, short) in enumerate(ALIASES.items()):
+            if match := re.fullmatch(pattern, key):
+                rank, alias, dataset = place, short.format(**match.groupdict()), match.groupdict().get("dataset")
+        named.append((rank, alias, dataset, number(float(value))))
+    several = len({dataset for _, _, dataset, _ in named if dataset}) > 1
+    texts = []
+    for _, alias, dataset, value in sorted(named, key=lambda one: one[0]):
+        name = f"{dataset} {alias}" if several and dataset else alias
+        texts.append(f"{value} {name}" if name.endswith("/s") else f"{name} {value}")
+    return texts
+
+
+def number(value: float) -> str:
+    """Three digits of it, or all before the point, in few characters."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    if abs(value) >= 0.01:
+        return f"{value:#.3g}"
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def duration(seconds: float) -> str:
+    """Such as 0:42, 1:02:03 or 2d 03:04."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def position(trainer: pl.Trainer, total: int | None) -> str:
+    """Where a fit is: "epoch 2/6 step 120/786", and without the totals where they are not known."""
+    steps = steps_per_epoch(trainer)
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
+    if steps and total is not None:
+        epochs = math.ceil(total / steps)
+    epoch = f"epoch {trainer.current_epoch + 1}" + (f"/{epochs}" if epochs else "")
+    return f"{epoch} step {trainer.global_step}" + (f"/{total}" if total is not None else "")
+
+
+def steps_per_epoch(trainer: pl.Trainer) -> int | None:
+    """None where the loader does not know its length."""
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+
+
+def total_steps(trainer: pl.Trainer) -> int | None:
+    """Of the whole run, from its start in whatever process; None where neither its steps nor epochs are limited."""
+    steps = steps_per_epoch(trainer)
+    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if steps is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limits.append(trainer.max_epochs * steps)
+    return min(limits, default=None)
+
+
+def batches_of(trainer: pl.Trainer) -> Sequence[int | float]:
+    """Of the validation at hand, by loader."""
+    return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+
+
+def validations_per_step(trainer: pl.Trainer) -> float:
+    """How many validations there are for each optimizer step, on average."""
+    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if every is None or not math.isfinite(every) or not trainer.enable_validation:
+        return 0.0  # by the clock, or by an epoch's end that nobody knows
+    batches = trainer.num_training_batches
+    per_batch = 1 / every if epochs is None else batches // every / batches / epochs
+    return per_batch * trainer.accumulate_grad_batches

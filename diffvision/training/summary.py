@@ -1,0 +1,136 @@
+"""What a run says of itself: its model in one line at the start; what came of it, and what to do next, at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parameter import is_lazy
+
+from diffvision.data.folders import EvaluationFolder
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.language import LanguageModule
+from diffvision.training.progress import duration, total_steps
+
+
+class RunSummary(pl.Callback):
+    """Prints the model's name, parameters and device before training, and afterwards the metrics of the last
+    evaluation, where the best and the last checkpoint are, and the command that evaluates the best one."""
+
+    def __init__(self) -> None:
+        self._measured: dict[str, None] = {}  # names of an evaluation's metrics, in order
+        self._before: set[str] = set()
+        self._start = 0.0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
+            print(described(trainer, pl_module) + resumed, flush=True)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = set(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._measured |= {name: None for name in trainer.callback_metrics if name not in self._before}
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        total = total_steps(trainer)
+        steps = f"{trainer.global_step:,}" + (f" of {total:,}" if total not in (None, trainer.global_step) else "")
+        print(f"trained to step {steps} in {duration(time.monotonic() - self._start)}")
+        metrics = {name: float(trainer.callback_metrics[name]) for name in self._measured}
+        if metrics:
+            Console().print(table(metrics, "last evaluation"))
+        for text in kept(trainer, pl_module):
+            print(text, flush=True)
+
+
+def described(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+    """A model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
+    parameters = [p for p in module.parameters() if not is_lazy(p)]
+    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    of_them = "" if trained == count else f", of which {_millions(trained)} are trained"
+    device = str(trainer.strategy.root_device)
+    if trainer.world_size > 1:
+        device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
+    name = getattr(module, "name", type(module).__name__)
+    return f"{name}: {_millions(count)} parameters{of_them}, on {device} in {trainer.precision}"
+
+
+def _millions(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def table(metrics: dict[str, float], title: str) -> Table:
+    """Metrics under their full names, as they can be monitored."""
+    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    rows.add_column("metric", overflow="fold")
+    rows.add_column("value", justify="right")
+    for name, value in metrics.items():
+        counts = value.is_integer() and abs(value) > 1
+        rows.add_row(name, f"{value:,.0f}" if counts else f"{value:.4f}")
+    return rows
+
+
+def kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Lines that say where the best and the last checkpoint are, and the command that evaluates the first of them."""
+    callbacks = [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint)]
+    best = [own for own in callbacks if own.monitor and own.best_model_path]
+    last = [own.last_model_path or ("" if own.monitor else own.best_model_path) for own in callbacks]
+    lines, paths = [], [own.best_model_path for own in best]
+    for own in best:
+        lines.append(f"best {own.monitor} {float(own.best_model_score or 0):.4f}: {_near(own.best_model_path)}")
+    for path in list(dict.fromkeys(filter(None, last)))[:1]:
+        lines.append(f"last checkpoint: {_near(path)}")
+        paths.append(path)
+    if paths:
+        lines.append(f"evaluate it: {shlex.join(evaluating(trainer, module, _near(paths[0])))}")
+    return lines
+
+
+def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
+    """The command that evaluates a checkpoint of a run on what the run was evaluated on."""
+    data: Any = getattr(trainer, "datamodule", None)
+    folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
+    folders = [folders] if isinstance(folders, str) else list(folders)
+    given = ["--checkpoint", checkpoint, "--data", ",".join(folders) or "FOLDER"]
+    if isinstance(module, ContrastiveModule):
+        return ["diffvision", "evaluate", "--model", module.name, *given]
+    if isinstance(module, ClassificationModule) and folders and all(_is_labelled(folder) for folder in folders):
+        return ["diffvision", "evaluate", "--model", module.name, *given, "--tasks", "classification"]
+    if isinstance(module, LanguageModule) and folders and all(Path(folder).exists() for folder in folders):
+        return ["diffvision", "evaluate-language", *given, "--tasks", "perplexity"]
+    config = _near(str(Path(trainer.log_dir or ".", "config.yaml")))
+    packages = {type(own).__module__.partition(".")[0] for own in (module, data) if own is not None}
+    allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]
+    return ["diffvision", "validate", "--config", config, "--ckpt_path", checkpoint, *allowed]
+
+
+def _is_labelled(path: str) -> bool:
+    """Whether it is an evaluation folder of images with labels."""
+    try:
+        return EvaluationFolder(path).task == "zero_shot"
+    except ValueError:
+        return False
+
+
+def _near(path: str) -> str:
+    """A path below the working directory without that; any other as it is."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,97 @@
+"""The last line of a terminal, kept in place while others print above it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+CLEAR = "\r\x1b[K"  # back to the beginning of the line, and nothing left on it
+
+
+class Screen:
+    """The last line of a terminal, which stays there while others print: their lines appear above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = ("=", "-") if console.options.ascii_only else ("━", "─")
+        self._drawn = ""
+        self._terminal = sys.stdout
+        self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
+        above = {stream: Above(stream, self) for stream in self._streams.values()}
+        for name, stream in self._streams.items():
+            setattr(sys, name, above[stream])
+        self._handlers = {handler: handler.stream for handler in stream_handlers() if handler.stream in above}
+        for handler, stream in self._handlers.items():
+            handler.stream = above[stream]
+
+    @classmethod
+    def opened(cls) -> Screen | None:
+        """None where standard output is no terminal, or one that can not go back to a line's beginning."""
+        console = Console()
+        return cls(console) if sys.stdout.isatty() and not console.is_dumb_terminal else None
+
+    @property
+    def width(self) -> int:
+        """Columns for the line: the last one stays empty, for some terminals wrap when it is written to."""
+        return self.console.width - 1
+
+    def draw(self, text: Text) -> None:
+        with self.console.capture() as captured:
+            self.console.print(text, end="", soft_wrap=True)
+        self._drawn = captured.get()
+        self._write(CLEAR + self._drawn)
+
+    def above(self, stream: Any, text: str) -> None:
+        self._write(CLEAR)
+        stream.write(text)
+        stream.flush()
+        self._write(self._drawn)
+
+    def close(self) -> None:
+        self._drawn = ""
+        self._write(CLEAR)
+        for name, stream in self._streams.items():
+            getattr(sys, name).finish()
+            setattr(sys, name, stream)
+        for handler, stream in self._handlers.items():
+            handler.stream = stream
+
+    def _write(self, text: str) -> None:
+        self._terminal.write(text)
+        self._terminal.flush()
+
+
+class Above:
+    """A stream whose whole lines are written above a screen's last line."""
+
+    def __init__(self, stream: Any, screen: Screen) -> None:
+        self._stream, self._screen, self._rest = stream, screen, ""
+
+    def write(self, text: str) -> int:
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            self._screen.above(self._stream, lines + end)
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        self.write("".join(lines))
+
+    def finish(self) -> None:
+        """Write what has no end of line yet."""
+        self._stream.write(self._rest)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def stream_handlers() -> list[Any]:
+    """The handlers of all loggers that write to a stream; they keep the one that was there when they were made."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    return [handler for handler in handlers if hasattr(handler, "stream")]

@@ -1,0 +1,116 @@
+"""What a run prints at its start and end; the command it ends with is run as it is printed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from diffvision.cli import main
+from diffvision.data.digits import png
+from diffvision.data.packing import write_evaluation_split, write_shards
+from diffvision.training.fit import fit
+from diffvision.training.progress import ProgressLine
+from diffvision.training.summary import evaluating
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """32 noisy images with captions and labels, and an evaluation folder of 12 in three classes."""
+    rng = np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("data")
+
+    def samples(count: int):
+        for i in range(count):
+            image = png(rng.integers(0, 256, (32, 32, 3)))
+            yield {"__key__": f"{i:03d}", "png": image, "txt": f"number {i}", "cls": str(i % 3)}
+
+    write_shards(root / "train", samples(32))
+    write_evaluation_split(root / "noise" / "test", ({k: v for k, v in s.items() if k != "txt"} for s in samples(12)))
+    (root / "noise" / "classnames.txt").write_text("one\ntwo\nthree\n")
+    (root / "noise" / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+    return root
+
+
+CONTRASTIVE = ["--model=ContrastiveModule", "--model.model=CLIP-debug", "--data=ImageTextData"]
+CLASSIFICATION = [
+    "--model=ClassificationModule",
+    "--model.model=diff_vit_debug",
+    "--model.num_classes=3",
+    "--data=ImageLabelData",
+]
+
+
+def run(data: Path, root: Path, *arguments: str, monitor: str = "null"):
+    return fit(
+        [
+            "fit",
+            *arguments,
+            f"--data.train={data / 'train'}",
+            "--data.batch_size=16",
+            "--data.num_workers=0",
+            "--model.optimizer.warmup_steps=1",
+            f"--trainer.logger.save_dir={root}",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=1",
+            "--trainer.max_epochs=2",
+            "--trainer.log_every_n_steps=1",
+            "--trainer.callbacks+=ModelCheckpoint",
+            "--trainer.callbacks.filename=best",
+            "--trainer.callbacks.mode=max",
+            "--trainer.callbacks.save_last=true",
+            f"--trainer.callbacks.monitor={monitor}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "evaluation", "monitor", "metric"),
+    [
+        (CONTRASTIVE, "--data.evaluations+={}", "zero_shot/noise/acc1", "acc1"),
+        (CLASSIFICATION, "--data.evaluation={}", "val/acc1", "acc1"),
+    ],
+)
+def test_a_run_from_its_first_line_to_the_command_it_ends_with(
+    arguments, evaluation, monitor, metric, data, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*arguments, evaluation.format(data / "noise")]
+    cli = run(data, Path("runs"), *arguments, monitor=monitor)
+    out, err = capfd.readouterr()
+    assert not err, "nothing of other libraries"
+    lines = [text.rstrip() for text in out.splitlines()]
+    name = arguments[1].partition("=")[2]
+    assert re.fullmatch(rf"{name}: [\d.]+ [kM] parameters, on cpu in 32-true", lines[0])
+    assert "epoch 1/2 step 2/4 50%" in out
+    assert "trained to step 4 in 0:0" in out
+    assert re.search(rf"^  {monitor} +[01]\.\d{{4}}$", "\n".join(lines), re.M)
+    best = "runs/fit/version_0/checkpoints/best.ckpt"
+    assert any(re.fullmatch(rf"best {monitor} [01]\.\d{{4}}: {best}", text) for text in lines)
+    (command,) = [text.partition(": ")[2] for text in lines if text.startswith("evaluate it: ")]
+    measured = float(re.search(rf"^best {monitor} ([\d.]+)", out, re.M)[1])
+    words = shlex.split(command)
+    assert words[0] == "diffvision"
+    assert main(words[1:]) == 0
+    assert f"{measured:.4f}" in capfd.readouterr().out
+    assert isinstance(cli.trainer.progress_bar_callback, ProgressLine)
+
+
+def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path, monkeypatch, capfd):
+    """Its settings `resume` and `resume_ranks` are of fit alone; another's module is evaluated in this way."""
+    monkeypatch.chdir(tmp_path)
+    cli = run(data, Path("runs"), *CONTRASTIVE, f"--data.evaluations+={data / 'noise'}")
+    command = evaluating(cli.trainer, BoringModel(), "runs/fit/version_0/checkpoints/last.ckpt")
+    assert command[-2:] == ["--allow", "lightning"]
+    capfd.readouterr()
+    assert main(command[1:-2]) == 0
+    assert "zero_shot/noise/mean_per_class_recall" in capfd.readouterr().out
+
+
+def test_a_bar_that_is_asked_for_stays(data, tmp_path):
+    flags = ["--trainer.callbacks+=RichProgressBar", "--trainer.limit_train_batches=1"]
+    cli = run(data, tmp_path, *CONTRASTIVE, *flags)
+    assert type(cli.trainer.progress_bar_callback) is RichProgressBar
