@@ -50,6 +50,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     ("command", "status", "line"),
     [
         (
+            "evaluate --model CLIP-debug --data . --checkpoint FILE",
             1,
             "FILE of 6 bytes is damaged or no checkpoint: give a",
         ),

@@ -80,9 +80,13 @@ TRAINER_DEFAULTS = {
 # Lightning's messages that advertise, or repeat what RunSummary says.
 UNSAID = re.compile(
     r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
-    r"|Restored all states from |`Trainer\.fit` stopped: `max_)"
+    r"|Restored all states from |`Trainer\.fit` stopped: `max_|`weights_only` was not set|Found current_model_state )"
 )
-SPEAKERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
+SPEAKERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "lightning.fabric.utilities.seed",
+)
 
 
 class Parser(Refusing, LightningArgumentParser):

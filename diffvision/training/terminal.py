@@ -37,8 +37,8 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns for the line: the last one stays empty, for some terminals wrap when it is written to."""
-        return self.console.width - 1
+        """Columns for the line: two are left for a ^C, and the last one, at which some terminals wrap."""
+        return self.console.width - 3
 
     def draw(self, text: Text) -> None:
         with self.console.capture() as captured:
