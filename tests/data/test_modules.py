@@ -128,12 +128,12 @@ def test_labels_for_classification_and_each_validation_sample_once(corpus, whole
 def test_ranks_come_from_the_trainer(corpus, whole, folder):
     data = ImageTextData(str(whole), 10, num_workers=0, tokenizer=corpus.tokenize)
     alone = corpus.read(data.train_dataloader())
-    data.trainer = SimpleNamespace(global_rank=1, world_size=2, current_epoch=0)
+    data.trainer = SimpleNamespace(lightning_module=None, global_rank=1, world_size=2, current_epoch=0)
     assert corpus.read(data.train_dataloader()) == [batch[5:] for batch in alone]
     data.trainer.current_epoch = 1
     assert data.train_dataloader().epoch == 1
     labels = ImageLabelData(str(whole), 10, str(folder), num_workers=0)
-    labels.trainer = SimpleNamespace(global_rank=1, world_size=2, current_epoch=0)
+    labels.trainer = SimpleNamespace(lightning_module=None, global_rank=1, world_size=2, current_epoch=0)
     batches = [corpus.numbers(batch["image"]) for batch in labels.val_dataloader()]
     assert [n for batch in batches for n in batch] == list(range(11, 23))
     assert max(map(len, batches)) == 5
