@@ -179,6 +179,12 @@ def module_of(setting: Setting) -> pl.LightningModule:
     return module
 
 
+def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
+    """The least that a checkpoint of Lightning holds."""
+    empty = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}}
+    return {"pytorch-lightning_version": pl.__version__, "epoch": 0, "global_step": step, "state_dict": state} | empty
+
+
 # --- runs ---
 
 

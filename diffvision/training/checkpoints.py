@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, Any, get_type_hints
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -28,6 +30,18 @@ SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"
 TEMPORARY = ".saving-{}.tmp"
 RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and the checkpoint's own keys do not tell
+LIGHTNING = {  # what Lightning reads of every checkpoint: a type, a list of one kind of item, or a dict with these keys
+    "pytorch-lightning_version": str,
+    "epoch": int,
+    "global_step": int,
+    "state_dict": dict,
+    "loops": {"fit_loop": dict},
+    "callbacks": dict,
+    "optimizer_states": [{"state": dict, "param_groups": [dict]}],
+    "lr_schedulers": [dict],
+}
+RUN = {"world_size": int, "optimizers": [str], "unfinished": str}  # what we read under RUN_KEY, where it is there
+EXACT = {"random": [dict], "metrics": dict, "saves": dict, "row": dict, "settings": dict}  # what comes with "place"
 
 
 class DamagedCheckpoint(ValueError):
@@ -203,10 +217,73 @@ def _fault(path: Path, record: Record) -> str:
 
 def _fault_inside(path: Path, record: Record) -> str:
     """What is wrong with a file whose bytes are as they were saved."""
-    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if (step := content.get("global_step", record.step)) != record.step:
+    try:
+        content = opened(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+    if fault := malformed(content):
+        return fault
+    if (step := content["global_step"]) != record.step:
         return f"is of step {step}, and its record of step {record.step}"
     return f"holds NaN or infinity in {bad}" if (bad := weights_not_finite(content)) else ""
+
+
+def opened(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's content, of which tensors are read only when they are used.
+
+    Raises:
+        DamagedCheckpoint: it is no checkpoint, or holds objects.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpoint("holds more than tensors and plain values, or is none") from error
+    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
+        raise DamagedCheckpoint("is damaged or no checkpoint") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"holds a {type(content).__name__}, not a checkpoint's dictionary")
+    return content
+
+
+def malformed(content: dict[str, Any]) -> str:
+    """Why a checkpoint's content cannot be read as what Lightning and `RunState` write; empty where it can.
+
+    Whether its states fit a model and its optimizers shows when they are loaded.
+    """
+    run = content.get(RUN_KEY, {})
+    weights = {name: content[name] for name in ("state_dict", "current_model_state") if name in content}
+    faults = [misfit(content, LIGHTNING), misfit(weights, dict.fromkeys(weights, dict)), misfit(run, {}, RUN_KEY)]
+    if not any(faults):
+        expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
+        faults = [misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
+        if run.get("random") == []:
+            faults.append(f"random in {RUN_KEY} is empty")
+    return next((f"is malformed: {fault}" for fault in faults if fault), "")
+
+
+def misfit(value: Any, layout: Any, name: str = "its content") -> str:
+    """Where a value differs from a layout such as LIGHTNING, in words; empty where it does not."""
+    kind: Any = layout if isinstance(layout, type | UnionType) else type(layout)
+    if not isinstance(value, kind):
+        return f"{name} is of type {type(value).__name__}, not {getattr(kind, '__name__', kind)}"
+    parts: Iterator[tuple[str, Any, Any]] = iter(())
+    if isinstance(layout, list):
+        parts = ((f"an item of {name}", item, layout[0]) for item in value)
+    elif isinstance(layout, dict):
+        if missing := [key for key in layout if key not in value]:
+            return f"{name} has no {missing[0]}"
+        parts = ((f"{key} in {name}", value[key], layout[key]) for key in layout)
+    return next(filter(None, (misfit(item, expected, where) for where, item, expected in parts)), "")
+
+
+def _unusual(state: dict[Any, Any], name: str) -> str:
+    """What in a state_dict is no name, or a tensor without values, in words; empty where nothing is."""
+    for key, value in state.items():
+        if not isinstance(key, str):
+            return f"a key of {name} is of type {type(key).__name__}, not str"
+        if isinstance(value, Tensor) and value.is_meta:
+            return f"{key} in {name} is a tensor without values"
+    return ""
 
 
 def weights_not_finite(checkpoint: dict[str, Any]) -> str:
@@ -257,15 +334,19 @@ def _read_records(path: Path) -> list[Record]:
     beside = record_path(path)
     try:
         content = json.loads(beside.read_bytes())
-        if content["schema"] != SCHEMA:
-            raise DamagedCheckpoint(
-                f"has a record of schema {content['schema']}, not {SCHEMA}: use its version of diffvision"
-            )
-        return [Record(**record) for record in content["records"]]
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"has no record {beside.name} beside it") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise DamagedCheckpoint(f"has an unreadable record {beside.name} beside it") from error
+    if isinstance(content, dict) and (schema := content.get("schema", SCHEMA)) != SCHEMA:
+        raise DamagedCheckpoint(
+            f"has a record of schema {str(schema)[:20]}, not {SCHEMA}: use its version of diffvision"
+        )
+    layout = {"schema": int, "records": [get_type_hints(Record) | {"optimizers": [str]}]}
+    if fault := misfit(content, layout) or ("" if content["records"] else "records in it is empty"):
+        raise DamagedCheckpoint(f"has an unreadable record {beside.name} beside it: {fault}")
+    fields = Record.__dataclass_fields__
+    return [Record(**{name: record[name] for name in fields}) for record in content["records"]]
 
 
 def _records(path: Path) -> list[Record]:

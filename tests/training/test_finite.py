@@ -19,6 +19,7 @@ from diffvision.training.clip import ContrastiveModule, of_some_length
 from diffvision.training.finite import FILE, StepGuard, not_finite
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import compare
+from tiny_runs import plain_checkpoint
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -309,7 +310,7 @@ def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path):
     path, io, module = tmp_path / "last.ckpt", DurableCheckpointIO(), Tiny()
-    good = {"state_dict": module.state_dict(), "optimizer_states": [], "global_step": 1}
+    good = plain_checkpoint(module.state_dict(), 1)
     io.save_checkpoint(good, path)
     bytes_before = path.read_bytes()
     for value in (NAN, INF, -INF):

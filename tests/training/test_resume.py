@@ -119,6 +119,42 @@ def test_auto_begins_goes_on_and_falls_back_and_says_so(tmp_path, caplog):
     assert columns == [3, 4, 5]  # a header, the step gone on from, and the steps of each: none deleted
 
 
+def rewritten(path, change):
+    """Change a checkpoint's content, with a record that fits its bytes."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    DurableCheckpointIO().save_checkpoint(content, path)
+
+
+def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_by_its_path(tmp_path):
+    run(tmp_path, steps=4)
+    rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
+    rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as told:
+        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
+    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    rewritten(newest, lambda content: content.update(lr_schedulers=0))
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt: it is malformed: lr_schedulers in"):
+        run(tmp_path, ckpt_path=str(newest))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content["loops"]["fit_loop"].clear(), "KeyError: "),
+        (lambda content: content["optimizer_states"][0]["state"].update({0: 1}), "TypeError: "),
+        (lambda content: content["callbacks"].update(dict.fromkeys(content["callbacks"], 1)), "AttributeError: "),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_and_not_passed_over(tmp_path, change, reason):
+    run(tmp_path)
+    rewritten(saved(tmp_path) / "step=2.ckpt", change)
+    with pytest.raises(
+        ValueError, match=rf"cannot resume from .*step=2.ckpt: its states do not fit this run \({reason}"
+    ):
+        run(tmp_path, "auto", steps=3)
+
+
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     assert run(tmp_path) == [0, 1]
     assert run(tmp_path) == [0, 1]
