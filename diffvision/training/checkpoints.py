@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
-from typing import IO, Any, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from diffvision.training.finite import not_finite
+if TYPE_CHECKING:
+    from diffvision.training.rotation import Rotation
 
 SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"
@@ -80,7 +81,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     Directories of sharded checkpoints (save_distributed_checkpoint: true) are not written through it, and remote ones
     are left to fsspec, whose stores replace an object at once; neither has records.
+
+    Attributes:
+        rotation: what stays of replaced and removed checkpoints until the next step; None: nothing.
     """
+
+    rotation: Rotation | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint and its record.
@@ -107,9 +113,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
             _refuse_objects(temporary, path)
             replaced = _records(path) if path.is_file() else []
             record = _record(checkpoint, path, size, digest)
+            if self.rotation is not None and path.is_file():
+                self.rotation.before_replacing(path)
             _write_records(path, [record, *replaced])
             os.replace(temporary, path)
             sync_directory(path.parent)
+            if self.rotation is not None:
+                self.rotation.saved(path)
             if replaced:
                 _write_records(path, [record])
         except OSError as error:
@@ -132,9 +142,17 @@ class DurableCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only is None or weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        super().remove_checkpoint(path)
-        if not is_remote(path):
+        if is_remote(path):
+            super().remove_checkpoint(path)
+        elif self.rotation is None or not self.rotation.removing(Path(path)):
+            super().remove_checkpoint(path)
             record_path(path).unlink(missing_ok=True)  # after it, so that none is ever without
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.rotation is not None and not self.rotation.skipping:
+            self.rotation.step_finite()
+            self.rotation = None
 
 
 # --- finding and checking ---
@@ -289,6 +307,24 @@ def _unusual(state: dict[Any, Any], name: str) -> str:
 def weights_not_finite(checkpoint: dict[str, Any]) -> str:
     """`not_finite` of a checkpoint's weights; with EMA there are two sets of them."""
     return not_finite(checkpoint.get("state_dict", {})) or not_finite(checkpoint.get("current_model_state", {}))
+
+
+def not_finite(weights: dict[str, Any], few: int = 3) -> str:
+    """The first few names of a state_dict's tensors that hold NaN or infinity, in words; empty where all are finite.
+
+    A mask of zeros and -inf, which some models keep among their buffers, is as it should be.
+    """
+    names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _finite(value)]
+    return ", ".join(names[:few]) + (f" and {len(names) - few} more" if len(names) > few else "")
+
+
+def _finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.half()  # of float8 there is no least or most
+    least, most = tensor.aminmax()  # one pass without a temporary, which NaN comes through
+    return bool((least.isfinite() & most.isfinite()) or ((tensor == 0) | (tensor == -torch.inf)).all())
 
 
 def keys_digest(state: dict[str, Any]) -> str:

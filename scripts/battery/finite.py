@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from battery.case import Seen, case, stock
 from battery.small import raised
-from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid, not_finite
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.finite import FILE, StepGuard, not_finite
+from diffvision.training.finite import FILE, StepGuard
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import compare
 from tiny_runs import plain_checkpoint
