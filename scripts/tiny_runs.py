@@ -43,7 +43,7 @@ from diffvision.training.run_state import RunState
 BATCH, BATCHES, EPOCHS = 4, 6, 2  # a batch's samples, an epoch's batches; some samples are left over
 LENGTH = 12  # of the language's sequences
 VOCABULARY = 270
-UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "data/")  # of time, and of this process alone
+UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")  # of time
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 MONITORS = {"clip": "zero_shot/eval/acc1", "classification": "val/loss", "language": "val/loss"}
 TASKS = tuple(MONITORS)

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from diffvision.analysis.curves import keep_metrics
 from diffvision.training.checkpoints import (
     RUN_KEY,
     SUFFIX,
@@ -89,7 +90,9 @@ def prepared(
                 held.enter_context(locked(directory))
                 if removed := clean(directory):
                     rank_zero_info(f"removed what a killed run left: {few(map(str, removed))}")
-            _keep_metrics(trainer)
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    keep_metrics(Path(logger.log_dir))
         held.enter_context(_loading(trainer, path))
         yield path
 
@@ -250,16 +253,6 @@ def locked(directory: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _keep_metrics(trainer: pl.Trainer) -> None:
-    """CSVLogger deletes the metrics of the run that it goes on with: give them another name first."""
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger) and (file := Path(logger.log_dir, "metrics.csv")).is_file():
-            number = 1
-            while (kept := file.with_name(f"metrics.{number}.csv")).exists():
-                number += 1
-            file.rename(kept)
 
 
 # --- comparing ---

@@ -1,4 +1,4 @@
-"""A checkpoint that makes way for a newer one is deleted when a step at the newer weights was finite, and not before."""
+"""A checkpoint that makes way for a newer one is deleted once a step at the newer weights was finite."""
 
 from __future__ import annotations
 
