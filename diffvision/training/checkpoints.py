@@ -7,6 +7,7 @@ is killed, `last.ckpt` is the old file or the new one, and its record knows whic
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -417,8 +418,9 @@ class _Hashing:
 
 
 def _write(path: Path, content: Callable[[Any], Any]) -> tuple[int, str]:
-    """Write a file and have it on the disk before returning its bytes and their sha256."""
-    with path.open("wb") as file:
+    """Write a new file and have it on the disk before returning its bytes and their sha256."""
+    path.unlink(missing_ok=True)  # left by a killed run, or a link that came with the directory
+    with path.open("xb") as file:
         hashing = _Hashing(file)
         try:
             content(hashing)
@@ -429,13 +431,33 @@ def _write(path: Path, content: Callable[[Any], Any]) -> tuple[int, str]:
     return hashing.size, hashing.digest.hexdigest()
 
 
+def descriptor(path: Path, flags: int) -> int:
+    """Open a file of ours, which is made if need be, for writing.
+
+    Raises:
+        OSError: it cannot be written, or is a link: then another file would be written to.
+    """
+    refuse_link(path)
+    opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    if os.fstat(opened).st_nlink > 1:
+        os.close(opened)
+        raise OSError(errno.EMLINK, f"{path} has another name too (a hard link), and would be written to: remove it")
+    return opened
+
+
+def refuse_link(path: Path) -> None:
+    """OSError if a name that is written to is a symbolic link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
+
+
 def sync_directory(directory: Path) -> None:
     """Have a rename on the disk: without, a power failure may undo it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    opened = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(opened)
     finally:
-        os.close(descriptor)
+        os.close(opened)
 
 
 def _refuse_objects(written: Path, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from diffvision.training.checkpoints import DurableCheckpointIO
+from diffvision.training.checkpoints import DurableCheckpointIO, descriptor
 from diffvision.training.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
@@ -194,7 +195,7 @@ def _write(trainer: pl.Trainer, record: dict[str, Any]) -> str:
         return str(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as lines:
+        with os.fdopen(descriptor(file, os.O_WRONLY | os.O_APPEND), "a") as lines:
             lines.write(json.dumps(record) + "\n")
     except OSError as error:
         rank_zero_warn(f"{file} cannot be written ({error.strerror}); of a skipped step it would say {record}")

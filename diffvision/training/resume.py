@@ -31,6 +31,7 @@ from diffvision.training.checkpoints import (
     DamagedCheckpoint,
     checkpoints_in,
     clean,
+    descriptor,
     is_remote,
     malformed,
     module_bytes,
@@ -221,8 +222,9 @@ def _refuse_unwritable(directory: Path, needed: int) -> None:
     probe = directory / TEMPORARY.format("probe")  # by no process's number: it may be that of a run elsewhere
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        probe.unlink(missing_ok=True)  # a link may have come with the directory
         probe.write_bytes(b"0")
-        probe.unlink(missing_ok=True)
+        probe.unlink()
         if shutil.disk_usage(directory).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
@@ -235,8 +237,9 @@ def locked(directory: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds it.
+        OSError: the lock file is a link.
     """
-    with (directory / LOCK).open("a+") as file:
+    with os.fdopen(descriptor(directory / LOCK, os.O_RDWR | os.O_APPEND), "a+") as file:
         try:
             # Not flock: workers would inherit that, and hold it after their parent was killed.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

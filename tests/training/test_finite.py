@@ -136,6 +136,20 @@ def test_a_skipped_step_changes_nothing_and_is_told(tmp_path):
     assert trainer.logged_metrics["train/skipped_steps"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
+def test_the_file_of_skipped_steps_is_not_written_through_a_link(tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    (tmp_path / "fit" / "version_0").mkdir(parents=True)
+    (tmp_path / "fit" / "version_0" / FILE).symlink_to(other)
+    with (
+        pytest.warns(UserWarning, match="it is skipped"),
+        pytest.warns(UserWarning, match=rf"{FILE} cannot be written \(.* is a link to .*notes.txt, which would be"),
+    ):
+        fit(Tiny(), batches(b2=NAN), tmp_path)
+    assert other.read_text() == "years of work"
+
+
 def test_with_accumulation_the_whole_step_is_skipped(tmp_path):
     module, states = Tiny(), States()
     with pytest.warns(UserWarning, match="skipped"):

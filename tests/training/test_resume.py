@@ -2,6 +2,7 @@
 
 import errno
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -377,6 +378,34 @@ def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path)
     first.kill()  # nothing is left to be cleaned by hand
     first.join(20)
     assert run(tmp_path, version=0) == [0, 1]
+
+
+@pytest.mark.parametrize("link", ["symlink", "dangling", "hard link"])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, link):
+    directory, other = tmp_path / "checkpoints", tmp_path / "notes.txt"
+    directory.mkdir()
+    if link != "dangling":
+        other.write_text("years of work")
+    if link == "hard link":
+        (directory / ".lock").hardlink_to(other)
+    else:
+        (directory / ".lock").symlink_to(other)
+    with pytest.raises(OSError, match=r"\.lock (is a link to|has another name).*would be written to: remove it"):
+        locked(directory).__enter__()
+    assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
+
+
+def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
+    saved(tmp_path).mkdir(parents=True)
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    for name in ("probe", os.getpid(), f"{os.getpid()}-record"):
+        (saved(tmp_path) / f".saving-{name}.tmp").symlink_to(other)
+    DurableCheckpointIO().save_checkpoint({"state_dict": {}}, saved(tmp_path) / "weights.ckpt")
+    (saved(tmp_path) / "weights.ckpt").unlink()
+    (saved(tmp_path).parent / "metrics.csv").symlink_to(other)
+    assert run(tmp_path, version=0) == [0, 1]
+    assert other.read_text() == "years of work"
 
 
 def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):
