@@ -42,6 +42,7 @@ LIGHTNING = {  # what Lightning reads of every checkpoint: a type, a list of one
     "optimizer_states": [{"state": dict, "param_groups": [dict]}],
     "lr_schedulers": [dict],
 }
+OPTIONAL = ("current_model_state", "hyper_parameters", "diffvision")  # dicts, where they are there
 RUN = {"world_size": int, "optimizers": [str], "unfinished": str}  # what we read under RUN_KEY, where it is there
 EXACT = {"random": [dict], "metrics": dict, "saves": dict, "row": dict, "settings": dict}  # what comes with "place"
 
@@ -207,7 +208,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def clean(directory: Path) -> list[Path]:
     """Remove what killed runs left: temporary files, and records whose checkpoint was never finished or is gone."""
-    orphans = [*directory.glob(TEMPORARY.format("*"))]
+    orphans = [*directory.glob(TEMPORARY.format("*") + "*")]
     records = directory.glob(f"*{SUFFIX}{RECORD}")
     orphans += [record for record in records if not record.with_suffix("").exists()]
     for orphan in orphans:
@@ -271,7 +272,8 @@ def malformed(content: dict[str, Any]) -> str:
     """
     run = content.get(RUN_KEY, {})
     weights = {name: content[name] for name in ("state_dict", "current_model_state") if name in content}
-    faults = [misfit(content, LIGHTNING), misfit(weights, dict.fromkeys(weights, dict)), misfit(run, {}, RUN_KEY)]
+    optional = {name: dict for name in OPTIONAL if name in content}
+    faults = [misfit(content, LIGHTNING | optional), misfit(run, {}, RUN_KEY)]
     if not any(faults):
         expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
         faults = [misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]

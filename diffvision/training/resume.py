@@ -340,4 +340,6 @@ def _own_words(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
         getattr(module, "check_checkpoint", lambda _: None)(checkpoint)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # it reads what a module wrote, whose types nobody has checked
+        return f"what it says of its model cannot be read ({type(error).__name__}: {error})"
     return ""

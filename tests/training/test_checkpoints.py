@@ -24,6 +24,7 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import RunState
+from diffvision.training.rotation import Rotation
 from tiny_runs import plain_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -92,6 +93,9 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(place, 
     step = 1 if place <= RENAME else 2
     assert verify(last).step == step_of(last) == step
     torch.testing.assert_close(IO.load_checkpoint(last)["state_dict"], content(step)["state_dict"])
+    aside = Rotation()
+    aside.before_replacing(last)  # killed before the next step
+    assert len(list(tmp_path.iterdir())) > 3
     clean(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.json"}
     save(last, 3)  # and a run goes on from there
@@ -254,6 +258,7 @@ OPTIMIZER = {"state": {}, "param_groups": []}
         ({"optimizer_states": [OPTIMIZER | {"state": 1}]}, "state in an item of optimizer_states .*is of type int"),
         ({"optimizer_states": [OPTIMIZER | {"param_groups": [3]}]}, "an item of param_groups .*is of type int"),
         ({"lr_schedulers": [None]}, "an item of lr_schedulers .*is of type NoneType"),
+        ({"diffvision": "DiffCLIP-debug"}, "diffvision .*is of type str, not dict"),
         ({"diffvision_run": []}, "diffvision_run .*is of type list, not dict"),
         ({"diffvision_run": {"world_size": "2"}}, "world_size in diffvision_run .*is of type str, not int"),
         ({"diffvision_run": {"place": "step"}}, "diffvision_run has no random"),

@@ -295,6 +295,12 @@ def test_a_module_says_what_to_set(checkpoint):
         def configure_model(self):
             pass
 
+    class Unchecked(Tiny):
+        def check_checkpoint(self, checkpoint):
+            return checkpoint["diffvision"]["model"]
+
+    with pytest.raises(ValueError, match=r"step=1.ckpt: what it says of its model cannot be read \(KeyError: 'diffvi"):
+        compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only there. set layers to 2"):
         compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2$"):
