@@ -64,7 +64,7 @@ INTRODUCTION = """\
 the gradient and two validations in each of {epochs} epochs of {batches} batches. Runs that were interrupted were
 compared with one that was not (and had no workers): everything that a checkpoint holds at the end (weights, averages,
 optimizer, schedule, loops, callbacks, metrics, the random generators of every rank), every sample as the model saw it,
-every value that was logged but throughput and the loader's account, and which checkpoints lay on the disk. After each
+every value that was logged but throughput, and which checkpoints lay on the disk. After each
 interruption a new module and trainer, with generators in another state, went on as `--resume auto` does."""
 STOCK = """\
 The same with Lightning's own callbacks, our loader and our search for a checkpoint: {counts}. What is equal there

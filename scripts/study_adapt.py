@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from diffvision.analysis.figures import read_metrics
+from diffvision.analysis.curves import read_metrics
 from diffvision.data.make import make, tokenize, tokenizer
 from diffvision.training.fit import FitCLI, fit
 
@@ -141,7 +141,7 @@ def gone_on(output: Path, name: str, way: str, seed: int, base: Path, directory:
     start = run("validate", output, name, directory / "start", folder, task.steps, RATES[name][1], seed, more)
     cli = run("fit", output, name, directory, folder, task.steps, RATES[name][1], seed, more)
     log: Any = cli.trainer.logger
-    curves = read_metrics(Path(log.log_dir) / "metrics.csv")
+    curves = read_metrics(log.log_dir)
     kept = {key: [[0, *curve.steps], [None, *curve.values]] for key, curve in curves.items() if key.startswith("val/")}
     for key, (_, values) in kept.items():
         values[0] = start.trainer.callback_metrics[key].item()

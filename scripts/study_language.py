@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from diffvision.analysis import figures
-from diffvision.analysis.figures import Curve, read_metrics
+from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.data.documents import TextMember
 from diffvision.data.make import make, tokenize, tokenizer
 from diffvision.data.storage import ShardSet
@@ -131,7 +131,7 @@ def train_and_evaluate(run: Run, output: Path, directory: Path) -> dict[str, Any
     seconds = time.perf_counter() - start
     module: Any = cli.model
     log: Any = cli.trainer.logger
-    curves = read_metrics(Path(log.log_dir) / "metrics.csv")
+    curves = read_metrics(log.log_dir)
     kept = {k: v for k, v in curves.items() if k.startswith("lambda/") or k in ("val/loss", "train/grad_norm")}
     return {
         **asdict(run),

@@ -43,7 +43,7 @@ from diffvision.training.run_state import RunState
 BATCH, BATCHES, EPOCHS = 4, 6, 2  # a batch's samples, an epoch's batches; some samples are left over
 LENGTH = 12  # of the language's sequences
 VOCABULARY = 270
-UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "data/")  # of time, and of this process alone
+UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")  # of time
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 MONITORS = {"clip": "zero_shot/eval/acc1", "classification": "val/loss", "language": "val/loss"}
 TASKS = tuple(MONITORS)
@@ -177,6 +177,12 @@ def module_of(setting: Setting) -> pl.LightningModule:
         if hasattr(layer, "attn_drop"):
             layer.attn_drop = 0.1
     return module
+
+
+def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
+    """The least that a checkpoint of Lightning holds."""
+    empty = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}}
+    return {"pytorch-lightning_version": pl.__version__, "epoch": 0, "global_step": step, "state_dict": state} | empty
 
 
 # --- runs ---

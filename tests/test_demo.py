@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import yaml
 
-from diffvision.analysis.figures import Curve, LookedAt
+from diffvision.analysis.curves import Curve
+from diffvision.analysis.figures import LookedAt
 from diffvision.demo import demo, images, report, text
 
 LAYERS = ("visual.trunk.blocks.0.attn", "visual.trunk.blocks.1.attn", "transformer.resblocks.0.attn")

@@ -5,15 +5,15 @@ Drawn on canvases of their own (Agg), so no display is needed and no global stat
 
 from __future__ import annotations
 
-import csv
 import functools
 import io
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import numpy as np
+
+from diffvision.analysis.curves import Curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,32 +39,12 @@ _STYLE: Any = {
 }
 
 
-class Curve(NamedTuple):
-    """A value over steps."""
-
-    steps: Sequence[float]
-    values: Sequence[float]
-
-
 class LookedAt(NamedTuple):
     """An image and where a layer looks on it: a row of `attention_panels`."""
 
     image: Any  # [h, w, 3], 0..1 or uint8
     maps: Any  # [3, rows, columns]: map 1, map 2, map 1 - lambda * map 2; or [1, rows, columns], a standard layer's
     label: str = ""
-
-
-def read_metrics(path: str | Path) -> dict[str, Curve]:
-    """The curves in a `metrics.csv` of Lightning's CSVLogger, by metric; rows in which one is empty are left out."""
-    curves: dict[str, Curve] = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if name not in ("step", "epoch") and value:
-                    curve = curves.setdefault(name, Curve([], []))
-                    curve.steps.append(float(row["step"]))  # type: ignore[attr-defined]
-                    curve.values.append(float(value))  # type: ignore[attr-defined]
-    return curves
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, bytes]:

@@ -120,11 +120,9 @@ class Tokenizer:
         if path.is_dir():
             path = path / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(json.loads(self._backend.to_str()), ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        _write(path, json.loads(self._backend.to_str()))
         if Tokenizer(tokenizers.Tokenizer.from_file(str(path))).eos != self.eos:
-            path.with_name(_CONFIG).write_text(json.dumps({"eos_token": self.eos}) + "\n", encoding="utf-8")
+            _write(path.with_name(_CONFIG), {"eos_token": self.eos})
 
     def _canonical(self) -> str:
         return json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
@@ -172,6 +170,15 @@ def _read(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{path} is not a file of the tokenizers library: {error}") from None
+
+
+def _write(path: Path, content: Any) -> None:
+    """A JSON file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)  # a link may have come with the folder
+    with part.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+    os.replace(part, path)
 
 
 def _told_end(path: Path) -> str | None:

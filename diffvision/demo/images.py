@@ -18,6 +18,7 @@ from diffvision.analysis.attention import patch_maps
 from diffvision.data.folders import EvaluationFolder, find_folders
 from diffvision.data.make import make
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
+from diffvision.evaluation.output import write_bytes
 from diffvision.evaluation.suite import evaluate
 
 MODELS = ("CLIP-debug", "DiffCLIP-debug")
@@ -54,7 +55,7 @@ def images(directory: Path, seeds: int) -> None:
             runs.append(_train_and_evaluate(model, seed, data, directory))
     console.print(table(runs))
     report = directory / "report.html"
-    report.write_text(page(runs), encoding="utf-8")
+    write_bytes(report, page(runs).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 

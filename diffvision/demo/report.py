@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diffvision.analysis.figures import Curve, read_metrics
+from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.training.fit import fit
 
 PACKAGE = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
         ]
     )
     log: Any = cli.trainer.logger
-    return Trained(cli.model, time.perf_counter() - start, read_metrics(Path(log.log_dir) / "metrics.csv"))
+    return Trained(cli.model, time.perf_counter() - start, read_metrics(log.log_dir))
 
 
 def recipe(name: str) -> Path:

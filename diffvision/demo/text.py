@@ -22,6 +22,7 @@ from diffvision.evaluation.language import figures as panels
 from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
+from diffvision.evaluation.output import write_bytes
 from diffvision.models.generation import generate
 
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
@@ -71,7 +72,7 @@ def text(directory: Path, seeds: int) -> None:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
         console.print(run.shown, markup=False, highlight=False)
     report = directory / "language.html"
-    report.write_text(page(runs), encoding="utf-8")
+    write_bytes(report, page(runs).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 

@@ -78,6 +78,8 @@ class Cache:
         rows = {key: value.contiguous() for key, value in rows.items()}
         content = safetensors.torch.save(rows, {"note": told, "sha256": _checksum(rows, identity, name, told)})
         try:
+            if path.parent.is_symlink():
+                raise OSError(f"{path.parent.name} in it is a link to another directory")
             self._make_room(len(content), keep=path.parent)
             write_bytes(path, content)
             self.made += 1
@@ -93,7 +95,8 @@ class Cache:
         """Our directories, those that were used last at the end, and the files in them."""
         if not self.directory.is_dir():
             return []
-        own = [path for path in self.directory.iterdir() if path.is_dir() and _OWN.fullmatch(path.name)]
+        named = [path for path in self.directory.iterdir() if _OWN.fullmatch(path.name)]
+        own = [path for path in named if path.is_dir() and not path.is_symlink()]
         return [(path, list(path.iterdir())) for path in sorted(own, key=lambda path: path.stat().st_mtime)]
 
     def _make_room(self, needed: int, keep: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from diffvision.analysis.figures import Curve, read_metrics
+from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.checkpoints import record_path
 
@@ -26,7 +26,7 @@ class History:
 
     Attributes:
         config: its config.yaml, less whose machine it was (`published`).
-        curves: its metrics.csv, by metric.
+        curves: what it logged, by metric; also before it was resumed.
         step: optimizer steps that the checkpoint had made; None where no record beside it says.
         records: of evaluations, as `diffvision evaluate` writes them, in JSON files of the directory.
     """
@@ -77,8 +77,8 @@ def read_history(run: Path, checkpoint: Path) -> History:
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         config = None
     try:
-        curves = read_metrics(run / "metrics.csv")
-    except (OSError, ValueError, TypeError, LookupError):  # there is none, or its last row is half written
+        curves = read_metrics(run)
+    except (OSError, ValueError, TypeError, LookupError):  # there is none, or it is another's
         curves = {}
     published_config = published(config) if isinstance(config, dict) else {}
     return History(published_config, curves, _step(checkpoint), tuple(_records(run)))

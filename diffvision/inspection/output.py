@@ -29,7 +29,8 @@ def _earlier(folder: Path) -> list[str]:
     """The files that an earlier inspection wrote there."""
     try:
         content = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
-        return [*content["files"], "statistics.json"] if content["made_by"] == _MARK else []
+        names = {*content["files"], "statistics.json"} if content["made_by"] == _MARK else set()
+        return sorted(file.name for file in folder.iterdir() if file.name in names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 

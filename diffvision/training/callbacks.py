@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.analysis.lambdas import layer_lambdas
+from diffvision.data.report import Report
 from diffvision.models.adapt import freeze_but_new, set_dex_schedule
+from diffvision.training.finite import gathered
+
+COUNTED = "data_report"  # in a checkpoint: what DataReport has counted of the epoch
+KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # of a report
 
 
 def logged(trainer: Any) -> bool:
@@ -133,7 +141,25 @@ class Throughput(pl.Callback):
 
 class DataReport(pl.Callback):
     """Says at the end of each epoch what became of every sample, summed over ranks, and that none is unaccounted for:
-    seen + skipped + left over = total, where a run that was cut short or resumed adds what lay outside of it."""
+    seen + skipped + left over = total, where a run that was cut short adds what it did not reach. A run that is resumed
+    within an epoch counts on from its checkpoint."""
+
+    def __init__(self) -> None:
+        self.earlier: Report | None = None  # of all ranks, before the run was resumed
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
+            whole = together([*self._earlier(reports[0].epoch), *reports])
+            kept = {name: getattr(whole, name) for name in KEPT}
+            checkpoint[COUNTED] = kept | {"skipped": dict(whole.skipped)}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        if COUNTED in checkpoint:
+            kept = checkpoint[COUNTED]
+            self.earlier = Report(**kept | {"skipped": Counter(kept["skipped"])})
+
+    def _earlier(self, epoch: int) -> list[Report]:
+        return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.batches = 0
@@ -145,36 +171,48 @@ class DataReport(pl.Callback):
         """Raises RuntimeError if the account does not add up."""
         loader: Any = trainer.train_dataloader
         batches, self.batches = self.batches, 0
-        if not hasattr(loader, "report"):
+        if not (reports := _reports(trainer)):
             return  # an ordinary loader keeps no account
-        own = loader.report
-        reports = [own]
-        if trainer.world_size > 1:
-            reports = [None] * trainer.world_size
-            torch.distributed.all_gather_object(reports, own)
-        text, counts = account(reports, consumed=batches * loader.batch_size)
+        earlier = self._earlier(reports[0].epoch)
+        text, counts = account(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning asks that it be said how they are put together.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
 
 
-def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
+def _reports(trainer: pl.Trainer) -> list[Report]:
+    """Each rank's, of the epoch at hand; none of a loader that keeps none."""
+    own = getattr(trainer.train_dataloader, "report", None)
+    return [] if own is None else gathered(trainer, own)
+
+
+def together(reports: Sequence[Report]) -> Report:
+    """Reports of one epoch, earlier ones first, as one."""
+    skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
+    examples = {reason: [e for r in reports for e in r.examples.get(reason, [])][:3] for reason in skipped}
+    seen, substituted = sum(r.seen for r in reports), sum(r.substituted for r in reports)
+    return replace(reports[-1], seen=seen, skipped=skipped, substituted=substituted, examples=examples)
+
+
+def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] = ()) -> tuple[str, dict[str, int]]:
     """One epoch's account from the reports of all ranks.
 
     Args:
-        reports: each rank's `diffvision.data.report.Report` of the same epoch.
+        reports: each rank's, of the same epoch.
         consumed: samples that the training loop took, over all ranks.
+        earlier: what was counted of this epoch before the run was resumed.
     Returns:
         The account in words, where epochs are counted from 1, and its numbers.
     Raises:
         RuntimeError: the loaders' counts and the loop's do not agree.
     """
-    first = reports[0]
-    skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
-    seen, bad = sum(r.seen for r in reports), skipped.total()
-    counts = {"seen": seen, "skipped": bad, "substituted": sum(r.substituted for r in reports), "tail": first.tail}
-    ahead = first.total - first.tail - first.before - consumed
-    rest = {"before the run was resumed": first.before, "not reached": ahead}
+    first, whole = reports[0], together([*earlier, *reports])
+    seen, skipped, bad = whole.seen, whole.skipped, whole.bad
+    counts = {"seen": seen, "skipped": bad, "substituted": whole.substituted, "tail": first.tail}
+    counted = sum(r.seen + r.bad for r in earlier)
+    before, consumed = first.before - counted, consumed + counted
+    ahead = first.total - first.tail - before - consumed
+    rest = {"before the run was resumed": before, "not reached": ahead}
     if seen + bad != consumed or ahead < 0:
         raise RuntimeError(
             f"epoch {first.epoch + 1}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
@@ -184,6 +222,5 @@ def account(reports: list[Any], consumed: int) -> tuple[str, dict[str, int]]:
     parts += [f"{n:,} {what}" for what, n in rest.items() if n]
     text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total:,} samples"
     for reason, count in skipped.most_common():
-        examples = [e for r in reports for e in r.examples.get(reason, [])]
-        text += f"\n  {count:,} x {reason}: {', '.join(examples[:3])}"
+        text += f"\n  {count:,} x {reason}: {', '.join(whole.examples[reason])}"
     return text, counts

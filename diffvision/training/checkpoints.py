@@ -7,27 +7,44 @@ is killed, `last.ckpt` is the old file or the new one, and its record knows whic
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from diffvision.training.finite import not_finite
+if TYPE_CHECKING:
+    from diffvision.training.rotation import Rotation
 
 SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"
 TEMPORARY = ".saving-{}.tmp"
 RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and the checkpoint's own keys do not tell
+LIGHTNING = {  # what Lightning reads of every checkpoint: a type, a list of one kind of item, or a dict with these keys
+    "pytorch-lightning_version": str,
+    "epoch": int,
+    "global_step": int,
+    "state_dict": dict,
+    "loops": {"fit_loop": dict},
+    "callbacks": dict,
+    "optimizer_states": [{"state": dict, "param_groups": [dict]}],
+    "lr_schedulers": [dict],
+}
+OPTIONAL = ("current_model_state", "hyper_parameters", "diffvision")  # dicts, where they are there
+RUN = {"world_size": int, "optimizers": [str], "unfinished": str}  # what we read under RUN_KEY, where it is there
+EXACT = {"random": [dict], "metrics": dict, "saves": dict, "row": dict, "settings": dict}  # what comes with "place"
 
 
 class DamagedCheckpoint(ValueError):
@@ -66,7 +83,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     Directories of sharded checkpoints (save_distributed_checkpoint: true) are not written through it, and remote ones
     are left to fsspec, whose stores replace an object at once; neither has records.
+
+    Attributes:
+        rotation: what stays of replaced and removed checkpoints until the next step; None: nothing.
     """
+
+    rotation: Rotation | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint and its record.
@@ -93,9 +115,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
             _refuse_objects(temporary, path)
             replaced = _records(path) if path.is_file() else []
             record = _record(checkpoint, path, size, digest)
+            if self.rotation is not None and path.is_file():
+                self.rotation.before_replacing(path)
             _write_records(path, [record, *replaced])
             os.replace(temporary, path)
             sync_directory(path.parent)
+            if self.rotation is not None:
+                self.rotation.saved(path)
             if replaced:
                 _write_records(path, [record])
         except OSError as error:
@@ -118,9 +144,17 @@ class DurableCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only is None or weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        super().remove_checkpoint(path)
-        if not is_remote(path):
+        if is_remote(path):
+            super().remove_checkpoint(path)
+        elif self.rotation is None or not self.rotation.removing(Path(path)):
+            super().remove_checkpoint(path)
             record_path(path).unlink(missing_ok=True)  # after it, so that none is ever without
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.rotation is not None and not self.rotation.skipping:
+            self.rotation.step_finite()
+            self.rotation = None
 
 
 # --- finding and checking ---
@@ -174,7 +208,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def clean(directory: Path) -> list[Path]:
     """Remove what killed runs left: temporary files, and records whose checkpoint was never finished or is gone."""
-    orphans = [*directory.glob(TEMPORARY.format("*"))]
+    orphans = [*directory.glob(TEMPORARY.format("*") + "*")]
     records = directory.glob(f"*{SUFFIX}{RECORD}")
     orphans += [record for record in records if not record.with_suffix("").exists()]
     for orphan in orphans:
@@ -203,15 +237,97 @@ def _fault(path: Path, record: Record) -> str:
 
 def _fault_inside(path: Path, record: Record) -> str:
     """What is wrong with a file whose bytes are as they were saved."""
-    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if (step := content.get("global_step", record.step)) != record.step:
+    try:
+        content = opened(path)
+    except DamagedCheckpoint as error:
+        return str(error)
+    if fault := malformed(content):
+        return fault
+    if (step := content["global_step"]) != record.step:
         return f"is of step {step}, and its record of step {record.step}"
     return f"holds NaN or infinity in {bad}" if (bad := weights_not_finite(content)) else ""
+
+
+def opened(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's content, of which tensors are read only when they are used.
+
+    Raises:
+        DamagedCheckpoint: it is no checkpoint, or holds objects.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpoint("holds more than tensors and plain values, or is none") from error
+    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
+        raise DamagedCheckpoint("is damaged or no checkpoint") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"holds a {type(content).__name__}, not a checkpoint's dictionary")
+    return content
+
+
+def malformed(content: dict[str, Any]) -> str:
+    """Why a checkpoint's content cannot be read as what Lightning and `RunState` write; empty where it can.
+
+    Whether its states fit a model and its optimizers shows when they are loaded.
+    """
+    run = content.get(RUN_KEY, {})
+    weights = {name: content[name] for name in ("state_dict", "current_model_state") if name in content}
+    optional = {name: dict for name in OPTIONAL if name in content}
+    faults = [misfit(content, LIGHTNING | optional), misfit(run, {}, RUN_KEY)]
+    if not any(faults):
+        expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
+        faults = [misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
+        if run.get("random") == []:
+            faults.append(f"random in {RUN_KEY} is empty")
+    return next((f"is malformed: {fault}" for fault in faults if fault), "")
+
+
+def misfit(value: Any, layout: Any, name: str = "its content") -> str:
+    """Where a value differs from a layout such as LIGHTNING, in words; empty where it does not."""
+    kind: Any = layout if isinstance(layout, type | UnionType) else type(layout)
+    if not isinstance(value, kind):
+        return f"{name} is of type {type(value).__name__}, not {getattr(kind, '__name__', kind)}"
+    parts: Iterator[tuple[str, Any, Any]] = iter(())
+    if isinstance(layout, list):
+        parts = ((f"an item of {name}", item, layout[0]) for item in value)
+    elif isinstance(layout, dict):
+        if missing := [key for key in layout if key not in value]:
+            return f"{name} has no {missing[0]}"
+        parts = ((f"{key} in {name}", value[key], layout[key]) for key in layout)
+    return next(filter(None, (misfit(item, expected, where) for where, item, expected in parts)), "")
+
+
+def _unusual(state: dict[Any, Any], name: str) -> str:
+    """What in a state_dict is no name, or a tensor without values, in words; empty where nothing is."""
+    for key, value in state.items():
+        if not isinstance(key, str):
+            return f"a key of {name} is of type {type(key).__name__}, not str"
+        if isinstance(value, Tensor) and value.is_meta:
+            return f"{key} in {name} is a tensor without values"
+    return ""
 
 
 def weights_not_finite(checkpoint: dict[str, Any]) -> str:
     """`not_finite` of a checkpoint's weights; with EMA there are two sets of them."""
     return not_finite(checkpoint.get("state_dict", {})) or not_finite(checkpoint.get("current_model_state", {}))
+
+
+def not_finite(weights: dict[str, Any], few: int = 3) -> str:
+    """The first few names of a state_dict's tensors that hold NaN or infinity, in words; empty where all are finite.
+
+    A mask of zeros and -inf, which some models keep among their buffers, is as it should be.
+    """
+    names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _finite(value)]
+    return ", ".join(names[:few]) + (f" and {len(names) - few} more" if len(names) > few else "")
+
+
+def _finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.half()  # of float8 there is no least or most
+    least, most = tensor.aminmax()  # one pass without a temporary, which NaN comes through
+    return bool((least.isfinite() & most.isfinite()) or ((tensor == 0) | (tensor == -torch.inf)).all())
 
 
 def keys_digest(state: dict[str, Any]) -> str:
@@ -257,15 +373,19 @@ def _read_records(path: Path) -> list[Record]:
     beside = record_path(path)
     try:
         content = json.loads(beside.read_bytes())
-        if content["schema"] != SCHEMA:
-            raise DamagedCheckpoint(
-                f"has a record of schema {content['schema']}, not {SCHEMA}: use its version of diffvision"
-            )
-        return [Record(**record) for record in content["records"]]
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"has no record {beside.name} beside it") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise DamagedCheckpoint(f"has an unreadable record {beside.name} beside it") from error
+    if isinstance(content, dict) and (schema := content.get("schema", SCHEMA)) != SCHEMA:
+        raise DamagedCheckpoint(
+            f"has a record of schema {str(schema)[:20]}, not {SCHEMA}: use its version of diffvision"
+        )
+    layout = {"schema": int, "records": [get_type_hints(Record) | {"optimizers": [str]}]}
+    if fault := misfit(content, layout) or ("" if content["records"] else "records in it is empty"):
+        raise DamagedCheckpoint(f"has an unreadable record {beside.name} beside it: {fault}")
+    fields = Record.__dataclass_fields__
+    return [Record(**{name: record[name] for name in fields}) for record in content["records"]]
 
 
 def _records(path: Path) -> list[Record]:
@@ -300,8 +420,9 @@ class _Hashing:
 
 
 def _write(path: Path, content: Callable[[Any], Any]) -> tuple[int, str]:
-    """Write a file and have it on the disk before returning its bytes and their sha256."""
-    with path.open("wb") as file:
+    """Write a new file and have it on the disk before returning its bytes and their sha256."""
+    path.unlink(missing_ok=True)  # left by a killed run, or a link that came with the directory
+    with path.open("xb") as file:
         hashing = _Hashing(file)
         try:
             content(hashing)
@@ -312,13 +433,33 @@ def _write(path: Path, content: Callable[[Any], Any]) -> tuple[int, str]:
     return hashing.size, hashing.digest.hexdigest()
 
 
+def descriptor(path: Path, flags: int) -> int:
+    """Open a file of ours, which is made if need be, for writing.
+
+    Raises:
+        OSError: it cannot be written, or is a link: then another file would be written to.
+    """
+    refuse_link(path)
+    opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    if os.fstat(opened).st_nlink > 1:
+        os.close(opened)
+        raise OSError(errno.EMLINK, f"{path} has another name too (a hard link), and would be written to: remove it")
+    return opened
+
+
+def refuse_link(path: Path) -> None:
+    """OSError if a name that is written to is a symbolic link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
+
+
 def sync_directory(directory: Path) -> None:
     """Have a rename on the disk: without, a power failure may undo it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    opened = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(opened)
     finally:
-        os.close(descriptor)
+        os.close(opened)
 
 
 def _refuse_objects(written: Path, path: Path) -> None:

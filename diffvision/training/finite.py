@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from diffvision.training.checkpoints import DurableCheckpointIO, descriptor
+from diffvision.training.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
 LEAST_SCALE = 1.0  # below it a gradient scaler has no overflow left to avoid: the gradients themselves are infinite
@@ -54,6 +58,9 @@ class StepGuard(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._statistics = Statistics(pl_module)
+        self._rotation = Rotation(skipping=self.in_a_row > 0)
+        if isinstance(writer := trainer.strategy.checkpoint_io, DurableCheckpointIO):
+            writer.rotation = self._rotation
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -78,6 +85,7 @@ class StepGuard(pl.Callback):
             if self.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
             self._statistics.keep()
+            self._rotation.step_finite()
             self.in_a_row = 0
         else:
             self._statistics.restore()
@@ -95,6 +103,7 @@ class StepGuard(pl.Callback):
             parameter.grad = None  # the optimizer leaves alone what has no gradient: no decay, no moments
         told = [told for told in gathered(trainer, self._told(trainer) if own == blame else None) if told]
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self._rotation.step_skipped()
         step = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batches": self._batches}
         file = _write(trainer, {**step, "norm": str(norm.item()), "in_a_row": self.in_a_row, "ranks": told})
         where = f"step {trainer.global_step} (batch {self._batches[-1]} of epoch {trainer.current_epoch})"
@@ -104,9 +113,14 @@ class StepGuard(pl.Callback):
             raise FloatingPointError(
                 f"{what}: steps {trainer.global_step + 1 - self.in_a_row} to {trainer.global_step} were not finite, "
                 f"and no more than {self.max_skipped} in a row are skipped (optimizer.max_skipped). None of them "
-                f"changed the weights; {file} tells their batches: {REMEDIES}"
+                f"changed the weights; {file} tells their batches: {REMEDIES}{self._kept()}"
             )
         rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} tells its samples")
+
+    def _kept(self) -> str:
+        """Which checkpoints to go on from, where newer ones would have taken their place."""
+        kept = ", ".join(str(path) for path in self._rotation.kept)
+        return f". Kept from before these steps: {kept}" if kept else ""
 
     def _blame(self) -> int:
         """How much points to this rank: 2 its batch is not finite, 1 its loss, 0 nothing."""
@@ -165,24 +179,6 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds its part of the norm
 
 
-def not_finite(weights: dict[str, Any], few: int = 3) -> str:
-    """The first few names of a state_dict's tensors that hold NaN or infinity, in words; empty where all are finite.
-
-    A mask of zeros and -inf, which some models keep among their buffers, is as it should be.
-    """
-    names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _finite(value)]
-    return ", ".join(names[:few]) + (f" and {len(names) - few} more" if len(names) > few else "")
-
-
-def _finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    if tensor.element_size() == 1:
-        tensor = tensor.half()  # of float8 there is no least or most
-    least, most = tensor.aminmax()  # one pass without a temporary, which NaN comes through
-    return bool((least.isfinite() & most.isfinite()) or ((tensor == 0) | (tensor == -torch.inf)).all())
-
-
 def gathered(trainer: pl.Trainer, own: Any) -> list[Any]:
     """What each rank says, by rank."""
     said = [own] * trainer.world_size
@@ -199,7 +195,7 @@ def _write(trainer: pl.Trainer, record: dict[str, Any]) -> str:
         return str(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as lines:
+        with os.fdopen(descriptor(file, os.O_WRONLY | os.O_APPEND), "a") as lines:
             lines.write(json.dumps(record) + "\n")
     except OSError as error:
         rank_zero_warn(f"{file} cannot be written ({error.strerror}); of a skipped step it would say {record}")

@@ -16,11 +16,12 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from diffvision.allow import Refusing, limited_imports
+from diffvision.analysis.curves import METRICS
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.folders import find_folders
@@ -36,7 +37,7 @@ from diffvision.training.callbacks import (
     Throughput,
     TrainOnlyNew,
 )
-from diffvision.training.checkpoints import DurableCheckpointIO
+from diffvision.training.checkpoints import DurableCheckpointIO, refuse_link
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
@@ -69,6 +70,7 @@ __all__ = [
     "fit",
 ]
 
+HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
 TRAINER_DEFAULTS = {
     "default_root_dir": "runs",
@@ -93,6 +95,17 @@ class Parser(Refusing, LightningArgumentParser):
     """Lightning's."""
 
 
+class SaveConfig(SaveConfigCallback):
+    """Lightning's; none of the files that are written in the logger's directory may be a link to another file."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        directory = trainer.log_dir  # asked of all ranks: the first one tells the others
+        if trainer.is_global_zero and directory is not None:
+            for name in (self.config_filename, HYPERPARAMETERS, METRICS):
+                refuse_link(Path(directory, name))
+        super().setup(trainer, pl_module, stage)
+
+
 class FitCLI(LightningCLI):
     """LightningCLI with any module and data module; the model's transforms, tokenizer and classes go to its data.
 
@@ -111,6 +124,7 @@ class FitCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
                 seed_everything_default=0,
+                save_config_callback=SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 trainer_defaults=TRAINER_DEFAULTS | {"callbacks": [self.state]},
                 parser_class=Parser,

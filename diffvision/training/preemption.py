@@ -97,6 +97,10 @@ class Preemption(pl.Callback):
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        noted = set(self._before) - {signal.SIGINT}
+        if isinstance(exception, Preempted):
+            ignore_until_the_end(noted)
+            self._before = {number: handler for number, handler in self._before.items() if number not in noted}
         self._restore()
 
     def _agreed(self) -> int:
@@ -171,6 +175,13 @@ class Preemption(pl.Callback):
         raise Preempted(number)
 
 
+def ignore_until_the_end(numbers: Iterable[int]) -> None:
+    """For a process that ends because of a signal: another one, as torchrun sends to all ranks when the first of them
+    has ended, would kill it before it has given its exit status. Python keeps SIG_IGN, and no handler, to its end."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """In place of what Lightning would do."""
 
@@ -215,6 +226,8 @@ def forwarded(trainer: pl.Trainer) -> Iterator[None]:
     except ProcessExitedException as error:
         if error.exit_code <= 128:
             raise
+        ignore_until_the_end(before)
+        before.clear()
         raise SystemExit(error.exit_code) from error
     finally:
         for number, handler in before.items():

@@ -6,23 +6,24 @@ import errno
 import fcntl
 import glob
 import os
-import pickle
 import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
+from diffvision.analysis.curves import keep_metrics
 from diffvision.training.checkpoints import (
     RUN_KEY,
     SUFFIX,
@@ -30,9 +31,12 @@ from diffvision.training.checkpoints import (
     DamagedCheckpoint,
     checkpoints_in,
     clean,
+    descriptor,
     is_remote,
+    malformed,
     module_bytes,
     newest_valid,
+    opened,
     record_path,
     unwritable,
     verify,
@@ -87,21 +91,46 @@ def prepared(
                 held.enter_context(locked(directory))
                 if removed := clean(directory):
                     rank_zero_info(f"removed what a killed run left: {few(map(str, removed))}")
-            _keep_metrics(trainer)
-        held.enter_context(_nothing_else(trainer, path))
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    keep_metrics(Path(logger.log_dir))
+        held.enter_context(_loading(trainer, path))
         yield path
 
 
 @contextmanager
-def _nothing_else(trainer: pl.Trainer, path: str | None) -> Iterator[None]:
-    """Lightning goes on from this checkpoint or none: where none is given it takes, unchecked, the last of an
-    OnExceptionCheckpoint, and under SLURM any hpc_ckpt_* in default_root_dir."""
-    own = vars(trainer._checkpoint_connector)
-    own["_parse_ckpt_path"] = lambda *args, **kwargs: path
+def _loading(trainer: pl.Trainer, path: str | None) -> Iterator[None]:
+    """Lightning loads this checkpoint or none, and names it where its states do not load.
+
+    Where none is given it takes, unchecked, the last of an OnExceptionCheckpoint, and under SLURM any hpc_ckpt_* in
+    default_root_dir.
+    """
+    connector: Any = trainer._checkpoint_connector
+    replaced = {
+        "_parse_ckpt_path": lambda *args, **kwargs: path,
+        "_restore_modules_and_callbacks": partial(_load, connector._restore_modules_and_callbacks, path),
+        "restore_training_state": partial(_load, connector.restore_training_state, path),
+    }
+    vars(connector).update(replaced)
     try:
         yield
     finally:
-        del own["_parse_ckpt_path"]
+        for name in replaced:
+            del vars(connector)[name]
+
+
+def _load(load: Callable[..., None], path: str | None, *args: Any, **settings: Any) -> None:
+    """Load states; an error that is no sentence is a ValueError that names the checkpoint."""
+    try:
+        load(*args, **settings)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a state that does not fit fails what loads it in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"cannot resume from {path}: its states do not fit this run ({reason}): set what it was trained with, or "
+            "start anew"
+        ) from error
 
 
 def run_directories(trainer: pl.Trainer) -> list[Path]:
@@ -193,8 +222,9 @@ def _refuse_unwritable(directory: Path, needed: int) -> None:
     probe = directory / TEMPORARY.format("probe")  # by no process's number: it may be that of a run elsewhere
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        probe.unlink(missing_ok=True)  # a link may have come with the directory
         probe.write_bytes(b"0")
-        probe.unlink(missing_ok=True)
+        probe.unlink()
         if shutil.disk_usage(directory).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
@@ -207,8 +237,9 @@ def locked(directory: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds it.
+        OSError: the lock file is a link.
     """
-    with (directory / LOCK).open("a+") as file:
+    with os.fdopen(descriptor(directory / LOCK, os.O_RDWR | os.O_APPEND), "a+") as file:
         try:
             # Not flock: workers would inherit that, and hold it after their parent was killed.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,16 +256,6 @@ def locked(directory: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _keep_metrics(trainer: pl.Trainer) -> None:
-    """CSVLogger deletes the metrics of the run that it goes on with: give them another name first."""
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger) and (file := Path(logger.log_dir, "metrics.csv")).is_file():
-            number = 1
-            while (kept := file.with_name(f"metrics.{number}.csv")).exists():
-                number += 1
-            file.rename(kept)
 
 
 # --- comparing ---
@@ -255,8 +276,12 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
         # Sharded: Lightning's own loading tells of differences.
         return {"optimizer_states": [], "optimizers": [], "step": 0}
     checkpoint = _opened(path)
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
+    if fault := malformed(checkpoint):
+        raise ValueError(f"cannot resume from {path}: it {fault}; give another, or --resume auto")
     words = _own_words(module, checkpoint)
-    differing = _differences(checkpoint.get("state_dict", {}), module, complete=bool(words))
+    differing = _differences(checkpoint["state_dict"], module, complete=bool(words))
     if differing or words:
         keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {few(differing, '; ')}"
         remedy = words or "Set the model that it is of, or start anew"
@@ -265,8 +290,6 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
         raise ValueError(
             f"cannot resume from {path}: it holds NaN or infinity in {bad}; give another, or --resume auto"
         )
-    if "optimizer_states" not in checkpoint:
-        raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
     run = checkpoint.get(RUN_KEY, {})
     if run.get("unfinished"):
         raise ValueError(f"cannot resume from {path}: it was taken {run['unfinished']}; give another, or --resume auto")
@@ -276,28 +299,17 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
             f"cannot resume from {path}: {trained} processes trained it and here are {world_size}, whose random "
             f"numbers would be others: run {trained} (trainer.devices x num_nodes), or accept it: --resume_ranks any"
         )
-    return {**run, "optimizer_states": checkpoint["optimizer_states"], "step": checkpoint.get("global_step", 0)}
+    return {**run, "optimizer_states": checkpoint["optimizer_states"], "step": checkpoint["global_step"]}
 
 
 def _opened(path: str) -> dict[str, Any]:
-    """A checkpoint's content, of which tensors are read only when they are used."""
+    """A checkpoint's content, of bytes that are as they were saved where a record says which."""
     try:
         if record_path(path).exists():
             verify(path)
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return opened(path)
     except DamagedCheckpoint as error:
         raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"cannot resume from {path}: it holds more than tensors and plain values, or is none"
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"cannot resume from {path}: it is damaged or no checkpoint") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"cannot resume from {path}: it holds a {type(content).__name__}, not a checkpoint's dictionary"
-        )
-    return content
 
 
 def _differences(theirs: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:
@@ -308,16 +320,18 @@ def _differences(theirs: dict[str, Any], module: pl.LightningModule, *, complete
     """
     ours, lines = module.state_dict(), []
     for name, value in ours.items():
-        here = list(getattr(value, "shape", []))
+        here = _shape(value)
         if name not in theirs:
             lines += [f"{name} {here} only here"] if module.strict_loading else []
-        elif (there := list(getattr(theirs[name], "shape", []))) != here:
+        elif (there := _shape(theirs[name])) != here:
             lines.append(f"{name} {there} there and {here} here")
     if complete or (module.strict_loading and not is_overridden("configure_model", module)):
-        lines += [
-            f"{name} {list(getattr(theirs[name], 'shape', []))} only there" for name in theirs if name not in ours
-        ]
+        lines += [f"{name} {_shape(theirs[name])} only there" for name in theirs if name not in ours]
     return lines
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else "no tensor"
 
 
 def _own_words(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
@@ -326,4 +340,6 @@ def _own_words(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
         getattr(module, "check_checkpoint", lambda _: None)(checkpoint)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # it reads what a module wrote, whose types nobody has checked
+        return f"what it says of its model cannot be read ({type(error).__name__}: {error})"
     return ""

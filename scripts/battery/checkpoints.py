@@ -20,6 +20,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from battery.case import Seen, case, stock
 from battery.small import fit, goes, refused, shards, short
 from diffvision.training.checkpoints import DurableCheckpointIO, clean, newest_valid, record_path
+from tiny_runs import plain_checkpoint
 
 KEPT = Path("kept")
 NONE_YET = "nowhere"  # a data set that is not there: what is refused before data is read does not miss it
@@ -32,7 +33,7 @@ ELSEWHERE = {"here": None, "elsewhere": "/dev/shm"}
 
 def content(step: int) -> dict:
     state = {f"weight{i}": torch.full((1 << 18,), float(step)) for i in range(30)}
-    return {"global_step": step, "epoch": 0, "state_dict": state, "optimizer_states": [{}], "loops": {}}
+    return plain_checkpoint(state, step)
 
 
 def saves(io: TorchCheckpointIO, path: Path, first: int) -> None:

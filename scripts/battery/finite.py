@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 
 from battery.case import Seen, case, stock
 from battery.small import raised
-from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid, not_finite
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.finite import FILE, StepGuard, not_finite
+from diffvision.training.finite import FILE, StepGuard
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import compare
+from tiny_runs import plain_checkpoint
 
 STEPS = 12
 INPUTS = {"NaN": math.nan, "infinity": math.inf}
@@ -194,13 +195,13 @@ for name, harm in {
 def spoilt() -> dict[str, Any]:
     module = Line()
     nn.init.constant_(module.net[1].weight, math.nan)
-    return {"state_dict": module.state_dict(), "optimizer_states": [], "global_step": 2}
+    return plain_checkpoint(module.state_dict(), 2)
 
 
 @case("A6 saving weights that are not finite", "refused; the checkpoint that was there stays", quick=True)
 def refuse_to_save() -> str:
     io, path = DurableCheckpointIO(), Path("last.ckpt")
-    io.save_checkpoint({"state_dict": Line().state_dict(), "optimizer_states": [], "global_step": 1}, path)
+    io.save_checkpoint(plain_checkpoint(Line().state_dict(), 1), path)
     before = path.read_bytes()
     told = raised(lambda: io.save_checkpoint(spoilt(), path), "NaN or infinity")
     assert path.read_bytes() == before

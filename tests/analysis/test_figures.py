@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from diffvision.analysis import figures
-from diffvision.analysis.figures import Curve, LookedAt
+from diffvision.analysis.curves import Curve
+from diffvision.analysis.figures import LookedAt
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +69,3 @@ def test_metric_bars_take_seeds_and_single_values():
     metrics = {"top-1": {"CLIP": [0.8, 0.9], "DiffCLIP": [0.85]}, "R@1": {"CLIP": [0.1, 0.2], "DiffCLIP": [0.3]}}
     assert opened(figures.metric_bars(metrics)).shape[1] > 400
     assert opened(figures.metric_bars({"speed": {"CLIP": [1200.0]}}, unit="samples/s")).size
-
-
-def test_metrics_of_lightnings_logger(tmp_path):
-    path = tmp_path / "metrics.csv"
-    path.write_text("epoch,step,train/loss,val/acc\n0,9,2.5,\n0,9,,0.25\n0,19,1.5,\n")
-    curves = figures.read_metrics(path)
-    assert curves == {"train/loss": Curve([9, 19], [2.5, 1.5]), "val/acc": Curve([9], [0.25])}

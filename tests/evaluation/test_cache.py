@@ -182,6 +182,20 @@ def test_the_sets_used_last_stay_within_the_bound(tmp_path):
         of("d", Cache(tmp_path, max_bytes=100))
 
 
+def test_links_in_a_cache_are_neither_written_through_nor_emptied(tmp_path):
+    elsewhere, rows = tmp_path / "elsewhere", {"x": torch.zeros(100)}
+    elsewhere.mkdir()
+    (elsewhere / "notes.txt").write_text("years of work")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ("a" * 32)).symlink_to(elsewhere)
+    cache = Cache(tmp_path / "cache", max_bytes=2000)
+    for number in range(6):  # more than there is room for
+        cache.save(f"{number:032x}", "000000", rows, None)
+    with pytest.warns(UserWarning, match=r"keeps nothing more \(a{32} in it is a link to another directory\)"):
+        cache.save("a" * 32, "000000", rows, None)
+    assert [file.name for file in elsewhere.iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize(
     ("batch_size", "num_workers", "tasks"), [(1, 2, ["zero_shot"]), (7, 0, TASKS), (32, 2, TASKS[2:])]
 )

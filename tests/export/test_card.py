@@ -120,6 +120,16 @@ def test_evaluations_beside_the_run(runs, tmp_path):
     assert "acc5" not in text
 
 
+def test_a_resumed_run_is_told_whole(runs, tmp_path):
+    """Two epochs, an interruption in the third, and the rest in another file."""
+    head, *rows = (runs.paths["vision"].parents[1] / "metrics.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.1.csv").write_text("".join([head, *rows, "2,49,1.2,0.83,,,,\n", "2,59,1.1,0.8"]))
+    (tmp_path / "metrics.csv").write_text("".join([head, "2,49,1.2,0.83,,,,\n", "2,59,,,,,512.0,1.0\n"]))
+    history = read_history(tmp_path, tmp_path / "best.ckpt")
+    assert history.account() == {"seen": 1792, "skipped": 3}
+    assert history.curves["train/loss"].steps == [9, 19, 39, 49]
+
+
 def test_metrics_are_those_of_the_weights():
     curves = {"val/loss": ([9, 19, 29], [3.0, 2.0, 2.5]), "train/loss": ([5, 25], [3.0, 2.0])}
     assert History(curves=curves, step=20).results() == ({"val/loss": 2.0}, 20)

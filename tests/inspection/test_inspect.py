@@ -123,6 +123,11 @@ def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
         there.chdir(pair)
         with pytest.raises(ValueError, match="the folder that you stand in"):
             inspect(model="diff_vit_debug", output=".")
+    (pair.parent / "notes.txt").write_text("mine")
+    told = json.loads((pair / "statistics.json").read_text())
+    (pair / "statistics.json").write_text(json.dumps(told | {"files": ["../notes.txt", "index.html"]}))
+    inspect(model="diff_vit_debug", output=str(pair))  # a folder of a stranger names no file outside of it
+    assert (pair.parent / "notes.txt").read_text() == "mine"
     (pair / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds something else \(notes.txt\): name a new folder"):
         inspect(model="diff_vit_debug", output=str(pair))

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.report import Report
 from diffvision.training import callbacks
-from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, account
+from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, account, together
 
 
 class Module(SimpleNamespace):
@@ -55,6 +56,27 @@ def test_account_of_an_epoch_resumed_and_cut_short():
     assert text == (
         "epoch 1: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples"
     )
+
+
+def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
+    """Twice interrupted: what was counted before goes from checkpoint to checkpoint, whatever the number of ranks."""
+    checkpoint: dict = {}
+    parts = [reports(), [Report(200, epoch=3, tail=8, before=96, seen=31, skipped=Counter({"empty caption": 1}))]]
+    parts[1][0].examples = {"empty caption": ["2.tar: d"]}
+    for part in parts:
+        report, loader = DataReport(), SimpleNamespace(report=together(part))
+        run = trainer(train_dataloader=loader, state=SimpleNamespace(fn=TrainerFn.FITTING))
+        report.on_load_checkpoint(run, None, checkpoint)
+        report.on_save_checkpoint(run, None, checkpoint)
+    report.on_load_checkpoint(run, None, checkpoint)
+    last = Report(200, epoch=3, tail=8, before=128, seen=64)
+    text, counts = account([last], consumed=64, earlier=[report.earlier])
+    assert counts == {"seen": 188, "skipped": 4, "substituted": 3, "tail": 8}
+    assert text.splitlines()[:2] == [
+        "epoch 3: 188 seen + 4 skipped + 8 left over = 200 samples",
+        "  3 x empty caption: 0.tar: a, 0.tar: b, 2.tar: d",
+    ]
+    assert report._earlier(4) == []
 
 
 @pytest.mark.parametrize("consumed", [95, 128])

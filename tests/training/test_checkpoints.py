@@ -1,9 +1,12 @@
 """Checkpoints on disk: killed at every point of a save, damaged, on a full disk; and those of each of our modules."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
+import pickle
+import re
 import resource
 import signal
 from pathlib import Path
@@ -21,6 +24,8 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import RunState
+from diffvision.training.rotation import Rotation
+from tiny_runs import plain_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 IO = DurableCheckpointIO()
@@ -28,7 +33,7 @@ IO = DurableCheckpointIO()
 
 def content(step: int) -> dict:
     state = {"weight": torch.full((4096,), float(step))}
-    return {"global_step": step, "epoch": 0, "state_dict": state, "optimizer_states": [{}], "loops": {}}
+    return plain_checkpoint(state, step)
 
 
 def save(path: Path, step: int) -> Path:
@@ -88,6 +93,9 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(place, 
     step = 1 if place <= RENAME else 2
     assert verify(last).step == step_of(last) == step
     torch.testing.assert_close(IO.load_checkpoint(last)["state_dict"], content(step)["state_dict"])
+    aside = Rotation()
+    aside.before_replacing(last)  # killed before the next step
+    assert len(list(tmp_path.iterdir())) > 3
     clean(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.json"}
     save(last, 3)  # and a run goes on from there
@@ -171,6 +179,105 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(damage, reason, tmp_path):
     assert list(faults) == [second]
     damage(first)
     assert newest_valid([tmp_path])[0] is None
+
+
+def with_record(path, **values):
+    """Put values into the record of a checkpoint."""
+    beside = checkpoints.record_path(path)
+    written = json.loads(beside.read_text())
+    written["records"][0] |= values
+    beside.write_text(json.dumps(written))
+
+
+def believed(path):
+    """Have the record of a checkpoint fit whatever bytes are there now."""
+    data = path.read_bytes()
+    with_record(path, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"step": "9"}, "step in an item of records .*is of type str, not int"),
+        ({"step": None}, "step .*is of type NoneType"),
+        ({"bytes": 1.5}, "bytes .*is of type float"),
+        ({"sha256": 0}, "sha256 .*is of type int"),
+        ({"saved": "now"}, "saved .*is of type str"),
+        ({"resumable": "yes"}, "resumable .*is of type str"),
+        ({"world_size": [1]}, r"world_size in an item of records .*is of type list, not int \| None"),
+        ({"optimizers": ["AdamW", 1]}, "an item of optimizers in an item of records .*is of type int, not str"),
+        (None, "an item of records in its content has no step"),
+        ([], "records in it is empty"),
+        ("x", "records .*is of type str, not list"),
+        ("9" * 5000, "has an unreadable record step=2.ckpt.json beside it$"),  # more digits than Python reads
+    ],
+)
+def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
+    first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
+    beside = checkpoints.record_path(second)
+    written = json.loads(beside.read_text())
+    if values is None:
+        del written["records"][0]["step"]
+    elif isinstance(values, dict):
+        written["records"][0] |= values
+    else:
+        written["records"] = values
+    text = json.dumps(written)
+    beside.write_text(text.replace(f'"{values}"', values) if len(values or ()) > 1000 else text)
+    path, faults = newest_valid([tmp_path])
+    assert path == first
+    assert list(faults) == [second]
+    assert re.search(reason, faults[second])
+    with pytest.raises(DamagedCheckpoint, match="has an unreadable record"):
+        verify(second)
+
+
+OPTIMIZER = {"state": {}, "param_groups": []}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (b"PK\x03\x04 and no more", "is damaged or no checkpoint"),
+        (b"no archive", "is damaged or no checkpoint"),
+        (pickle.dumps({"object": Path(".")}), "is damaged or no checkpoint"),
+        ([1], "holds a list, not a checkpoint's dictionary"),
+        ({"state_dict": None}, "its content has no state_dict"),
+        ({"global_step": None}, "its content has no global_step"),
+        ({"pytorch-lightning_version": None}, "its content has no pytorch-lightning_version"),
+        ({"loops": {}}, "loops in its content has no fit_loop"),
+        ({"global_step": "2"}, "global_step .*is of type str, not int"),
+        ({"epoch": 0.5}, "epoch .*is of type float"),
+        ({"state_dict": [1]}, "state_dict .*is of type list, not dict"),
+        ({"state_dict": {1: torch.ones(1)}}, "a key of state_dict .*is of type int"),
+        ({"state_dict": {"weight": torch.ones(2, device="meta")}}, "weight in state_dict is a tensor without values"),
+        ({"current_model_state": torch.ones(1)}, "current_model_state .*is of type Tensor"),
+        ({"optimizer_states": {}}, "optimizer_states .*is of type dict, not list"),
+        ({"optimizer_states": [[]]}, "an item of optimizer_states .*is of type list, not dict"),
+        ({"optimizer_states": [{"state": {}}]}, "an item of optimizer_states in its content has no param_groups"),
+        ({"optimizer_states": [OPTIMIZER | {"state": 1}]}, "state in an item of optimizer_states .*is of type int"),
+        ({"optimizer_states": [OPTIMIZER | {"param_groups": [3]}]}, "an item of param_groups .*is of type int"),
+        ({"lr_schedulers": [None]}, "an item of lr_schedulers .*is of type NoneType"),
+        ({"diffvision": "DiffCLIP-debug"}, "diffvision .*is of type str, not dict"),
+        ({"diffvision_run": []}, "diffvision_run .*is of type list, not dict"),
+        ({"diffvision_run": {"world_size": "2"}}, "world_size in diffvision_run .*is of type str, not int"),
+        ({"diffvision_run": {"place": "step"}}, "diffvision_run has no random"),
+    ],
+)
+def test_content_that_does_not_load_is_passed_over_though_its_record_is_right(values, reason, tmp_path):
+    first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
+    if isinstance(values, bytes):
+        second.write_bytes(values)
+    else:
+        whole = content(2) | values if isinstance(values, dict) else values
+        gone = [key for key, value in values.items() if value is None] if isinstance(values, dict) else []
+        torch.save({k: v for k, v in whole.items() if k not in gone} if gone else whole, second)
+    believed(second)
+    verify(second)
+    path, faults = newest_valid([tmp_path])
+    assert path == first
+    assert list(faults) == [second]
+    assert re.search(reason, faults[second])
 
 
 def test_what_cannot_be_read_is_passed_over(tmp_path, monkeypatch):

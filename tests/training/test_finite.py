@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -14,11 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, not_finite, verify
 from diffvision.training.clip import ContrastiveModule, of_some_length
-from diffvision.training.finite import FILE, StepGuard, not_finite
+from diffvision.training.finite import FILE, StepGuard
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.resume import compare
+from tiny_runs import plain_checkpoint
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -134,6 +136,20 @@ def test_a_skipped_step_changes_nothing_and_is_told(tmp_path):
     assert trainer.logged_metrics["train/skipped_steps"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
+def test_the_file_of_skipped_steps_is_not_written_through_a_link(tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    (tmp_path / "fit" / "version_0").mkdir(parents=True)
+    (tmp_path / "fit" / "version_0" / FILE).symlink_to(other)
+    with (
+        pytest.warns(UserWarning, match="it is skipped"),
+        pytest.warns(UserWarning, match=rf"{FILE} cannot be written \(.* is a link to .*notes.txt, which would be"),
+    ):
+        fit(Tiny(), batches(b2=NAN), tmp_path)
+    assert other.read_text() == "years of work"
+
+
 def test_with_accumulation_the_whole_step_is_skipped(tmp_path):
     module, states = Tiny(), States()
     with pytest.warns(UserWarning, match="skipped"):
@@ -164,6 +180,58 @@ def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays
     assert (again.guard.in_a_row, again.guard.skipped) == (2, 2)
     with pytest.raises(FloatingPointError, match="no more than 0 in a row"):
         fit(Tiny(max_skipped=0), batches(b0=NAN), tmp_path / "none")
+
+
+class Rate(pl.Callback):
+    """A learning rate of 1e30 at one step: it leaves weights that are finite and useless."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e30 if batch_idx == 5 else 0.1
+
+
+def good_steps(directory):
+    """Steps of the valid checkpoints whose weights are of use."""
+    found = [(path, verify(path)) for path in checkpoints_in(directory)]
+    weights = {record.step: torch.load(path, weights_only=True)["state_dict"] for path, record in found}
+    return sorted(step for step, state in weights.items() if state["net.1.weight"].abs().max() < 1e6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_top_k": 1},
+        {"save_top_k": 0, "save_last": True},
+        {"save_top_k": 1, "save_last": True},
+        {"save_top_k": 1, "filename": "always"},
+        {"save_top_k": 2, "monitor": "step", "mode": "max"},
+    ],
+)
+def test_useless_checkpoints_do_not_take_the_place_of_the_last_good_one(settings, tmp_path):
+    """A step of 1e30, then ten that are skipped, with a checkpoint after each; the fifth step was the last good one."""
+    saving = ModelCheckpoint(
+        **{"dirpath": tmp_path / "kept", "filename": "{step}", "every_n_train_steps": 1} | settings
+    )
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(FloatingPointError, match=r"Kept from before these steps: .*\.ckpt"),
+    ):
+        fit(Tiny(), batches(20), tmp_path, Rate(), saving)
+    assert max(good_steps(tmp_path / "kept")) == 5
+    assert not list((tmp_path / "kept").glob(".saving*"))
+
+
+@pytest.mark.parametrize("settings", [{"save_top_k": 1}, {"save_top_k": 1, "save_last": True, "filename": "always"}])
+def test_rotation_is_as_before_once_steps_are_finite_again(settings, tmp_path):
+    names = {}
+    for name, bad in (("good", {}), ("bad", {"b5": NAN, "b6": NAN}), ("bad at the end", {"b8": NAN})):
+        directory = tmp_path / name
+        saving = ModelCheckpoint(**{"dirpath": directory, "filename": "{step}", "every_n_train_steps": 1} | settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            fit(Tiny(), batches(9, **bad), tmp_path, saving)
+        names[name] = sorted(path.name for path in directory.iterdir())
+    assert names["good"] == names["bad"]
+    assert set(names["good"]) < set(names["bad at the end"])
 
 
 def test_a_gradient_scaler_looks_for_its_scale_until_there_is_none_left(tmp_path):
@@ -309,7 +377,7 @@ def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path):
     path, io, module = tmp_path / "last.ckpt", DurableCheckpointIO(), Tiny()
-    good = {"state_dict": module.state_dict(), "optimizer_states": [], "global_step": 1}
+    good = plain_checkpoint(module.state_dict(), 1)
     io.save_checkpoint(good, path)
     bytes_before = path.read_bytes()
     for value in (NAN, INF, -INF):

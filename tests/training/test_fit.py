@@ -81,7 +81,18 @@ def test_resuming_in_mid_epoch_gives_the_weights_of_the_run_never_stopped(shards
     assert resumed.trainer.global_step == 5
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
-    assert "16 seen + 0 skipped + 2 left over + 32 before the run was resumed = 50 samples" in capsys.readouterr().out
+    assert "epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "hparams.yaml"])
+def test_files_of_the_logger_that_are_links_are_refused(shards, tmp_path, name):
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    (tmp_path / "fit" / "version_0").mkdir(parents=True)
+    (tmp_path / "fit" / "version_0" / name).symlink_to(other)
+    with pytest.raises(OSError, match=rf"{name} is a link to .*notes.txt, which would be written to: remove it"):
+        run(shards, tmp_path, "--trainer.logger.version=0", steps=2)
+    assert other.read_text() == "years of work"
 
 
 def test_a_run_goes_on_by_itself_from_the_newest_that_is_whole(shards, whole, tmp_path):

@@ -93,13 +93,19 @@ def fitted(root, module, *, batches=6, **settings):
     """The trainer and the exit status of a fit."""
     trainer = trainer_of(root, **settings)
     data = DataLoader(torch.ones(batches, 3))
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
     code = 0
     try:
         trainer.fit(module, data, DataLoader(torch.ones(4, 3)))
     except Preempted as ended:
         code = ended.code
-    assert {number: signal.getsignal(number) for number in before} == before
+    after = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    ignored = {number for number in numbers if after[number] is signal.SIG_IGN} - {signal.SIGUSR1}
+    assert ignored == ({signal.SIGTERM, signal.SIGUSR2} if code else set())
+    assert after[signal.SIGINT] == before[signal.SIGINT]
     return trainer, code
 
 
@@ -122,6 +128,28 @@ def test_sigterm_saves_after_the_step_and_ends_with_143(tmp_path, capsys):
     assert newest_valid([tmp_path])[0] == tmp_path / SAVED
     assert called(module, "validation_step", "on_train_epoch_end") == []
     assert f"SIGTERM: saved {tmp_path / SAVED} at step 3" in capsys.readouterr().err
+
+
+def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
+    """torchrun sends one to all ranks when the first has ended: the others have ended their fit, not their process."""
+
+    class Again(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def work():
+        trainer = trainer_of(tmp_path)
+        trainer.callbacks.append(Again())  # after Preemption
+        try:
+            trainer.fit(Tiny(2, send(signal.SIGTERM)), DataLoader(torch.ones(6, 3)), DataLoader(torch.ones(4, 3)))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 143
+    assert saved(tmp_path)["global_step"] == 3
 
 
 def test_a_step_of_several_batches_is_finished(tmp_path):

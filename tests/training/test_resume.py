@@ -2,6 +2,7 @@
 
 import errno
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -117,6 +118,42 @@ def test_auto_begins_goes_on_and_falls_back_and_says_so(tmp_path, caplog):
     assert [p.name for p in (tmp_path / "fit").iterdir()] == ["version_0"]
     columns = [p.read_text().count("\n") for p in sorted(saved(tmp_path).parent.glob("metrics*.csv"))]
     assert columns == [3, 4, 5]  # a header, the step gone on from, and the steps of each: none deleted
+
+
+def rewritten(path, change):
+    """Change a checkpoint's content, with a record that fits its bytes."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    DurableCheckpointIO().save_checkpoint(content, path)
+
+
+def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_by_its_path(tmp_path):
+    run(tmp_path, steps=4)
+    rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
+    rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as told:
+        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
+    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    rewritten(newest, lambda content: content.update(lr_schedulers=0))
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt: it is malformed: lr_schedulers in"):
+        run(tmp_path, ckpt_path=str(newest))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content["loops"]["fit_loop"].clear(), "KeyError: "),
+        (lambda content: content["optimizer_states"][0]["state"].update({0: 1}), "TypeError: "),
+        (lambda content: content["callbacks"].update(dict.fromkeys(content["callbacks"], 1)), "AttributeError: "),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_and_not_passed_over(tmp_path, change, reason):
+    run(tmp_path)
+    rewritten(saved(tmp_path) / "step=2.ckpt", change)
+    with pytest.raises(
+        ValueError, match=rf"cannot resume from .*step=2.ckpt: its states do not fit this run \({reason}"
+    ):
+        run(tmp_path, "auto", steps=3)
 
 
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
@@ -258,6 +295,12 @@ def test_a_module_says_what_to_set(checkpoint):
         def configure_model(self):
             pass
 
+    class Unchecked(Tiny):
+        def check_checkpoint(self, checkpoint):
+            return checkpoint["diffvision"]["model"]
+
+    with pytest.raises(ValueError, match=r"step=1.ckpt: what it says of its model cannot be read \(KeyError: 'diffvi"):
+        compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only there. set layers to 2"):
         compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2$"):
@@ -341,6 +384,34 @@ def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path)
     first.kill()  # nothing is left to be cleaned by hand
     first.join(20)
     assert run(tmp_path, version=0) == [0, 1]
+
+
+@pytest.mark.parametrize("link", ["symlink", "dangling", "hard link"])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, link):
+    directory, other = tmp_path / "checkpoints", tmp_path / "notes.txt"
+    directory.mkdir()
+    if link != "dangling":
+        other.write_text("years of work")
+    if link == "hard link":
+        (directory / ".lock").hardlink_to(other)
+    else:
+        (directory / ".lock").symlink_to(other)
+    with pytest.raises(OSError, match=r"\.lock (is a link to|has another name).*would be written to: remove it"):
+        locked(directory).__enter__()
+    assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
+
+
+def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
+    saved(tmp_path).mkdir(parents=True)
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    for name in ("probe", os.getpid(), f"{os.getpid()}-record"):
+        (saved(tmp_path) / f".saving-{name}.tmp").symlink_to(other)
+    DurableCheckpointIO().save_checkpoint({"state_dict": {}}, saved(tmp_path) / "weights.ckpt")
+    (saved(tmp_path) / "weights.ckpt").unlink()
+    (saved(tmp_path).parent / "metrics.csv").symlink_to(other)
+    assert run(tmp_path, version=0) == [0, 1]
+    assert other.read_text() == "years of work"
 
 
 def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):

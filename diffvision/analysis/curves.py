@@ -1,0 +1,83 @@
+"""What a training run logged, read from the files of Lightning's CSVLogger, also of a run that was resumed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+METRICS = "metrics.csv"
+Points = dict[float, tuple[float, str | None]]  # step -> the value, and its epoch
+_KEPT = re.compile(r"metrics\.(\d+)\.csv")
+
+
+class Curve(NamedTuple):
+    """A value over steps."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+def read_metrics(run: str | Path) -> dict[str, Curve]:
+    """The curves of a run, by metric.
+
+    Of a run that was resumed all files are read in their order: `metrics.1.csv`, `metrics.2.csv`, ..., `metrics.csv`.
+    What an earlier one logged after the step at which a later one begins belongs to steps that were made again, and is
+    left out; so is a last row that is not whole. Of `data/...`, the account of an epoch, the last in each epoch counts.
+
+    Args:
+        run: the directory that CSVLogger wrote to.
+
+    Raises:
+        FileNotFoundError: it holds no such file.
+        ValueError: a file holds other than numbers.
+    """
+    files = metrics_files(Path(run))
+    if not files:
+        raise FileNotFoundError(f"no {METRICS} in {run}")
+    curves: dict[str, Points] = {}
+    for file in files:
+        later = _read(file)
+        first = min((step for points in later.values() for step in points), default=float("inf"))
+        # At its first step a later file may hold only what followed the checkpoint; the rest of that step stands.
+        curves = {name: {s: v for s, v in points.items() if s <= first} for name, points in curves.items()}
+        for name, points in later.items():
+            curves[name] = curves.get(name, {}) | points
+    kept = {name: _last_of_epochs(p) if name.startswith("data/") else p for name, p in curves.items() if p}
+    return {name: Curve(list(points), [value for value, _ in points.values()]) for name, points in kept.items()}
+
+
+def metrics_files(run: Path) -> list[Path]:
+    """The files of a run in the order in which they were written."""
+    kept = {int(match[1]): file for file in run.glob("metrics.*.csv") if (match := _KEPT.fullmatch(file.name))}
+    return [kept[number] for number in sorted(kept)] + [file for file in [run / METRICS] if file.is_file()]
+
+
+def keep_metrics(run: Path) -> None:
+    """Give the metrics of a run that is to be resumed another name: CSVLogger deletes them as it begins."""
+    if (file := run / METRICS).is_file() or file.is_symlink():
+        numbers = [int(match[1]) for kept in run.glob("metrics.*.csv") if (match := _KEPT.fullmatch(kept.name))]
+        file.rename(run / f"metrics.{max(numbers, default=0) + 1}.csv")
+
+
+def _read(file: Path) -> dict[str, Points]:
+    """The values of one file, by metric; rows in which one is empty are left out."""
+    curves: dict[str, Points] = {}
+    for row in csv.DictReader(_whole_lines(file)):
+        for name, value in row.items():
+            if name not in ("step", "epoch") and value:
+                curves.setdefault(name, {})[float(row["step"])] = float(value), row.get("epoch")
+    return curves
+
+
+def _last_of_epochs(points: Points) -> Points:
+    """A run that was extended in an epoch has ended that epoch twice."""
+    steps = {epoch: step for step, (_, epoch) in points.items()}
+    return {step: points[step] for step in steps.values()}
+
+
+def _whole_lines(file: Path) -> Iterator[str]:
+    with file.open(newline="", encoding="utf-8") as lines:
+        yield from (line for line in lines if line.endswith("\n"))
