@@ -199,9 +199,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **settings: Any) -> Any:
-        """As transformers', but the decoder's weights must all be there: others would be drawn at random.
+        """As transformers', but weights that should be there are not drawn at random.
 
-        A head may be missing, as where a classifier is made of a language model, or left over.
+        A folder of this very class must hold all of them and no others, and one of another class the decoder's: a
+        classifier may be made of a language model.
 
         Raises:
             ValueError: the weights are not those of the configuration (another variant, a damaged file).
@@ -209,9 +210,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         wants_info = settings.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **settings)
         model, info = loaded
-        decoder = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("embed", "blocks", "norm"))
+        prefixes = [f"{prefix}{part}." for prefix in ("", "model.") for part in ("embed", "blocks", "norm")]
+        asked = ("",) if cls.__name__ in (model.config.architectures or ()) else tuple(prefixes)
         wrong = {
-            kind: sorted(name for name in info[f"{kind}_keys"] if name.startswith(decoder))
+            kind: sorted(name for name in info[f"{kind}_keys"] if name.startswith(asked))
             for kind in ("missing", "unexpected")
         }
         if any(wrong.values()):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
@@ -261,6 +262,23 @@ def test_weights_of_another_variant_are_refused(tmp_path):
     host.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"missing: model.blocks.0.attn.head_norm.weight"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing: .*blocks.0.attn.head_norm.weight"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_file_without_the_output_projection_is_refused(tmp_path):
+    """But a folder of the decoder alone never had one: it is new, and transformers warns."""
+    host = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug"))
+    host.save_pretrained(tmp_path / "whole")
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    del state["model.head.weight"]
+    save_file(state, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight \(1\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    host.model.save_pretrained(tmp_path / "decoder")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert torch.equal(again.model.embed.weight, host.model.embed.weight)
 
 
 def test_bad_input_is_refused():
