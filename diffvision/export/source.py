@@ -131,7 +131,7 @@ def _hugging_face(path: Path) -> Source:
     """A language model of ours as transformers' folder."""
     transformers = hugging_face_classes()
     return _text(
-        path, transformers.DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True).model.eval()
+        path, transformers.DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True).to_diffvision()
     )
 
 

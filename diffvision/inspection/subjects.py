@@ -14,7 +14,6 @@ from diffvision.evaluation.language.loading import load_subject
 from diffvision.evaluation.loading import load
 from diffvision.inspection.hugging_face import is_hugging_face
 from diffvision.models import language
-from diffvision.models.decoder import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def _loaded(model: str | None, checkpoint: str | None, tokenizer: str | None, de
         found = load_subject(checkpoint, tokenizer=tokenizer, device=device)
         if found.tokenizer is None:
             raise ValueError(f"{checkpoint} came without a tokenizer, which reads the text: give --tokenizer")
-        own = getattr(found.model, "model", None)  # ours, where `diffvision export` put it in transformers' clothes
-        read = own if isinstance(own, LanguageModel) else found.model
+        unwrap = getattr(found.model, "to_diffvision", None)  # a folder that `diffvision export` wrote
+        read = found.model if unwrap is None else unwrap()
         return Subject(found.name, read, None, found.tokenizer, found.max_length)
     if model in language.model_names():
         raise ValueError(f"{model!r} is a language model: give its --checkpoint alone, without --model")

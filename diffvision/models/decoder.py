@@ -72,11 +72,11 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws all weights anew (see the class), also after `to_empty`."""
-        std, depth = math.sqrt(2 / (5 * self.config.dim)), self.config.depth
+        std, std_back = initial_std(self.config)
         back = {id(part) for block in self.blocks for part in _back_to_the_stream(block)}
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
-                nn.init.normal_(module.weight, std=std / math.sqrt(2 * depth) if id(module) in back else std)
+                nn.init.normal_(module.weight, std=std_back if id(module) in back else std)
             elif isinstance(module, nn.RMSNorm | DiffAttention):
                 module.reset_parameters()
 
@@ -197,6 +197,12 @@ class LanguageModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant}, max_length={self.config.max_length}, tied={self.config.tied}"
+
+
+def initial_std(config: LanguageConfig) -> tuple[float, float]:
+    """Standard deviations that weights are drawn with: all, and the two projections back to the residual stream."""
+    std = math.sqrt(2 / (5 * config.dim))
+    return std, std / math.sqrt(2 * config.depth)
 
 
 def _back_to_the_stream(block: nn.Module) -> tuple[nn.Module, nn.Module]:

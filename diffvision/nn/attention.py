@@ -118,6 +118,7 @@ class AttentionLayer(nn.Module):
         *,
         cache: Cache | None = None,
         rotation: Rotation | None = None,
+        maps: list[Tensor] | None = None,
     ) -> Float[Tensor, "B N dim"]:
         """Attends within each sequence.
 
@@ -129,6 +130,9 @@ class AttentionLayer(nn.Module):
             cache: past tokens to attend to as well; it takes those of x.
             rotation: the tokens' angles, where their positions are not counted from 0 or as the cache counts them; to
                 be computed once for all layers of a model. Means nothing to a layer without rotary embedding.
+            maps: a list to which the map that the values are weighted with is appended, [B, H, N, L] in float32 or
+                better: the softmax map, or in differential layers the first map less lambda times the second. The
+                output is then computed from that map, which takes its memory.
 
         Raises:
             ValueError: a float mask with other values than 0 and -inf; more tokens than the cache has room for.
@@ -137,8 +141,16 @@ class AttentionLayer(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        heads = self._attend(x, q, k, v, boolean_mask(attn_mask), is_causal)
-        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+        mask = boolean_mask(attn_mask)
+        if maps is None:
+            heads = self._attend(x, q, k, v, mask, is_causal)
+        else:
+            softmax = ops.attention_maps(q, k, causal=is_causal, mask=mask)
+            maps.append(self._combined(F.dropout(softmax, self._dropout()), x))
+            with torch.autocast(x.device.type, enabled=False):
+                values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+                heads = (maps[-1] @ values).to(v.dtype)
+        return self.proj_drop(self.proj(self._finish(heads).transpose(1, 2).flatten(2)))
 
     def attention_maps(
         self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
@@ -175,6 +187,14 @@ class AttentionLayer(nn.Module):
         """[B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V]."""
         raise NotImplementedError
 
+    def _combined(self, maps: Float[Tensor, "B H P N L"], x: Tensor) -> Float[Tensor, "B H N L"]:
+        """The one map of each head that `_attend` weights the values with."""
+        raise NotImplementedError
+
+    def _finish(self, heads: Float[Tensor, "B H N V"]) -> Float[Tensor, "B H N V"]:
+        """What is done to each head's output before the projection."""
+        return self.head_norm(heads)
+
     def _dropout(self) -> float:
         return self.attn_drop if self.training else 0.0
 
@@ -199,7 +219,7 @@ class Attention(AttentionLayer):
                 mask = lower if mask is None else mask & lower
             is_causal = False
         grouped = self.num_heads != self.num_kv_heads
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q.squeeze(2),
             k.squeeze(2),
             v,
@@ -208,18 +228,21 @@ class Attention(AttentionLayer):
             is_causal=is_causal,
             enable_gqa=grouped,
         )
-        return self.head_norm(out)
+
+    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+        return maps.squeeze(2)
 
 
 def boolean_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask as the operation takes it; hosts also hand float masks of 0 and -inf."""
+    """A mask as the operation takes it; hosts also hand float masks of 0 and -inf, or the lowest finite number."""
     if mask is None:
         return None
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
     if mask.dtype == torch.bool:
         return mask
     attends = mask == 0
-    if not torch.compiler.is_compiling() and not (attends | mask.isneginf()).all():
+    lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else -torch.inf
+    if not torch.compiler.is_compiling() and not (attends | (mask <= lowest)).all():
         raise ValueError(
             "a float attn_mask may hold 0 and -inf only (no bias is added to differential maps); pass a boolean"
         )

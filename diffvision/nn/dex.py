@@ -81,8 +81,8 @@ class DexAttention(Attention):
         init, learned = self.dex_schedule.float().split(1)
         return init * self.dex_lambda_init + learned * self.dex_lambda.float()
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self.operate(super()._attend(x, q, k, v, mask, is_causal))
+    def _finish(self, heads: Tensor) -> Tensor:
+        return self.operate(super()._finish(heads))
 
     def operate(self, heads: Float[Tensor, "... H N V"]) -> Float[Tensor, "... H N V"]:
         """The heads' outputs [..., H, N, V] less what is learned of them."""

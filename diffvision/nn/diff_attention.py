@@ -72,9 +72,15 @@ class DiffAttention(AttentionLayer):
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         lam = self.compute_lambda(x)
-        out = ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+
+    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+        one, two = maps.unbind(2)
+        return one - self.compute_lambda(x) * two
+
+    def _finish(self, heads: Tensor) -> Tensor:
         factor = 1 - self.lambda_init
-        return self.head_norm(out, factor) if isinstance(self.head_norm, HeadNorm) else out * factor
+        return self.head_norm(heads, factor) if isinstance(self.head_norm, HeadNorm) else heads * factor
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, lambda_init={self.lambda_init:.4g}"
@@ -107,4 +113,8 @@ class DiffAttentionV2(AttentionLayer):
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         lam = self.compute_lambda(x)
-        return self.head_norm(ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout()))
+        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+
+    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+        one, two = maps.unbind(2)
+        return one - self.compute_lambda(x) * two

@@ -27,7 +27,7 @@ METRICS = ("acc,none", "acc_norm,none")
 def adapted(exported: Path, folder: Path) -> None:
     """The exported model as V2, in a folder of the same kind."""
     host = AutoModelForCausalLM.from_pretrained(exported)
-    DiffTransformerForCausalLM.from_diffvision(diffvision.adapt(host.model, "v2")).save_pretrained(folder)
+    DiffTransformerForCausalLM.from_diffvision(diffvision.adapt(host.to_diffvision(), "v2")).save_pretrained(folder)
     for file in exported.glob("tokenizer*"):
         shutil.copy(file, folder)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +25,14 @@ from diffvision.models.hugging_face import DiffTransformerConfig, DiffTransforme
 PACKAGE = Path(language.__file__).parents[1]
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 CLOSE = {"rtol": 0, "atol": 1e-5}
+AUTO_CLASSES = {
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+}
 
 
 def _model(name, **overrides):
@@ -53,8 +62,9 @@ def _padded(rows):
 def test_logits_and_cache_equal_the_models(model):
     host, tokens = DiffTransformerForCausalLM.from_diffvision(model), torch.randint(97, (2, 20))
     expected = model(tokens)
-    assert host.model is model
     assert torch.equal(host(tokens, use_cache=False).logits, expected)
+    assert torch.equal(host.to_diffvision()(tokens), expected)
+    assert all(part is other for part, other in zip(host.to_diffvision().parameters(), model.parameters(), strict=True))
     assert torch.equal(host(tokens, logits_to_keep=3).logits, expected[:, -3:])
     assert torch.equal(host(tokens, logits_to_keep=torch.tensor([1, 7])).logits, expected[:, [1, 7]])
     first = host(tokens[:, :11], use_cache=True)
@@ -109,10 +119,10 @@ def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(config) is DiffTransformerConfig
     assert type(again) is DiffTransformerForCausalLM
-    assert config.to_diffvision() == again.model.config == model.config
+    assert config.to_diffvision() == again.to_diffvision().config == model.config
     assert (config.eos_token_id, config.max_position_embeddings, config.tie_word_embeddings) == (3, 128, tied)
-    assert (again.get_output_embeddings() is None) is tied
-    assert {key: value.dtype for key, value in again.model.state_dict().items()} == {
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) is tied
+    assert {key: value.dtype for key, value in again.to_diffvision().state_dict().items()} == {
         key: value.dtype for key, value in model.state_dict().items()
     }
     tokens = torch.randint(97, (1, 9))
@@ -125,7 +135,7 @@ def test_new_weights_are_the_models_own_draw():
     host = transformers.AutoModelForCausalLM.from_config(config)
     torch.manual_seed(1)
     expected = language.create("diff-debug").state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in host.model.state_dict().items())
+    assert all(torch.equal(value, expected[key]) for key, value in host.to_diffvision().state_dict().items())
 
 
 def test_loss_is_that_of_the_next_token_and_trains(model):
@@ -163,10 +173,8 @@ def test_export_writes_model_and_tokenizer(tmp_path):
         assert row[: len(expected)] == expected
     namespace = runpy.run_path(str(tmp_path / "theirs" / "modeling_diffvision.py"))  # what trust_remote_code runs
     named = {auto: namespace[name.removeprefix("modeling_diffvision.")] for auto, name in host.config.auto_map.items()}
-    assert named == {
-        "AutoConfig": DiffTransformerConfig,
-        "AutoModelForCausalLM": DiffTransformerForCausalLM,
-    }
+    assert named.keys() == AUTO_CLASSES
+    assert (named["AutoConfig"], named["AutoModelForCausalLM"]) == (DiffTransformerConfig, DiffTransformerForCausalLM)
     with pytest.raises(ValueError, match="no token '</s>'"):
         export(str(tmp_path / "ours"), str(tmp_path / "other"), eos="</s>")
 
@@ -276,10 +284,9 @@ def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_pat
     for folder in folders:
         assert [path.name for path in folder.glob("*.py")] == ["modeling_diffvision.py"]
         assert len((folder / "modeling_diffvision.py").read_text().splitlines()) == 1
-    assert transformers.AutoConfig.from_pretrained(folders[0]).auto_map == {
-        "AutoConfig": "modeling_diffvision.DiffTransformerConfig",
-        "AutoModelForCausalLM": "modeling_diffvision.DiffTransformerForCausalLM",
-    }
+    auto_map = transformers.AutoConfig.from_pretrained(folders[0]).auto_map
+    assert auto_map.keys() == AUTO_CLASSES
+    assert auto_map["AutoModelForCausalLM"] == "modeling_diffvision.DiffTransformerForCausalLM"
 
 
 def test_weights_of_another_variant_are_refused(tmp_path):
@@ -288,26 +295,41 @@ def test_weights_of_another_variant_are_refused(tmp_path):
     host.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"missing: model.blocks.0.attn.head_norm.weight"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing: .*blocks.0.attn.head_norm.weight"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_file_without_the_output_projection_is_refused(tmp_path):
+    """But a folder of the decoder alone never had one: it is new, and transformers warns."""
+    host = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug"))
+    host.save_pretrained(tmp_path / "whole")
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    del state["model.head.weight"]
+    save_file(state, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight \(1\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    host.model.save_pretrained(tmp_path / "decoder")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert torch.equal(again.model.embed.weight, host.model.embed.weight)
 
 
 def test_bad_input_is_refused():
     host, tokens = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug")), torch.randint(97, (1, 4))
-    with pytest.raises(ValueError, match="padding within"):
-        host(tokens, attention_mask=torch.tensor([[1, 0, 1, 1]]))
     with pytest.raises(ValueError, match=r"must be \[1, 4\]"):
-        host(tokens, attention_mask=torch.ones(1, 1, 4, 4))
-    with pytest.raises(ValueError, match="leave them out"):
-        host(tokens, position_ids=torch.tensor([[0, 1, 0, 1]]))
-    with pytest.raises(ValueError, match="static cache"):
-        host.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+        host(tokens, attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="may hold 0 and -inf only"):
+        host(tokens, attention_mask=torch.rand(1, 1, 4, 4))
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds, and not both"):
+        host()
+    with pytest.raises(ValueError, match="does not support Flash Attention 2"):
+        host.set_attn_implementation("flash_attention_2")
     with pytest.raises(ValueError, match="make 129, over the model's max_length of 128"):
         host.generate(tokens, max_new_tokens=125, pad_token_id=0)
     with pytest.raises(ValueError, match="max_length of 128"):
         host(torch.zeros(1, 129, dtype=torch.long))
     with pytest.raises(ValueError, match="labels with logits_to_keep"):
         host(tokens, labels=tokens, logits_to_keep=1)
-    with pytest.raises(ValueError, match="cannot become 98"):
-        host.resize_token_embeddings(98)
     with pytest.raises(ValueError, match="head_dim is 15"):
         DiffTransformerConfig(head_dim=15)
 

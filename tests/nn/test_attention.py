@@ -353,3 +353,21 @@ def test_compiles_whole_and_exports(variant):
     exported = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
     x = torch.randn(5, 300, 32)
     torch.testing.assert_close(exported(x), layer(x))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_map_that_a_layer_gives_is_the_one_it_applies(variant):
+    torch.manual_seed(0)
+    layer = build_attention(variant, 32, 4, head_dim=4, rotary=1e4)
+    for parameter in layer.parameters():
+        torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    x, maps = torch.randn(2, 6, 32), []
+    mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    mask[1, ..., :2] = False
+    plain, explicit = layer(x, mask, True), layer(x, mask, True, maps=maps)
+    torch.testing.assert_close(explicit, plain, rtol=0, atol=1e-5)
+    assert [tuple(shown.shape) for shown in maps] == [(2, 4, 6, 6)]
+    assert not maps[0].triu(1).any()
+    assert not maps[0][1, ..., :2].any()
+    explicit.sum().backward()
+    assert all(parameter.grad is not None for name, parameter in layer.named_parameters() if "k_proj" in name)

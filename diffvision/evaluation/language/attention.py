@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.evaluation.language.hugging_face import explicit_attention
-from diffvision.nn import AttentionLayer, DexAttention
+from diffvision.nn import AttentionLayer
 
 
 class AttentionCall(NamedTuple):
@@ -111,9 +111,7 @@ def _attend(
     applied = _look(see, q, k, lam, mask, is_causal, layer.head_dim**-0.5).applied()
     with torch.autocast(q.device.type, enabled=False):
         values = v.to(applied.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        out = (applied @ values).to(v.dtype)
-    out = layer.head_norm(out) * (1 - getattr(layer, "lambda_init", 0.0))
-    return layer.operate(out) if isinstance(layer, DexAttention) else out
+        return (applied @ values).to(v.dtype)
 
 
 def _look(
