@@ -77,6 +77,8 @@ class Refusing:
 def in_short(message: str) -> str:
     """A parser's message in one line: of nested ones, the innermost setting, its value and what it takes."""
     settings = re.findall(r'Parser key "([^"]+)"', message)
+    if nested := re.search(r"Invalid content in sub-config file (.*?)(?=\n {4}- |\n {2}Given |\Z)", message, re.DOTALL):
+        return f"{'.'.join(settings)} is a file that cannot be read: {' '.join(nested[1].split())}"
     inner = message[message.rindex("Parser key") :] if settings else ""
     one = re.search(r"Expected an? (.+)\. Got value: (.*)", inner)
     several = inner.partition("Given value")[0]

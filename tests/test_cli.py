@@ -2,6 +2,7 @@ import sys
 
 import pytest
 import timm
+from PIL import Image
 
 from diffvision import __version__, cli
 from diffvision.models import language
@@ -50,18 +51,18 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     ("command", "status", "line"),
     [
         (
-            "evaluate --model CLIP-debug --data . --checkpoint FILE",
+            "evaluate --model CLIP-debug --data photos --checkpoint FILE",
             1,
-            "FILE of 6 bytes is damaged or no checkpoint: give a",
+            "FILE is damaged or no checkpoint (6 bytes): give a",
         ),
         (
             "evaluate-language --checkpoint FILE --tasks needle",
             1,
-            "FILE of 6 bytes is damaged or no checkpoint: give a",
+            "FILE is damaged or no checkpoint (6 bytes): give a",
         ),
-        ("generate --checkpoint FILE --prompt hi", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
-        ("export FILE new", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
-        ("convert FILE new --to openclip", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
+        ("generate --checkpoint FILE --prompt hi", 1, "FILE is damaged or no checkpoint (6 bytes): give a"),
+        ("export FILE new", 1, "FILE is damaged or no checkpoint (6 bytes): give a"),
+        ("convert FILE new --to openclip", 1, "FILE is damaged or no checkpoint (6 bytes): give a"),
         (
             "inspect --model CLIP-debug --image nope.jpg --output new",
             1,
@@ -97,6 +98,8 @@ def test_what_is_wrong_is_one_line_that_is_true(command, status, line, tmp_path,
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "text.ckpt"
     file.write_text("hello\n")
+    (tmp_path / "photos/cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "photos/cat/1.png")
     clip = "--model ContrastiveModule --model.model CLIP-debug --data ImageTextData --data.train . --data.batch_size 2"
     words = command.replace("FILE", str(file)).replace("CLIP ", f"{clip} --trainer.accelerator cpu ")
     assert exit_status(words.split()) == status
