@@ -118,7 +118,7 @@ class StepGuard(pl.Callback):
         rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} tells its samples")
 
     def _kept(self) -> str:
-        """Which checkpoints to go on from, where newer ones would have taken their place."""
+        """Which checkpoints a run can be resumed from, where newer ones would have taken their place."""
         kept = ", ".join(str(path) for path in self._rotation.kept)
         return f". Kept from before these steps: {kept}" if kept else ""
 
