@@ -50,17 +50,13 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     ("command", "status", "line"),
     [
         (
-            1,
-            "FILE of 6 bytes is damaged or no checkpoint: give a",
-        ),
-        (
             "evaluate-language --checkpoint FILE --tasks needle",
             1,
-            "FILE of 6 bytes is damaged or no checkpoint: give a",
+            "FILE is damaged or no checkpoint (6 bytes), or holds",
         ),
-        ("generate --checkpoint FILE --prompt hi", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
-        ("export FILE new", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
-        ("convert FILE new --to openclip", 1, "FILE of 6 bytes is damaged or no checkpoint: give a"),
+        ("generate --checkpoint FILE --prompt hi", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
+        ("export FILE new", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
+        ("convert FILE new --to openclip", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
         (
             "inspect --model CLIP-debug --image nope.jpg --output new",
             1,
@@ -87,6 +83,10 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             2,
             "trainer.callbacks is 'Nothing': it takes the name of a class, null",
         ),
+        ("fit CLIP --model.modle 1", 2, "'diffvision.training.clip.ContrastiveModule': Option 'modle' is not accepted"),
+        ("fit --model FILE --data ImageTextData", 2, "model is 'hello': it takes the name of a class, null; see "),
+        ("fit --model.lr 3", 1, "settings of model are given, and not its class: name it, such as --model Contrast"),
+        ("fit --model ContrastiveModule --model.model CLIP-debug --data.train x", 1, "such as --data ImageTextData"),
         ("fit CLIP --modle.lr 1", 2, "unrecognized arguments: --modle.lr 1; see diffvision fit --help"),
         ("fit CLIP --model.pretrained FILE", 1, "the weights of FILE are damaged, or hold Python objects"),
         ("fit CLIP --trainer.devices 0", 1, "`Trainer(devices='0')` value is not a valid input"),

@@ -63,14 +63,14 @@ def _of_torch(error: Exception) -> bool:
 
 def unreadable(path: Path, error: Exception) -> ValueError:
     """What is said of a checkpoint whose reader failed, in whatever way: of a text file torch says KeyError: 101."""
-    if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+    if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
         return ValueError(
-            f"checkpoint {path} holds Python objects beside its tensors, which are not loaded since they could run "
-            f"code: save its state_dict alone ({str(error).splitlines()[0]})"
+            f"checkpoint {path} holds Python objects beside its tensors ({named[1]}), which are not loaded since they "
+            "could run code: save its state_dict alone"
         )
     return ValueError(
-        f"checkpoint {path} of {path.stat().st_size:,} bytes is damaged or no checkpoint: give a file of weights "
-        "(.pt, .ckpt or .safetensors), and compare its size with the original's"
+        f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
+        "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"
     )
 
 

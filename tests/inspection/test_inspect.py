@@ -225,7 +225,7 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
         image=str(tmp_path / "file"),
         output=output,
     )
-    refused("No such file", model="diff_vit_debug", image=str(tmp_path / "none.png"), output=output)
+    refused("no image file", model="diff_vit_debug", image=str(tmp_path / "none.png"), output=output)
     refused("which reads none: give images alone", model="diff_vit_debug", text="a cat", output=output)
     refused("2 masks for 1 images", model="diff_vit_debug", image=photos, mask=photos * 2, output=output)
     refused("masks are given without images", model="diff_vit_debug", mask=photos, output=output)
