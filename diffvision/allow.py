@@ -38,6 +38,11 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
+# jsonargparse tries these where settings are given and the class is not: what is missing, and an example.
+NAMELESS = {
+    "lightning.LightningModule": ("model", "ContrastiveModule"),
+    "lightning.LightningDataModule": ("data", "ImageTextData"),
+}
 REFUSED = (
     "diffvision.__main__",  # to import it is to run it
     "lightning.pytorch.callbacks.LambdaCallback",
@@ -75,22 +80,21 @@ class Refusing:
 
 
 def in_short(message: str) -> str:
-    """A parser's message in one line: of nested ones, the innermost setting, its value and what it takes."""
-    settings = re.findall(r'Parser key "([^"]+)"', message)
-    if nested := re.search(r"Invalid content in sub-config file (.*?)(?=\n {4}- |\n {2}Given |\Z)", message, re.DOTALL):
-        return f"{'.'.join(settings)} is a file that cannot be read: {' '.join(nested[1].split())}"
-    inner = message[message.rindex("Parser key") :] if settings else ""
-    one = re.search(r"Expected an? (.+)\. Got value: (.*)", inner)
-    several = inner.partition("Given value")[0]
-    if several != inner and (one is None or one.start() > len(several)):
-        value = re.search("Given value: (.*)", inner)
-        kinds = re.findall(r"Expected an? (?!path but)(.+)", several)
-    else:
-        value, kinds = one and re.search("Got value: (.*)", inner), [one[1]] if one else []
-    if value is None or not kinds:
-        return re.sub(r'Parser key "([^"]+)"', r"\1", " ".join(message.split()))
-    choices = dict.fromkeys(choice for kind in kinds for choice in _choices(kind))
-    return f"{'.'.join(settings)} is {value[1]!r}: it takes {', '.join(choices)}"
+    """A parser's message in one line: of nested ones, the innermost setting, and what is wrong with it."""
+    settings = re.findall(r'Parser key "([^"]+)":', message)
+    name, inner = ".".join(settings), message.rpartition('Parser key "')[2].partition(":")[2]
+    if not settings:
+        return " ".join(message.split())
+    if match := re.match(r"\s*Expected an? (.+)\. Got value: (.*)", inner):
+        return f"{name} is {match[2]!r}: it takes {', '.join(_choices(match[1]))}"
+    tried, _, given = inner.partition("Given value type: ")
+    faults = [" ".join(fault.split()) for fault in re.split(r"^\s*- ", tried, flags=re.MULTILINE)[1:]]
+    other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
+    value = re.search("Given value: (.*)", given)
+    if other or value is None or not faults:
+        return f"{name}: {'; '.join(other) or ' '.join(inner.split())}"
+    kinds = re.findall(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", tried, re.MULTILINE)
+    return f"{name} is {value[1]!r}: it takes {', '.join(dict.fromkeys(c for kind in kinds for c in _choices(kind)))}"
 
 
 def _choices(expected: str) -> list[str]:
@@ -210,6 +214,9 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _located(path: str, args: Sequence[str]) -> ValueError:
+    if path in NAMELESS and not any(path in text for text in (*args, *map(_text, _files(args)))):
+        setting, example = NAMELESS[path]
+        return ValueError(f"settings of {setting} are given, and not its class: name it, such as --{setting} {example}")
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     return ValueError(

@@ -70,8 +70,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
             "could run code: save its state_dict alone"
         )
     return ValueError(
-        f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes): give a file of weights "
-        "(.pt, .ckpt or .safetensors), and compare its size with the original's"
+        f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
+        "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"
     )
 
 
