@@ -89,7 +89,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             2,
             "trainer.callbacks is 'Nothing': it takes the name of a class, null",
         ),
-        ("fit CLIP --model.modle 1", 2, "'diffvision.training.clip.ContrastiveModule': Option 'modle' is not accepted"),
+        ("fit CLIP --model.modle 1", 2, "'diffvision.training.ContrastiveModule': Option 'modle' is not accepted"),
         ("fit --model FILE --data ImageTextData", 2, "model is 'hello': it takes the name of a class, null; see "),
         ("fit --model.lr 3", 1, "settings of model are given, and not its class: name it, such as --model Contrast"),
         ("fit --model ContrastiveModule --model.model CLIP-debug --data.train x", 1, "such as --data ImageTextData"),

@@ -81,7 +81,7 @@ def test_resuming_in_mid_epoch_gives_the_weights_of_the_run_never_stopped(shards
     assert resumed.trainer.global_step == 5
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
-    assert "epoch 0: 48 seen + 0 skipped + 2 left over = 50 samples" in capsys.readouterr().out
+    assert "epoch 1: 48 seen + 0 skipped + 2 left over = 50 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "hparams.yaml"])
