@@ -490,6 +490,9 @@ def test_a_pickle_as_the_tokens_of_a_shard(tmp_path, trace, capsys):
     for data in (objects.getvalue(), huge.getvalue() + bytes(64)):
         write_tar(made / "000000.tar", [{"__key__": "000000", "npy": data}])
         assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
+        assert "sha256 is not the manifest's" in capsys.readouterr().out
+        write_manifest(made)
+        assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
         assert "damaged token array" in capsys.readouterr().out
         with pytest.raises(Exception, match=r"(?i)token|shard"):
             list(TokenShards(str(made), 8).documents())
@@ -526,6 +529,7 @@ def test_rewritten_urls_are_not_followed(tmp_path, trace, monkeypatch):
 TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "a/../../escaped", "..", "\x1b]0;x\x07/escaped", "link"]
 
 
+@pytest.mark.filterwarnings("ignore:.*begin with a dot")
 @pytest.mark.parametrize("key", TRAVERSALS)
 def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
     """Keys are names in reports alone; links and devices in a tar are no samples."""

@@ -1,36 +1,60 @@
 """Is a data set whole, and what is in it? Functions that return data, and the tables to print of it."""
 
-import os
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import torch
+from PIL.Image import Image
 from rich.console import Group
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
-from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, decode_image, decode_label, decode_text, open_image
-from diffvision.data.documents import check_document
+from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample, decode_label, open_image
+from diffvision.data.documents import TextMember, check_document
+from diffvision.data.folders import EvaluationFolder
 from diffvision.data.index import ShardIndex, correct_sidecars, scan, sha256
-from diffvision.data.samples import IMAGE_KEYS, CaptionMember
-from diffvision.data.sources import PLAIN, natural, read_beside, read_counts
+from diffvision.data.samples import (
+    IMAGE_KEYS,
+    CaptionMember,
+    ImageLabel,
+    ImageMember,
+    ImageText,
+    SampleKind,
+    caption_key,
+    label_key,
+)
+from diffvision.data.sources import Shard, find_shards, is_shard, natural, read_beside, read_counts
+from diffvision.data.storage import RENAME, ShardMembers, ShardSet
 from diffvision.data.tokens import MEMBER, check_tokens
+
+Source = str | Path | Sequence[str]
+_LANGUAGE = ("text", "tokens")  # what a directory is found to hold, where no key is given
 
 
 @dataclass
 class ShardCheck:
     """One shard: how many samples it has, how many can be used, and what is wrong with it and with the others."""
 
-    path: Path
+    location: str
+    read: str = ""  # the setting by which samples were read
     samples: int = 0
     good: int = 0
     problems: list[str] = field(default_factory=list)  # of the shard as a whole
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
+
+    @property
+    def path(self) -> Path:
+        return Path(self.location)
 
     @property
     def ok(self) -> bool:
@@ -56,32 +80,125 @@ class ShardStats:
         return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
+@dataclass(frozen=True)
+class Keys:
+    """What is read of each sample, by the settings of training; None for what the samples of a directory have.
+
+    Raises:
+        ValueError: more than one of caption, label and text, or a key of a type that is not read.
+    """
+
+    image_key: str | Sequence[str] = IMAGE_KEYS
+    caption_key: str | None = None
+    label_key: str | None = None
+    text_key: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("caption_key", "label_key", "text_key") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} belong to different trainings: give one of them")
+        self._reading()
+
+    def resolved(self, shards: Sequence[Shard], directory: Path) -> "_Reading":
+        """How to read the shards of one directory: as the keys say, else by what the first that has samples holds."""
+        if self.caption_key or self.label_key or self.text_key:
+            return self._reading()
+        for shard in filter(_is_file, shards):
+            with suppress(OSError, ValueError):
+                index, _, samples = _opened(shard)
+                if len(index):
+                    return self._reading_of(index, samples, directory)
+        return self._reading()
+
+    def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
+        if language := _language(index):
+            return _Reading(language, text=TextMember())
+        if (folder := _evaluation(directory)) is not None:
+            return _Reading(folder.task, folder.kind(_no_tensor))
+        first = samples.first()
+        if any(map(label_key, first)) and not any(map(caption_key, first)):
+            return replace(self, label_key=samples.label_key)._reading()
+        return replace(self, caption_key=samples.caption_key)._reading()
+
+    def _reading(self) -> "_Reading":
+        image = ImageMember(_no_tensor, self.image_key)
+        if self.text_key is not None:
+            return _Reading(f"text_key {self.text_key}", text=TextMember(self.text_key))
+        if self.label_key is not None:
+            return _Reading(f"label_key {self.label_key}", ImageLabel(image, self.label_key))
+        key = self.caption_key or "txt"
+        return _Reading(f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How the samples of a directory are read: `name` as the tables have it, `kind` as training makes them."""
+
+    name: str
+    kind: SampleKind | None = None
+    text: TextMember | None = None  # of a language corpus
+
+    def check(self, members: ShardMembers, shard: Shard) -> None:
+        """BadSample where it cannot be used."""
+        if self.kind is not None:
+            self.kind.decode(members)
+        elif self.name in _LANGUAGE:
+            _read_language(members, members.types(), self.name, shard)
+        else:
+            assert self.text is not None
+            for document in self.text.documents(members):
+                if isinstance(document, BadSample):
+                    raise document
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A shard to check and what is known before it is read. `reading` is None where there is nothing to read."""
+
+    shard: Shard
+    problem: str = ""
+    reading: _Reading | None = None
+
+
 def shard_directories(directory: str | Path) -> list[Path]:
-    """The directory and those under it that hold .tar files.
+    """The directory and those under it that hold shards.
 
     Raises:
         ValueError: none does.
     """
     root = Path(directory)
-    found = sorted({p.parent for p in root.rglob(f"*{PLAIN[0]}") if not p.parent.name.startswith(".")})
+    found = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
     found += [p.parent for p in root.rglob("manifest.json") if p.parent not in found]
     if not found:
         raise ValueError(f"no .tar files in or under {directory}")
     return found
 
 
-def check_shards(directory: str | Path, num_workers: int = 2) -> list[ShardCheck]:
-    """Check every shard under a directory: manifest, size and sha256, tar structure, and each sample decoded."""
-    jobs = [job for part in shard_directories(directory) for job in _jobs(part)]
+def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
+    """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
+
+    Where training starts, the good samples and the bad ones by reason are those of its account of an epoch.
+
+    Args:
+        source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
+        keys: what is read of each sample; by default what those of each directory have.
+    """
+    keys, jobs = keys or Keys(), []
+    for directory, shards in _directories(source).items():
+        reading = keys.resolved(shards, directory)
+        listed = read_counts(directory) if directory.is_dir() else {}
+        jobs += [_Job(s, "not in the manifest" if listed and s.name not in listed else "", reading) for s in shards]
+        jobs += _absent(directory, listed, shards) if _is_directory(source) else []
     return list(_in_parallel(_check, jobs, num_workers, "checking"))
 
 
-def shard_stats(directory: str | Path, num_workers: int = 2) -> dict[Path, ShardStats]:
-    """Count and measure every directory of shards under a directory; images are opened, not decoded."""
-    total = {part: ShardStats() for part in shard_directories(directory)}
-    paths = [path for part in total for path in sorted(part.glob(f"*{PLAIN[0]}")) if path.is_file()]
-    for path, stats in zip(paths, _in_parallel(_measure, paths, num_workers, "measuring"), strict=True):
-        total[path.parent] += stats
+def shard_stats(source: Source, num_workers: int = 2) -> dict[Path, ShardStats]:
+    """Count and measure the shards of each directory of a source; images are opened, not decoded."""
+    directories = _directories(source)
+    total = {directory: ShardStats() for directory in directories}
+    shards = [shard for part in directories.values() for shard in filter(_is_file, part)]
+    for shard, stats in zip(shards, _in_parallel(_measure, shards, num_workers, "measuring"), strict=True):
+        total[_parent(shard)] += stats
     return total
 
 
@@ -94,142 +211,175 @@ def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator
         yield from track(pool.map(function, jobs), label, total=len(jobs), transient=True)
 
 
-def _jobs(directory: Path) -> list[tuple[Path, dict | None, str]]:
-    """(shard, what the manifest says of it, what is wrong with its being there)"""
-    told = read_counts(directory)
-    present = sorted((p.name for p in directory.glob(f"*{PLAIN[0]}")), key=natural)
-    jobs = [(directory / n, told.get(n), "not in the manifest" if told and n not in told else "") for n in present]
-    jobs += [(directory / n, None, "in the manifest, but not there") for n in told if n not in present]
-    listed = directory / "nshards.txt"
-    said = (read_beside(directory, listed.name) or "").strip()
-    if listed.is_file() and said != str(len(present)):
-        jobs.append((listed, None, f"says {said[:40]!r}, but there are {len(present)} shards"))
+def _is_directory(source: Source) -> bool:
+    return isinstance(source, (str, Path)) and Path(source).is_dir()
+
+
+def _directories(source: Source) -> dict[Path, list[Shard]]:
+    """The shards that are there, by directory."""
+    if not _is_directory(source):
+        shards = find_shards(source)
+        return {part: [shard for shard in shards if _parent(shard) == part] for part in map(_parent, shards)}
+    directories = {}
+    for directory in shard_directories(cast(str, source)):
+        listed = read_counts(directory)
+        names = sorted((p.name for p in directory.iterdir() if is_shard(p.name)), key=natural)
+        directories[directory] = [Shard(str(directory / name), **listed.get(name, {})) for name in names]
+    return directories
+
+
+def _is_file(shard: Shard) -> bool:
+    """Whether a shard can be opened: a pipe would be waited for."""
+    return shard.remote or Path(shard.location).is_file()
+
+
+def _parent(shard: Shard) -> Path:
+    return Path(shard.location).parent
+
+
+def _absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
+    """What is said to be in a directory and is not."""
+    names = {shard.name for shard in shards}
+    absent = [Shard(str(directory / name)) for name in listed if name not in names]
+    jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
+    count = directory / "nshards.txt"
+    said = (read_beside(directory, count.name) or "").strip()
+    if count.is_file() and said != str(len(shards)):
+        jobs.append(_Job(Shard(str(count)), f"says {said[:40]!r}, but there are {len(shards)} shards"))
     return jobs
 
 
-def _check(job: tuple[Path, dict | None, str]) -> ShardCheck:
-    path, told, problem = job
-    result = ShardCheck(path, problems=[problem] if problem else [])
-    if path.suffix != ".tar" or not path.exists():
+def _evaluation(directory: Path) -> EvaluationFolder | None:
+    """The evaluation folder of which a directory is a split."""
+    try:
+        folder = EvaluationFolder(directory.parent)
+    except (ValueError, OSError):
+        return None
+    return folder if directory.name in folder.splits else None
+
+
+def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
+    """A shard's index, read anew; what was wrong with the one that was kept; and its samples as training reads them.
+
+    Raises:
+        OSError: it cannot be read, fetched or unpacked.
+    """
+    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # nothing is counted: it may be damaged
+    with samples.held(0) as path:
+        index = scan(path)
+        problems = correct_sidecars(path, index)
+    if shard.samples is None:
+        samples = ShardSet([replace(samples.shards[0], samples=len(index))], samples.cache)
+    return index, problems, samples
+
+
+def _check(job: _Job) -> ShardCheck:
+    shard = job.shard
+    result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [])
+    if job.reading is None:
         return result
-    if not path.is_file():  # a pipe would be waited for
+    if not _is_file(shard):
         result.problems.append("not a file")
         return result
+    result.read = job.reading.name
     try:
-        index = scan(path)
-        result.problems += correct_sidecars(path, index)
-        _compare(result, index, told or {})
-        with open(path, "rb") as file:
-            for row in range(len(index)):
-                try:
-                    _decode(_Row(file.fileno(), index, row), index, row, path)
-                    result.good += 1
-                except BadSample as reason:
-                    result.bad[str(reason)] += 1
-                    result.examples.setdefault(str(reason), index.key(row))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is among the problems
+            index, problems, samples = _opened(shard)
+            result.problems += problems + _problems(shard, index)
+            _decode(result, job.reading, index, samples)
+    except ValueError as error:  # training would stop
+        result.problems.append(str(error))
     except OSError as error:
         result.problems.append(f"cannot be read: {error}")
+        if shard.samples:
+            result.samples, result.bad["unreadable shard"] = shard.samples, shard.samples
+            result.examples["unreadable shard"] = "all"
     return result
 
 
-def _compare(result: ShardCheck, index: ShardIndex, told: dict) -> None:
-    result.samples = len(index)
-    if index.damage:
-        result.problems.append(f"tar is damaged: {index.damage}")
-    if told.get("samples", len(index)) != len(index):
-        result.problems.append(f"{len(index)} samples, the manifest says {told['samples']}")
-    size = result.path.stat().st_size
-    if told.get("bytes", size) != size:
-        result.problems.append(f"{size:,} bytes, the manifest says {told['bytes']:,}")
-    elif "sha256" in told and sha256(result.path) != told["sha256"]:
-        result.problems.append("sha256 is not the manifest's")
+def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: ShardSet) -> None:
+    result.samples = len(samples)
+    for row in range(len(samples)):
+        try:
+            reading.check(cast(ShardMembers, samples.members((0, row))), samples.shards[0])
+            result.good += 1
+        except BadSample as reason:
+            result.bad[str(reason)] += 1
+            result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
+
+
+def _problems(shard: Shard, index: ShardIndex) -> list[str]:
+    """What is wrong with a shard as a whole."""
+    problems = [f"tar is damaged: {index.damage}"] if index.damage else []
+    if shard.samples not in (None, len(index)):
+        problems.append(f"{len(index)} samples, the manifest says {shard.samples}")
+    if not shard.remote:  # or it was compared when it came
+        path = Path(shard.location)
+        if shard.bytes not in (None, size := path.stat().st_size):
+            problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
+        elif shard.sha256 is not None and sha256(path) != shard.sha256:
+            problems.append("sha256 is not the manifest's")
+    if index.dotted:
+        problems.append(f"keys with dots: {index.dotted}; {RENAME}")
+    if index.hidden:
+        problems.append(f"{index.hidden}; {RENAME}")
     keys = Counter(index.key(row) for row in range(len(index)))
     if repeated := [key for key, count in keys.items() if count > 1]:
-        result.problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")
-
-
-class _Row:
-    """The members of one sample in an open file."""
-
-    def __init__(self, file: int, index: ShardIndex, row: int) -> None:
-        self._file, self._index, self._row = file, index, row
-
-    def size(self, member_type: str) -> int | None:
-        place = self._index.place(self._row, member_type)
-        return None if place is None else place[1]
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        offset, size = self._index.place(self._row, member_type) or (0, 0)
-        size = min(size, at_most)
-        if offset + size > os.fstat(self._file).st_size:
-            raise BadSample("truncated shard")
-        return os.pread(self._file, size, offset)
+        problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")
+    return problems
 
 
 def _language(index: ShardIndex) -> str:
     """What a shard of a language corpus holds, "text" or "tokens"; nothing where it is none."""
     kinds = {name.rpartition(".")[2] for name in index.types}
+    if index.other_types:
+        return ""
     if kinds == {MEMBER}:
         return "tokens"
     return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
 
 
-def _decode(members: "_Row", index: ShardIndex, row: int, path: Path) -> None:
-    """Whatever the sample has must be readable; an image it must have, and with it a caption, label or JSON; unless no
-    sample of the shard has one: then it is of a language corpus."""
-    types = index.members(row)
-    if kind := _language(index):
-        _read_language(members, types, kind, path)
-        return
-    images = [name for name in types if name.rpartition(".")[2] in IMAGE_KEYS]
-    texts = [name for name in types if name not in images]
-    if not images:
-        raise BadSample("missing image")
-    if not texts:
-        raise BadSample("missing caption or label")
-    for name in texts:
-        if name.endswith("cls"):
-            decode_label(members.read(name, 64))
-        elif name.endswith("txt"):
-            CaptionMember(name).all(members)
-        else:
-            decode_text(members.read(name, 1 << 20), cut=True)
-    for name in images:
-        if (members.size(name) or 0) > MAX_IMAGE_BYTES:
-            raise BadSample("image too large")
-        decode_image(members.read(name, MAX_IMAGE_BYTES))
-
-
-def _read_language(members: "_Row", types: list[str], kind: str, path: Path) -> list[int]:
+def _read_language(members: ShardMembers, types: list[str], kind: str, shard: Shard) -> list[int]:
     """Characters of each text member, or tokens of the array."""
     if not types:
         raise BadSample(f"missing {kind}")
     if kind == "tokens":
-        return [check_tokens(members.read(MEMBER, members.size(MEMBER) or 0), path)]
+        return [check_tokens(members.read(MEMBER, members.size(MEMBER) or 0), shard)]
     return [check_document(members, name) for name in types]
 
 
-def _measure(path: Path) -> ShardStats:
-    index = scan(path)
-    stats = ShardStats(samples=len(index), bytes=path.stat().st_size, damaged=int(bool(index.damage)))
-    with open(path, "rb") as file:
-        for row in range(len(index)):
-            members = _Row(file.fileno(), index, row)
-            for name in index.members(row):
-                stats.members[name] += 1
-                try:
-                    if kind := _language(index):
-                        (stats.tokens if kind == "tokens" else stats.texts).extend(
-                            _read_language(members, [name], kind, path)
-                        )
-                        continue
-                    _measure_member(stats, members, name)
-                except BadSample:
-                    stats.members[f"{name} (unreadable)"] += 1
+def _no_tensor(image: Image) -> Tensor:
+    """In place of a model's transform: it is enough that there is an image."""
+    return torch.empty(0)
+
+
+def _no_tokens(captions: list[str]) -> Tensor:
+    return torch.empty(0)
+
+
+def _measure(shard: Shard) -> ShardStats:
+    index, _, samples = _opened(Shard(shard.location))  # as far as it goes, whatever a manifest says
+    stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
+    with samples.held(0) as path:
+        stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
+    for row in range(0 if index.dotted else len(index)):
+        members = cast(ShardMembers, samples.members((0, row)))
+        for name in members.types():
+            stats.members[name] += 1
+            try:
+                if kind := _language(index):
+                    (stats.tokens if kind == "tokens" else stats.texts).extend(
+                        _read_language(members, [name], kind, shard)
+                    )
+                    continue
+                _measure_member(stats, members, name)
+            except BadSample:
+                stats.members[f"{name} (unreadable)"] += 1
     return stats
 
 
-def _measure_member(stats: ShardStats, members: _Row, name: str) -> None:
+def _measure_member(stats: ShardStats, members: ShardMembers, name: str) -> None:
     kind = name.rpartition(".")[2]
     if kind in IMAGE_KEYS:
         image = open_image(members.read(name, MAX_IMAGE_BYTES))
@@ -241,16 +391,17 @@ def _measure_member(stats: ShardStats, members: _Row, name: str) -> None:
         stats.labels[decode_label(members.read(name, 64))] += 1
 
 
-def check_tables(results: list[ShardCheck], directory: str | Path) -> Group:
-    """What was found, a line a directory, and a line a problem."""
-    name = partial(_relative, Path(directory))
-    totals = Table(title=f"{directory}")
-    for column in ("directory", "shards", "samples", "good", "bad"):
-        totals.add_column(column, justify="left" if column == "directory" else "right")
+def check_tables(results: list[ShardCheck], source: Source) -> Group:
+    """The counts, a line for each directory, with the setting by which its samples were read; and the problems."""
+    name = partial(_relative, source)
+    totals = Table(title=f"{source}")
+    for column in ("directory", "read", "shards", "samples", "good", "bad"):
+        totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
     for part in sorted({result.path.parent for result in results}):
         own = [result for result in results if result.path.parent == part]
         sums = (sum(r.samples for r in own), sum(r.good for r in own), sum(r.bad.total() for r in own))
-        totals.add_row(name(part), str(len(own)), *(f"{value:,}" for value in sums))
+        read = ", ".join(dict.fromkeys(r.read for r in own if r.read))
+        totals.add_row(name(part), read, str(len(own)), *(f"{value:,}" for value in sums))
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:
         for problem in result.problems:
@@ -260,12 +411,12 @@ def check_tables(results: list[ShardCheck], directory: str | Path) -> Group:
     return Group(totals, problems) if problems.row_count else Group(totals)
 
 
-def stats_table(stats: dict[Path, ShardStats], directory: str | Path) -> Table:
+def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
     """A column a directory; a row that none of them fills is left out."""
-    table = Table("", title=f"{directory}")
+    table = Table("", title=f"{source}")
     rows: dict[str, list[str]] = {}
     for part, own in stats.items():
-        table.add_column(_relative(Path(directory), part), justify="right")
+        table.add_column(_relative(source, part), justify="right")
         for label, value in _described(own).items():
             rows.setdefault(label, []).append(value)
     for label, values in rows.items():
@@ -298,5 +449,7 @@ def _described(stats: ShardStats) -> dict[str, str]:
     }
 
 
-def _relative(root: Path, path: Path) -> str:
-    return str(path.relative_to(root)) if path != root else path.name
+def _relative(source: Source, path: Path) -> str:
+    if not _is_directory(source):
+        return str(path)
+    return str(path.relative_to(cast(str, source))) if path != Path(cast(str, source)) else path.name

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -160,18 +161,47 @@ def _disarmed(text: str) -> str:
     return _MARKS.sub(r"\1", plain) if _MARKS.search(plain) else text
 
 
-def json_field(data: bytes, field: str) -> str | list[str]:
-    """The caption, or list of captions, in a field of a JSON object."""
+def json_record(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty where the JSON is of another kind.
+
+    Raises:
+        BadSample: damaged.
+    """
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
         raise BadSample("damaged JSON") from None
-    value = record.get(field) if isinstance(record, dict) else None
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(caption, str) for caption in value):
-        return value
-    raise BadSample(f"no caption in JSON field {field!r}")
+    return record if isinstance(record, dict) else {}
+
+
+def json_field(data: bytes, field: str) -> str | list[str]:
+    """The caption, or list of captions, in a field of a JSON object."""
+    value = json_record(data).get(field)
+    if not is_caption(value):
+        raise BadSample(f"no caption in JSON field {field!r}")
+    return value
+
+
+def is_caption(value: Any) -> TypeGuard[str | list[str]]:
+    """Whether a value of JSON is a caption or a list of captions."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(v, str) for v in value) and value != []
+    )
+
+
+def json_label(data: bytes, field: str) -> int:
+    """The class number in a field of a JSON object, as a whole number or as digits in a string."""
+    value = json_record(data).get(field)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise BadSample(f"no class number in JSON field {field!r}")
+    if not value.strip().isdecimal():
+        raise BadSample(
+            f"JSON field {field!r} is not a class number: write numbers, or pack pictures with a table of class names "
+            "(`diffvision data make folder --captions`)"
+        )
+    return decode_label(value.encode())
 
 
 def decode_label(data: bytes) -> int:

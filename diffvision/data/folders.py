@@ -106,9 +106,14 @@ class EvaluationFolder:
         transform = transform or self.transform
         if transform is None:
             raise ValueError(f"no transform for the images of {self.path}: give one, or use bound()")
+        return EvaluationLoader(
+            self.samples(split), self.kind(transform), batch_size, num_workers, rank, world_size, limits
+        )
+
+    def kind(self, transform: Transform) -> SampleKind:
+        """What is made of its samples."""
         image = ImageMember(transform)
-        kind = ImageLabel(image) if self.task == "zero_shot" else Retrieval(image, CaptionMember())
-        return EvaluationLoader(self.samples(split), kind, batch_size, num_workers, rank, world_size, limits)
+        return ImageLabel(image) if self.task == "zero_shot" else Retrieval(image, CaptionMember())
 
     def samples(self, split: str) -> "ShardSet | PictureSet":
         """The samples of a split."""

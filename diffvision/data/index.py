@@ -1,8 +1,9 @@
 """Where each sample of a tar shard lies: one pass over the headers, kept in a sidecar file.
 
 A sample is a run of members with the same key: the name up to the first dot of its last part, as webdataset has it. The
-rest of the name, in lower case, is the member's type. Only members of an allow-list of types are noted, so nothing else
-can be read later; a sample that has none of them still counts as one, so that counts agree with webdataset's.
+rest of the name, in lower case, is the member's type. Places are noted only of members of an allow-list of types, so
+nothing else can be read later; of other members it is noted which samples have them. A sample with none to be read
+still counts as one, so that counts agree with webdataset's.
 
 A sidecar is believed by the tar's size, time of change and last bytes. Whoever reads a member reads its header with it
 and compares the two (`ShardIndex.matches`), so a sidecar that is false all the same gives an error and no wrong sample.
@@ -20,7 +21,7 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,8 +30,8 @@ import numpy as np
 MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
 """The types that can be decoded. `caption.txt` counts as a `txt`."""
 
-_FORMAT = 3  # changes with what is noted
-_MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack or an accident
+_FORMAT = 4  # changes with what is noted
+_MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack, or keys with dots
 _MAX_KEY = 4096
 _MAX_SIZE = 1 << 60  # bytes of a member
 _NOTES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -45,6 +46,8 @@ _ENCODING, _ERRORS = "utf-8", "surrogateescape"  # of names, whatever the locale
 _NO_SUCH_PLACE = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # what a header tells to seek to
 _ARRAYS = {"offsets": "int64", "sizes": "int64", "heads": "int32", "key_bytes": "uint8", "key_ends": "int64"}
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
+# The last part of a name that begins with a dot and ends as what is read; `._` begins what macOS puts next to files.
+_HIDDEN = re.compile(rf"(?:.*/|)(?=[.])(?![.]_)[^/]*[.](?:{'|'.join(MEMBER_TYPES)})", re.IGNORECASE | re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's own notes inside a tar
 
 
@@ -64,6 +67,10 @@ class ShardIndex:
     key_ends: np.ndarray
     damage: str = ""  # why the tar could not be read to its end; empty when it could
     cut: bool = False  # whether the damage is that the file ends before the tar does
+    dotted: str = ""  # of a shard with more member types than a data set has: that its keys have dots, with examples
+    hidden: str = ""  # members whose names begin with a dot, which are in no sample
+    other_types: tuple[str, ...] = ()  # of members that cannot be read
+    other_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), bool))  # [other types, samples]
 
     def __len__(self) -> int:
         return len(self.key_ends)
@@ -83,6 +90,11 @@ class ShardIndex:
     def members(self, row: int) -> list[str]:
         """The types this sample has."""
         return [name for name, offset in zip(self.types, self.offsets[:, row], strict=True) if offset >= 0]
+
+    def names(self, row: int) -> list[str]:
+        """The types this sample has, with those that cannot be read."""
+        others = [name for name, has in zip(self.other_types, self.other_rows[:, row], strict=True) if has]
+        return sorted(self.members(row) + others)
 
     def head(self, row: int, member_type: str) -> int:
         """Bytes of headers in front of a member that the sample has."""
@@ -126,6 +138,8 @@ class _Rows:
     def __init__(self) -> None:
         self.columns: dict[str, int] = {}
         self.cells = array("q")  # row, column, offset, size, head, flat
+        self.others: dict[str, list[int]] = {}  # type -> the rows that have it
+        self.hidden, self.first_hidden = 0, ""
         self.key_bytes = bytearray()
         self.key_ends = array("q")
         self._key: bytes | None = None
@@ -136,6 +150,9 @@ class _Rows:
 
     def add(self, member: tarfile.TarInfo) -> None:
         if (name := _split(member.name)) is None:
+            if _HIDDEN.fullmatch(member.name):
+                self.first_hidden = self.first_hidden or member.name
+                self.hidden += 1
             return
         key, member_type = name
         if key != self._key or member_type in self._seen:
@@ -144,6 +161,8 @@ class _Rows:
             self.key_ends.append(len(self.key_bytes))
         self._seen.add(member_type)
         if member_type.rpartition(".")[2] not in MEMBER_TYPES:
+            if len(self.others) < _MAX_COLUMNS or member_type in self.others:
+                self.others.setdefault(member_type, []).append(len(self.key_ends) - 1)
             return
         column = self.columns.setdefault(member_type, len(self.columns))
         if column < _MAX_COLUMNS:
@@ -158,7 +177,21 @@ class _Rows:
         offsets[columns, rows], sizes[columns, rows], heads[columns, rows] = values
         key_bytes = np.frombuffer(bytes(self.key_bytes), dtype=np.uint8)
         ends = np.array(self.key_ends, dtype=np.int64)
-        return ShardIndex(types, offsets, sizes, heads, key_bytes, ends, damage, cut)
+        index = ShardIndex(types, offsets, sizes, heads, key_bytes, ends, damage, cut)
+        other_rows = np.zeros((len(self.others), len(ends)), dtype=bool)
+        for column, having in enumerate(self.others.values()):
+            other_rows[column, having] = True
+        dotted = hidden = ""
+        if len(self.columns) > _MAX_COLUMNS:
+            first, *more = list(self.columns)[:3]
+            dotted = (
+                f"its members are of {len(self.columns)} types ({first}, {', '.join(more)}, ...), for a key ends at "
+                f"the first dot of a name: {index.key(0)}.{first} is in the sample {index.key(0)}"
+            )
+        if self.hidden:
+            first = f"{self.first_hidden!r:.80}"
+            hidden = f"{self.hidden} members are in no sample, for their names begin with a dot, first {first}"
+        return replace(index, dotted=dotted, hidden=hidden, other_types=tuple(self.others), other_rows=other_rows)
 
 
 def _plainly(headers: bytes, name: bytes, size: int) -> bool:
@@ -403,8 +436,10 @@ def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
             if not np.array_equal(kept["stamp"], stamp):
                 return None
             types = tuple(str(name) for name in kept["types"])
-            arrays = {name: kept[name] for name in _ARRAYS}
-            index = ShardIndex(types, **arrays, damage=str(kept["damage"]), cut=bool(kept["cut"]))
+            arrays = {name: kept[name] for name in (*_ARRAYS, "other_rows")}
+            others = tuple(str(name) for name in kept["other_types"])
+            texts: dict[str, Any] = {name: str(kept[name]) for name in ("damage", "dotted", "hidden")}
+            index = ShardIndex(types, **arrays, **texts, cut=bool(kept["cut"]), other_types=others)
         return index if _possible(index, tar_bytes) else None
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
@@ -427,6 +462,8 @@ def _possible(index: ShardIndex, tar_bytes: int) -> bool:
     shape = (len(index.types), len(index))
     if [a.dtype for a in arrays] != list(_ARRAYS.values()) or any(a.shape != shape for a in arrays[:3]):
         return False
+    if index.other_rows.dtype != bool or index.other_rows.shape != (len(index.other_types), len(index)):
+        return False
     there = index.offsets >= 0
     offsets, sizes, heads = (values[there] for values in arrays[:3])
     ends = np.concatenate(([0], index.key_ends))
@@ -439,6 +476,7 @@ def _possible(index: ShardIndex, tar_bytes: int) -> bool:
 
 
 def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
-    values: dict[str, Any] = {name: getattr(index, name) for name in (*_ARRAYS, "damage", "cut")}
-    values["types"] = np.array(index.types, dtype=np.str_)
+    names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "other_rows")
+    values: dict[str, Any] = {name: getattr(index, name) for name in names}
+    values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
     return write_sidecar(place, lambda file: np.savez(file, stamp=stamp, **values))

@@ -108,30 +108,43 @@ def _made_of_pictures(
     return "\n".join([f"made the {folder.task} evaluation {Path(directory)}", *lines])
 
 
-def check(directory: str, num_workers: int = 2) -> int:
-    """Verify shards and decode every sample of them. Returns 1 if anything is wrong.
+def check(
+    source: str | list[str],
+    num_workers: int = 2,
+    image_key: str | list[str] | None = None,
+    caption_key: str | None = None,
+    label_key: str | None = None,
+    text_key: str | None = None,
+) -> int:
+    """Verify shards and decode every sample of them as training does. Returns 1 if anything is wrong.
 
     Args:
-        directory: shards, or folders of shards at any depth.
+        source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
+        image_key: as in training: the member types that hold an image, jpg, jpeg, png and webp by default.
+        caption_key: as in training: txt or json:FIELD. With no key given, what the samples of each folder have.
+        label_key: as in training: cls or json:FIELD.
+        text_key: as in training on text: txt, json:FIELD or jsonl:FIELD.
     """
-    from diffvision.data.checks import check_shards, check_tables
+    from diffvision.data.checks import Keys, check_shards, check_tables
+    from diffvision.data.samples import IMAGE_KEYS
 
-    results = check_shards(directory, num_workers)
-    Console().print(check_tables(results, directory))
+    keys = Keys(image_key or IMAGE_KEYS, caption_key, label_key, text_key)
+    results = check_shards(source, num_workers, keys)
+    Console().print(check_tables(results, source))
     return 0 if all(result.ok for result in results) else 1
 
 
-def stats(directory: str, num_workers: int = 2) -> int:
+def stats(source: str | list[str], num_workers: int = 2) -> int:
     """Count and measure shards.
 
     Args:
-        directory: shards, or folders of shards at any depth.
+        source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
     """
     from diffvision.data.checks import shard_stats, stats_table
 
-    Console().print(stats_table(shard_stats(directory, num_workers), directory))
+    Console().print(stats_table(shard_stats(source, num_workers), source))
     return 0
 
 

@@ -25,8 +25,8 @@ class ImageTextData(pl.LightningDataModule):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
-        train: a directory of shards, tar files, a brace pattern, http(s), s3 or gs URLs, or a list of these; or
-            pictures as `data.pictures.find_pictures` takes them, read where they lie.
+        train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar.gz`), http(s), s3 or gs
+            URLs, or a list of these; or pictures as `data.pictures.find_pictures` takes them, read where they lie.
         batch_size: global, over all ranks.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         num_workers: processes that read and decode, on each rank.
@@ -94,10 +94,11 @@ class ImageLabelData(pl.LightningDataModule):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
     Args:
-        train: shards with an image and a `cls` member, or pictures in a folder for each class; see `ImageTextData`.
+        train: shards of images and class numbers, or pictures in a folder for each class; see `ImageTextData`.
         batch_size: global, over all ranks.
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or pictures.
         split: which split of the evaluation folder.
+        label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         transform, eval_transform, num_classes: the model's; None: those of the LightningModule that is trained. A
             sample whose label is not below num_classes is bad.
@@ -116,7 +117,7 @@ class ImageLabelData(pl.LightningDataModule):
         seed: int = 0,
         max_bad_fraction: float = 0.01,
         image_key: Sequence[str] = IMAGE_KEYS,
-        label_key: str = "cls",
+        label_key: str | None = None,
         columns: dict[str, str] | None = None,
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
@@ -138,7 +139,7 @@ class ImageLabelData(pl.LightningDataModule):
         samples = _training_samples(self)
         if isinstance(samples, PictureSet):
             self._check_classes(samples)
-        return _train_loader(self, samples, self._kind("transform"))
+        return _train_loader(self, samples, self._kind(samples, "transform"))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         if self.evaluation is None:
@@ -146,7 +147,7 @@ class ImageLabelData(pl.LightningDataModule):
         rank, world_size = rank_and_world(self)
         shards = self._evaluation_samples(self.evaluation)
         batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
-        kind = self._kind("eval_transform")
+        kind = self._kind(shards, "eval_transform")
         return EvaluationLoader(
             shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
         )
@@ -176,9 +177,9 @@ class ImageLabelData(pl.LightningDataModule):
         if limit is not None and classes > limit:
             raise ValueError(f"{source} has {classes} classes, the model {limit}: set model.num_classes")
 
-    def _kind(self, transform: str) -> ImageLabel:
+    def _kind(self, samples: ShardSet | PictureSet, transform: str) -> ImageLabel:
         image = ImageMember(of_model(self, transform) or to_float, self.image_key)
-        return ImageLabel(image, self.label_key, of_model(self, "num_classes"))
+        return ImageLabel(image, self.label_key or samples.label_key, of_model(self, "num_classes"))
 
 
 class FolderLoader:

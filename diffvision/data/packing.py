@@ -18,6 +18,7 @@ from diffvision.data.folders import PictureFolder
 from diffvision.data.index import scan, sha256
 from diffvision.data.pictures import Pictures
 from diffvision.data.sources import MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, natural
+from diffvision.data.storage import RENAME
 
 Sample = Mapping[str, str | bytes]
 """{"__key__": key, member type: content}"""
@@ -100,6 +101,8 @@ def _described(path: Path) -> dict:
             f"shard {path} is damaged after {len(index)} samples: {index.damage}; fetch or write it again, or remove "
             "it (tars are joined with `tar --concatenate`, not with cat)"
         )
+    if index.dotted:
+        raise ValueError(f"shard {path} has keys with dots: {index.dotted}; {RENAME}")
     return {"name": path.name, "samples": len(index), "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 

@@ -22,7 +22,7 @@ from diffvision.data.cache import ShardCache
 from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample
 from diffvision.data.index import user_cache
 from diffvision.data.order import Sample
-from diffvision.data.samples import Members
+from diffvision.data.samples import CAPTION_NAMES, LABEL_NAMES, Members
 from diffvision.data.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, Shard, is_remote
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -31,8 +31,8 @@ TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 TORCHVISION = "torchvision:"
 COLUMNS = {
     "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp"),
-    "caption": ("caption", "captions", "text", "title", "sentence", "sentences"),
-    "label": ("label", "labels", "class", "class_name", "category", "fine_label"),
+    "caption": CAPTION_NAMES,
+    "label": LABEL_NAMES,
 }
 """The names by which columns of tables and datasets are known, where none are given."""
 SPLITS = {
@@ -129,7 +129,7 @@ class PictureSet:
         self.counts = np.array([len(pictures)], dtype=np.int64)
         self.shards = [Shard(pictures.source, samples=len(pictures))]
         self.cache = ShardCache()  # which keeps none of them
-        self.caption_key = pictures.caption_key
+        self.caption_key, self.label_key = pictures.caption_key, "cls"
         self.fingerprint, self.content = pictures.fingerprint, f"sizes:{pictures.read.identity()}"
         self.beside: dict[str, int] = {}
 
@@ -165,6 +165,9 @@ class _PictureMembers:
 
     def read(self, member_type: str, at_most: int) -> bytes:
         return (self._read() if member_type == "jpg" else self._texts[member_type])[:at_most]
+
+    def names(self) -> list[str]:
+        return sorted(["jpg", *self._texts])
 
     def _read(self) -> bytes:
         if self._image is None:

@@ -21,10 +21,17 @@ from diffvision.data.decode import (
     decode_label,
     decode_text,
     is_blank,
+    is_caption,
     json_field,
+    json_label,
+    json_record,
 )
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
+CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
+"""The names of a caption in JSON and in tables, where none is given."""
+LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label")
+_LISTED = 6  # members, in a reason
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -36,6 +43,45 @@ class Members(Protocol):
     def size(self, member_type: str) -> int | None: ...
 
     def read(self, member_type: str, at_most: int) -> bytes: ...
+
+    def names(self) -> list[str]:
+        """The types of all its members, sorted; with those that cannot be read."""
+        ...
+
+
+def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> BadSample:
+    """The reason where a sample lacks a member: what it has instead, and the setting that would read it.
+
+    Args:
+        types: that the setting takes.
+    """
+    names = members.names()
+    listed = ", ".join([*names[:_LISTED], *["..."] * (len(names) > _LISTED)]) or "no members"
+    if others := [name for name in names if name.rpartition(".")[2] in types]:
+        rename = ", or rename the members: a key ends at the first dot" if all("." in name for name in others) else ""
+        return BadSample(f"missing {what}: the sample has {listed}; set {setting}{rename}")
+    return BadSample(f"missing {what}: the sample has {listed}, none of them {', '.join(types)}")
+
+
+def caption_key(members: Members) -> str | None:
+    """The key of a sample's caption: its text, else the field of its JSON that has a caption's name; None without."""
+    return "txt" if members.size("txt") is not None else _json_key(members, CAPTION_NAMES, is_caption)
+
+
+def label_key(members: Members) -> str | None:
+    """The key of a sample's class: `cls`, else the field of its JSON that has a label's name; None without."""
+    return "cls" if members.size("cls") is not None else _json_key(members, LABEL_NAMES, lambda v: v is not None)
+
+
+def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
+    size = members.size("json")
+    if size is None or size > MAX_JSON_BYTES:
+        return None
+    try:
+        record = json_record(members.read("json", size))
+    except BadSample:
+        return None
+    return next((f"json:{name}" for name in names if fits(record.get(name))), None)
 
 
 class ImageMember:
@@ -54,7 +100,7 @@ class ImageMember:
                 if size > MAX_IMAGE_BYTES:
                     raise BadSample("image too large")
                 return self.transform(decode_image(members.read(key, size), self.max_pixels))
-        raise BadSample("missing image")
+        raise missing("image", members, "image_key", IMAGE_KEYS)
 
 
 class CaptionMember:
@@ -66,9 +112,10 @@ class CaptionMember:
         check_key(self.key, ("json",) if self.field else ("txt",))
 
     def one(self, members: Members) -> str:
-        """The caption; of a list in JSON, one drawn at random."""
+        """The caption; of a list in JSON, one drawn at random of those that are not blank."""
         captions = self._captions(members)
         if isinstance(captions, list):
+            captions = [caption for caption in captions if not is_blank(caption)] or captions
             captions = captions[int(torch.randint(len(captions), ()))]
         return clean_caption(captions, self.max_chars)
 
@@ -84,7 +131,7 @@ class CaptionMember:
     def _captions(self, members: Members) -> str | list[str]:
         size = members.size(self.key)
         if size is None:
-            raise BadSample("missing caption")
+            raise missing("caption", members, "caption_key", ("txt", "json"))
         if self.field:
             if size > MAX_JSON_BYTES:
                 raise BadSample("JSON too large")
@@ -114,16 +161,23 @@ class ImageText:
 
 
 class ImageLabel:
-    """`ImageLabelBatch`: an image and its class number, below `num_classes` where that is known."""
+    """`ImageLabelBatch`: an image and its class number, below `num_classes` where that is known.
+
+    The number is that of a member (`cls`) or of a field of a JSON one (`json:label`).
+    """
 
     def __init__(self, image: ImageMember, key: str = "cls", num_classes: int | None = None) -> None:
-        self.image, self.key, self.num_classes = image, key, num_classes
-        check_key(key, ("cls", "txt"))
+        self.image, self.num_classes = image, num_classes
+        self.key, _, self.field = key.partition(":")
+        check_key(self.key, ("json",) if self.field else ("cls", "txt"))
 
     def decode(self, members: Members) -> tuple[Tensor, int]:
         if (size := members.size(self.key)) is None:
-            raise BadSample("missing label")
-        label = decode_label(members.read(self.key, size))
+            raise missing("label", members, "label_key", ("cls", "txt", "json"))
+        if size > MAX_JSON_BYTES:
+            raise BadSample("label is not a class number")
+        data = members.read(self.key, size)
+        label = json_label(data, self.field) if self.field else decode_label(data)
         if self.num_classes is not None and label >= self.num_classes:
             raise BadSample("label beyond the classes")
         return self.image(members), label

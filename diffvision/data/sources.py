@@ -1,9 +1,10 @@
-"""What a user calls a data set -> the shards it has: a directory, tar files, brace patterns, URLs, or a list of these.
+"""What a user calls a data set -> the shards it has: a directory, tar files, patterns, URLs, or a list of these.
 
 Counts come from `manifest.json` beside the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
 `sizes.json` as OpenCLIP reads it ({name: samples}), else from the shards' own headers.
 """
 
+import glob
 import json
 import re
 from collections import Counter
@@ -56,26 +57,52 @@ class Shard:
         return self.version is not None or (self.remote and self.sha256 is not None)
 
 
-def find_shards(source: str | Path | Sequence[str | Path]) -> list[Shard]:
+def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
     """The shards of a source, in a fixed order.
+
+    Args:
+        source: a directory; a tar; a pattern of local ones with `*`, `?` and `**` (folders at any depth), or with
+            braces (`expand_braces`), or with both; a URL; or a list of these. A `Shard` is taken as it is.
 
     Raises:
         ValueError: a command or unknown URL, nothing found, or a manifest that does not fit the directory.
     """
-    if not isinstance(source, (str, Path)):
+    if isinstance(source, Shard):
+        shards = [source]
+    elif not isinstance(source, (str, Path)):
         shards = [shard for part in source for shard in find_shards(part)]
     elif is_remote(location := checked_location(str(source))):
-        shards = _with_counts(expand_braces(location)) if location.endswith(PLAIN + COMPRESSED) else _remote(location)
+        shards = _with_counts(expand_braces(location)) if is_shard(location) else _remote(location)
     elif Path(location).is_dir():
         shards = _directory(Path(location))
     else:
-        shards = _with_counts(expand_braces(location))
+        shards = _with_counts([path for name in expand_braces(location) for path in _matching(name)])
         missing = [shard.location for shard in shards if not Path(shard.location).is_file()]
         if missing:
             raise ValueError(f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}")
     if not shards:
         raise ValueError(f"no shards in {source}: expected .tar files")
     return shards
+
+
+def _matching(pattern: str) -> list[str]:
+    """The shards that a local pattern matches, in natural order; a name without wildcards is itself.
+
+    Raises:
+        ValueError: it matches none.
+    """
+    if not glob.has_magic(pattern) or Path(pattern).exists():
+        return [pattern]
+    matches = sorted(glob.glob(pattern, recursive=True), key=natural)
+    if shards := [path for path in matches if is_shard(path)]:
+        return shards
+    others = f"; it matches {len(matches)} other files, first {matches[0]}" if matches else ""
+    raise ValueError(f"no shard matches {pattern}: expected .tar files{others}")
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file's name is that of a shard, plain or compressed."""
+    return name.endswith(PLAIN + COMPRESSED)
 
 
 def is_remote(location: str) -> bool:
@@ -123,7 +150,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _directory(directory: Path) -> list[Shard]:
-    present = [p for p in directory.iterdir() if p.name.endswith(PLAIN + COMPRESSED)]
+    present = [p for p in directory.iterdir() if is_shard(p.name)]
     if wrong := [p for p in present if p.exists() and not p.is_file()]:
         # To open a pipe waits for ever for somebody who writes to it, and a device has no end.
         raise ValueError(f"shard {min(wrong)} is not a file: remove it")

@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,15 @@ from diffvision.data.cache import ShardCache
 from diffvision.data.decode import BadSample
 from diffvision.data.index import ShardIndex, Version, correct_sidecars, scan, shard_index
 from diffvision.data.order import Sample
-from diffvision.data.samples import Members
+from diffvision.data.samples import Members, caption_key, label_key
 from diffvision.data.sources import SIZES, Shard, find_shards
 from diffvision.data.verify import sha256_of
 
 _OPEN_FILES = 64  # a few shuffle windows
+_FEW = 16  # samples, to see what a data set has
 _NAMED = 10  # damaged shards, in one message
+RENAME = "rename the members, or pack the pictures anew with `diffvision data make folder`"
+"""The remedy for names that are no keys."""
 _ENDS = 1 << 16  # bytes at either end of a shard of which nothing but a count is known, to tell it from others
 _NOT_AS_TOLD = "shard not as its manifest says"
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again; doubled each time, up to an hour
@@ -41,7 +44,7 @@ class ShardSet:
     """Shards with known counts, read by (shard, row).
 
     Args:
-        source: a directory, a tar, a brace pattern, a URL, or a list of these; see `sources.find_shards`.
+        source: a directory, a tar, a pattern, a URL, or a list of these; see `sources.find_shards`.
         cache: where remote and compressed shards are kept.
 
     Shards that no manifest counts are indexed now, which takes a second for some ten thousand samples, once.
@@ -58,7 +61,7 @@ class ShardSet:
             was changed and that no manifest describes, or whose index is false.
     """
 
-    def __init__(self, source: str | Path | Sequence[str | Path], cache: ShardCache | None = None) -> None:
+    def __init__(self, source: str | Path | Sequence[str | Path | Shard], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
         self.shards = self.cache.pinned(find_shards(source))
         self._open: OrderedDict[int, _Open] = OrderedDict()
@@ -71,8 +74,15 @@ class ShardSet:
         self.counts = np.array(self._counts(), dtype=np.int64)
         self.content = self._content()
 
-    caption_key = "txt"
-    """The member that holds the caption, where no other is named."""
+    @property
+    def caption_key(self) -> str:
+        """The member that holds the caption, where no other is named: see `samples.caption_key`."""
+        return self._key(caption_key) or "txt"
+
+    @property
+    def label_key(self) -> str:
+        """The member that holds the class number, where no other is named: see `samples.label_key`."""
+        return self._key(label_key) or "cls"
 
     def __len__(self) -> int:
         """Samples, as the manifests have it."""
@@ -143,6 +153,17 @@ class ShardSet:
         if row >= len(index):
             raise BadSample("truncated shard")
         return ShardMembers(self, number, row, index)
+
+    def first(self) -> list[Members]:
+        """The first few samples of the first shard; none where it cannot be read."""
+        with suppress(BadSample):
+            return [self.members((0, row)) for row in range(min(_FEW, len(self.index(0))))]
+        return []
+
+    def _key(self, of: Callable[[Members], str | None]) -> str | None:
+        """What most of the first samples have."""
+        keys = Counter(key for members in self.first() if (key := of(members)) is not None)
+        return keys.most_common(1)[0][0] if keys else None
 
     def describe(self, sample: Sample) -> str:
         """A sample as "shard: key", for reports."""
@@ -225,6 +246,8 @@ class ShardSet:
                 changed and nothing says what it should hold.
         """
         shard, index, version = self.shards[number], opened.index, opened.version
+        if index.dotted:
+            return f"shard of keys with dots ({RENAME})"
         changed = version[:2] != self._first.setdefault(number, version)[:2]
         counted = len(index) if shard.samples is None else shard.samples
         reason = self._other(number, path, opened, changed=changed)
@@ -335,6 +358,10 @@ class ShardSet:
         except OSError as error:
             raise ValueError(f"shard {shard.location} cannot be read: {error}") from error
         self._indexed[number] = index.digest
+        if index.dotted:
+            raise ValueError(f"shard {shard.location} has keys with dots: {index.dotted}; {RENAME}")
+        if index.hidden:
+            warnings.warn(f"shard {shard.location}: {index.hidden}; {RENAME}", stacklevel=4)
         if index.damage and not len(index):
             raise ValueError(f"shard {shard.location} is not a tar file, or holds nothing: {index.damage}")
         if index.damage:
@@ -365,6 +392,9 @@ class ShardMembers:
 
     def types(self) -> list[str]:
         return self._index.members(self._row)
+
+    def names(self) -> list[str]:
+        return self._index.names(self._row)
 
     def size(self, member_type: str) -> int | None:
         place = self._index.place(self._row, member_type)

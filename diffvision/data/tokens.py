@@ -115,14 +115,14 @@ def _parsed(text: str, where: str) -> TokenAccount:
     return account
 
 
-def check_tokens(data: bytes, shard: Path) -> int:
+def check_tokens(data: bytes, shard: Shard) -> int:
     """The array of a token shard is what the tokens.json beside it says; returns how many tokens it has.
 
     Raises:
         BadSample: it is not.
         ValueError: tokens.json is not there, or of another format.
     """
-    account = find_accounts([Shard(str(shard))])[str(shard.parent)]
+    account = find_accounts([shard])[_parent(shard)]
     if account is None:
         raise BadSample(f"token array without a {TOKENS}")
     try:
@@ -247,6 +247,9 @@ class _Sequence:
 
     def size(self, member_type: str) -> int | None:
         return (self._shards.length + 1) * self._shards.account.dtype.itemsize if member_type == MEMBER else None
+
+    def names(self) -> list[str]:
+        return [MEMBER]
 
     def read(self, member_type: str, at_most: int) -> bytes:
         if member_type != MEMBER:

@@ -16,6 +16,9 @@ class Members:
         data = self.members.get(member_type)
         return self.sizes.get(member_type, None if data is None else len(data))
 
+    def names(self):
+        return sorted(self.members)
+
     def read(self, member_type, at_most):
         assert at_most <= max(MAX_IMAGE_BYTES, MAX_JSON_BYTES)
         return self.members[member_type][:at_most]
@@ -40,14 +43,14 @@ def test_members_too_large_are_not_read():
 
 
 def test_a_caption_from_a_list_is_drawn_with_torchs_generator():
-    members = Members(json=json.dumps({"captions": ["a", "b", "c"]}).encode())
+    members = Members(json=json.dumps({"captions": ["a", "b", " ", "c"]}).encode())  # a blank one is never drawn
     caption = CaptionMember("json:captions")
     torch.manual_seed(0)
     drawn = [caption.one(members) for _ in range(30)]
     torch.manual_seed(0)
     assert [caption.one(members) for _ in range(30)] == drawn
     assert set(drawn) == {"a", "b", "c"}
-    assert caption.all(members) == ["a", "b", "c"]
+    assert caption.all(members) == ["a", "b", "", "c"]
 
 
 def test_batches_have_the_shapes_they_promise(corpus):

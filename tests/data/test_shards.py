@@ -209,8 +209,8 @@ REASONS = {
     "not a JPEG, PNG or WebP image": 1,
     "empty caption": 2,
     "caption not UTF-8": 1,
-    "missing image": 1,
-    "missing caption": 1,
+    "missing image: the sample has cls, txt, none of them jpg, jpeg, png, webp": 1,
+    "missing caption: the sample has cls, png, none of them txt, json": 1,
 }
 
 
@@ -312,7 +312,7 @@ def test_a_truncated_shard_loses_its_own_samples_and_no_others(corpus, tmp_path)
     batches = corpus.read(loader)  # asserts that image and caption belong together
     assert {n for b in batches for n in b} == set(range(100)) - set(range(43, 50))
     report = loader.report
-    assert report.skipped == {"missing caption": 1, "truncated shard": 6}
+    assert report.skipped == {"missing caption: the sample has cls, none of them txt, json": 1, "truncated shard": 6}
     assert report.seen + report.bad + report.tail == 100
 
 

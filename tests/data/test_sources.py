@@ -79,6 +79,22 @@ def test_a_directory_in_natural_order(tmp_path):
     assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
 
 
+def test_wildcards(tmp_path):
+    touch(tmp_path, "part-10.tar", "part-9.tar", "other.tar", "part-1.txt")
+    touch(tmp_path / "a" / "b", "part-2.tar.gz")
+    touch(tmp_path / "[x]", "0.tar")
+    assert names(f"{tmp_path}/*.tar") == ["other.tar", "part-9.tar", "part-10.tar"]
+    assert names(f"{tmp_path}/**/part-*") == ["part-2.tar.gz", "part-9.tar", "part-10.tar"]
+    assert names(f"{tmp_path}/{{part-?,other}}.tar") == ["part-9.tar", "other.tar"]
+    assert names(f"{tmp_path}/[x]") == names(f"{tmp_path}/[x]/0.tar") == ["0.tar"]  # as it is called
+    with pytest.raises(ValueError, match=r"no shard matches .*/none-\*\.tar: expected \.tar files$"):
+        find_shards(f"{tmp_path}/none-*.tar")
+    with pytest.raises(ValueError, match=r"it matches 1 other files, first .*part-1\.txt"):
+        find_shards(f"{tmp_path}/*.txt")
+    (tmp_path / "sizes.json").write_text(json.dumps({"part-9.tar": 7}))
+    assert [shard.samples for shard in find_shards(f"{tmp_path}/part-*.tar")] == [7, None]
+
+
 def test_nothing_there_says_so(tmp_path):
     with pytest.raises(ValueError, match="no shards in"):
         find_shards(tmp_path)
