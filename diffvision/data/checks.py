@@ -170,7 +170,10 @@ def shard_directories(directory: str | Path) -> list[Path]:
     found = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
     found += [p.parent for p in root.rglob("manifest.json") if p.parent not in found]
     if not found:
-        raise ValueError(f"no .tar files in or under {directory}")
+        raise ValueError(
+            f"no shards (.tar, .tar.gz, ...) in or under {directory}: pictures are checked when they are "
+            "trained on, or packed with `diffvision data make folder`"
+        )
     return found
 
 

@@ -130,7 +130,7 @@ class PictureFolder(EvaluationFolder):
     A source without splits is all one, "test"; a split for validation counts as "test" where there is none.
 
     Args:
-        source, table, columns: as `pictures.find_pictures` takes them.
+        source, table, columns, classnames: as `pictures.find_pictures` takes them.
         name: in metrics; by default the source's.
         task: "zero_shot" or "retrieval", of pictures that have labels and captions; by default "zero_shot".
 
@@ -146,9 +146,10 @@ class PictureFolder(EvaluationFolder):
         task: str | None = None,
         table: str | Path | None = None,
         columns: dict[str, str] | None = None,
+        classnames: Sequence[str] = (),
     ) -> None:
         location = str(source)
-        self._find = partial(find_pictures, location, table=table, columns=columns)
+        self._find = partial(find_pictures, location, table=table, columns=columns, classnames=classnames)
         given = {} if table is not None else splits(location)
         self._splits: dict[str, str | None] = {split: split for split in given} or {"test": None}
         if "test" not in given and "validation" in given:

@@ -13,7 +13,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from diffvision.data.cache import ShardCache
 from diffvision.data.folders import EvaluationFolder, EvaluationLoader, PictureFolder, find_folders
-from diffvision.data.pictures import PictureSet, find_pictures, is_pictures
+from diffvision.data.pictures import PictureSet, class_prompts, find_pictures, is_pictures
 from diffvision.data.report import Limits
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember, ImageLabel, ImageMember, ImageText, SampleKind
 from diffvision.data.shards import ShardLoader
@@ -159,14 +159,23 @@ class ImageLabelData(pl.LightningDataModule):
         return self.val_dataloader()
 
     def _evaluation_samples(self, source: str) -> ShardSet | PictureSet:
+        trained_on = find_pictures(cast(str, self.train), columns=self.columns) if is_pictures(self.train) else None
+        classnames = () if trained_on is None else trained_on.classnames
         try:
-            return EvaluationFolder(source).samples(self.split)
+            folder = EvaluationFolder(source)
         except ValueError:  # not that layout
             if is_pictures(source):
-                samples = PictureFolder(source, task="zero_shot", columns=self.columns).samples(self.split)
+                how: dict[str, Any] = {"columns": self.columns, "classnames": classnames}
+                samples = PictureFolder(source, task="zero_shot", **how).samples(self.split)
                 self._check_classes(samples)
                 return samples
             return ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
+        if classnames and folder.classnames and class_prompts(classnames) != folder.classnames:
+            raise ValueError(
+                f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
+                f"{', '.join(classnames[:3])}, ...; make the evaluation folder of pictures of the same classes"
+            )
+        return folder.samples(self.split)
 
     def _check_classes(self, samples: PictureSet) -> None:
         """Of pictures it is known before training whether they have labels, and how many classes."""

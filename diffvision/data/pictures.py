@@ -10,8 +10,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -218,8 +218,11 @@ def find_pictures(
     *,
     table: str | Path | None = None,
     columns: dict[str, str] | None = None,
+    classnames: Sequence[str] = (),
 ) -> Pictures:
     """The pictures of a source.
+
+    Classes that have names are numbered in the order of their names, those of all splits together.
 
     Args:
         source: one of
@@ -232,10 +235,30 @@ def find_pictures(
         split: "train", "validation" or "test", of a source that has splits.
         table: the captions or labels of a folder of images, with paths relative to `source`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
+        classnames: number the classes as these are, such as those that a model was trained on.
 
     Raises:
-        ValueError: no such source, split or column; a table that is damaged or names files outside of its folder.
+        ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
+            class that is not among `classnames`.
     """
+    pictures = _found(source, split, table, columns)
+    return _renumbered(pictures, classnames) if classnames and pictures.classnames else pictures
+
+
+def _renumbered(pictures: Pictures, classnames: Sequence[str]) -> Pictures:
+    known = {name: number for number, name in enumerate(class_prompts(classnames))}
+    names = class_prompts(pictures.classnames)
+    assert pictures.labels is not None
+    if unknown := [names[label] for label in np.unique(pictures.labels).tolist() if names[label] not in known]:
+        raise ValueError(
+            f"{pictures.source} has classes that are not among the {len(known)} of the training data or the model: "
+            f"{', '.join(unknown[:5])}"
+        )
+    numbers = np.array([known.get(name, -1) for name in names], dtype=np.int64)
+    return replace(pictures, labels=numbers[pictures.labels], classnames=tuple(classnames))
+
+
+def _found(source: str | Path, split: str | None, table: str | Path | None, columns: dict[str, str] | None) -> Pictures:
     if unknown := sorted((columns or {}).keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
     location, columns = str(source), columns or {}
@@ -253,9 +276,17 @@ def find_pictures(
         return _from_table(path.parent, path, columns)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _from_datasets(path, available.get(split or ""), columns)
-    if split is not None:
-        path = path / available[split]
-    return _from_folder(path, None if table is None else Path(table), columns)
+    if split is None:
+        return _from_folder(path, None if table is None else Path(table), columns)
+    pictures = _from_folder(path / available[split], None, columns)
+    if not pictures.classnames or set(pictures.classnames) - set(_folder_names(path, available)):
+        return pictures  # classes that a table names
+    return _renumbered(pictures, _folder_names(path, available))
+
+
+def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
+    """The classes of all splits."""
+    return sorted({folder.name for name in available.values() for folder in _class_folders(path / name)})
 
 
 def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Pictures:
@@ -270,6 +301,11 @@ def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Pic
     if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(_files(path, (".txt",)))):
         return _from_texts(path)
     if images:
+        if others := sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES):
+            raise ValueError(
+                f"{path} has {', '.join(others[:5])} next to its images: give the table that describes them as the "
+                "source, or move it elsewhere if none does"
+            )
         return _from_classes(path, images)
     if parquet := sorted(map(str, path.rglob("*.parquet"))):
         return _from_columns(str(path), _parquet(parquet), columns)
@@ -293,11 +329,24 @@ def _from_classes(path: Path, images: list[Path]) -> Pictures:
             f"{path} has images in no class and without captions, first {loose[0]}: put each into the folder of its "
             "class, put a .txt with its caption next to it, or name a table of captions"
         )
-    classnames = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    folders = _class_folders(path)
+    used = {file.parts[0] for file in files}
+    if empty := [folder.name for folder in folders if folder.name not in used]:
+        tables = [p.relative_to(path).as_posix() for name in empty for p in _files(path / name, TABLES)]
+        hint = f"give {tables[0]} as the source" if tables else "remove it, or put images into it"
+        raise ValueError(f"{path} has no image in its folder {empty[0]}, and so is no folder for each class: {hint}")
+    resolved = [folder.resolve() for folder in folders]
+    if twice := [folder.name for folder in folders if resolved.count(folder.resolve()) > 1]:
+        raise ValueError(f"{path} has the same folder as the classes {' and '.join(twice)}: remove the link")
+    classnames = tuple(folder.name for folder in folders)
     number = {name: label for label, name in enumerate(classnames)}
     labels = np.array([number[file.parts[0]] for file in files], dtype=np.int64)
     names = [file.as_posix() for file in files]
     return Pictures(str(path), names, _Files(path, names), labels=labels, classnames=classnames)
+
+
+def _class_folders(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def _from_texts(path: Path) -> Pictures:
@@ -341,6 +390,8 @@ def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
             captions.append(_captions(row["caption"]))
         if "label" in row:
             labels.append(row["label"])
+    if not names:
+        raise ValueError(f"{table} has no rows: give a table of images")
     numbers, classnames = _numbered(labels, table) if labels else (None, ())
     return Pictures(str(table), names, _Files(root, names), captions or None, numbers, classnames)
 
@@ -366,6 +417,10 @@ def _numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str,
 
 def _resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
     """Which column is what: those given, else those known by their names. An image, and a caption or a label."""
+    if len(header) == 1 and ";" in header[0]:
+        raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
+    if not header:
+        raise ValueError(f"{table} is empty: its first line names the columns, such as image,caption")
     resolved: dict[str, str] = {}
     for what, known in COLUMNS.items():
         if what in given:
@@ -376,7 +431,10 @@ def _resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) 
             resolved[what] = match
     if "image" not in resolved:
         usual = " or ".join(COLUMNS["image"][:2])
-        raise ValueError(f"{table} has columns {list(header)}: none of them is called {usual}; name it with columns")
+        raise ValueError(
+            f"{table} has columns {list(header)}: none of them is called {usual}; name it with columns, or "
+            "write a first line that names the columns"
+        )
     if len(resolved) == 1:
         raise ValueError(
             f"{table} has columns {list(header)}: none of them is called caption or label; name one with columns"
@@ -574,11 +632,11 @@ def _torchvision_class(location: str) -> Callable[..., Any]:
     from torchvision import datasets
 
     name = location.removeprefix(TORCHVISION).partition(":")[0]
-    if name not in datasets.__all__ or not inspect.isclass(getattr(datasets, name)):
-        raise ValueError(
-            f"{location}: torchvision has no dataset {name!r}; it has {', '.join(sorted(datasets.__all__))}"
-        )
-    return getattr(datasets, name)
+    kinds = {known: getattr(datasets, known) for known in sorted(datasets.__all__)}
+    rooted = {known: kind for known, kind in kinds.items() if "root" in inspect.signature(kind).parameters}
+    if name not in rooted:
+        raise ValueError(f"{location}: torchvision has no dataset {name!r} in a folder; it has {', '.join(rooted)}")
+    return rooted[name]
 
 
 def _from_torchvision(location: str, split: str | None) -> Pictures:

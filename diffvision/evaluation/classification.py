@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diffvision.data.folders import EvaluationFolder
+from diffvision.data.pictures import class_prompts
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.zero_shot import classification_metrics
@@ -25,6 +26,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
             "for zero_shot (with texts) or linear_probe"
         )
     images, labels = features.images(folder, options.split)
+    labels = _numbered_as(features.model, folder, labels)
     if labels.max() >= head.out_features:
         raise ValueError(
             f"evaluation folder {folder.name!r} has the label {labels.max()}, but the model tells "
@@ -33,3 +35,16 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         batches = images.to(features.device, head.weight.dtype).split(features.batch_size)
         return classification_metrics(torch.cat([head(batch).float().cpu() for batch in batches]), labels)
+
+
+def _numbered_as(model: nn.Module, folder: EvaluationFolder, labels: Tensor) -> Tensor:
+    """Labels in the order of the model's classes, where the model and the folder both name theirs."""
+    names = class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+    if not names or not folder.classnames or names == folder.classnames:
+        return labels
+    if unknown := [name for name in folder.classnames if name not in names]:
+        raise ValueError(
+            f"evaluation folder {folder.name!r} has classes that the model does not have: {', '.join(unknown[:5])}; "
+            f"the model's are {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        )
+    return torch.tensor([names.index(name) for name in folder.classnames])[labels]

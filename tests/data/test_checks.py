@@ -125,7 +125,7 @@ def test_stats(shards, capsys, corpus):
     with pytest.raises(ValueError, match=r"do not exist, first .*none"):
         stats(str(shards / "none"))
     (shards / "none").mkdir()
-    with pytest.raises(ValueError, match=r"no .tar files in or under"):
+    with pytest.raises(ValueError, match=r"no shards .* in or under"):
         stats(str(shards / "none"))
 
 

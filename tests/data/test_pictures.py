@@ -71,6 +71,58 @@ def test_a_folder_for_each_class(tree):
         find_pictures(tree)
 
 
+def test_splits_number_their_classes_alike(tmp_path):
+    for split, kinds in (("train", KINDS), ("val", KINDS[1:])):
+        for n, kind in enumerate(kinds):
+            for copy in range(4):
+                write(tmp_path / "pets" / split / kind / f"{copy}.png", n)
+    validation = find_pictures(tmp_path / "pets", "validation")
+    assert (validation.classnames, sorted(set(validation.labels.tolist()))) == (KINDS, [1, 2])
+    data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "pets/val"), num_workers=0, num_classes=3)
+    assert [label for batch in data.val_dataloader() for label in batch["label"].tolist()] == [1] * 4 + [2] * 4
+    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / "pets"))
+    folder = EvaluationFolder(tmp_path / "made")
+    assert folder.classnames == ["cat", "dog", "red fox"]
+    assert [n for _, n in read_in_order(folder, "test")] == [1] * 4 + [2] * 4
+    write(tmp_path / "others/cow/1.png", 1)
+    data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "others"), num_workers=0, num_classes=3)
+    with pytest.raises(ValueError, match="classes that are not among the 3 of the training data or the model: cow"):
+        data.val_dataloader()
+
+
+def test_folders_that_are_no_classes(tree, tmp_path):
+    (tree / "train/empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):
+        find_pictures(tree)
+    (tree / "train/empty").rmdir()
+    (tree / "train/kitten").symlink_to(tree / "train/cat")
+    with pytest.raises(ValueError, match="has the same folder as the classes cat and kitten: remove the link"):
+        find_pictures(tree)
+    write(tmp_path / "coco/train2017/1.png", 1)
+    (tmp_path / "coco/annotations").mkdir()
+    (tmp_path / "coco/annotations/captions_train2017.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"give annotations/captions_train2017\.json as the source"):
+        find_pictures(tmp_path / "coco")
+    (tree / "val/prices.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"has prices\.csv next to its images: give the table"):
+        find_pictures(tree / "val")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: its first line names the columns"),
+        ("image,caption\n", "has no rows"),
+        ("image;caption\n1.png;a\n", "has semicolons between its columns"),
+        ("1.png,a\n", "or write a first line that names the columns"),
+    ],
+)
+def test_tables_of_another_kind(captioned, content, message):
+    (captioned / "t.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        find_pictures(captioned / "t.csv")
+
+
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
 def test_tables(captioned, ending):
     rows = [{"file": f"{n}.png", "what it shows": f"picture {n}", "kind": KINDS[n % 3]} for n in range(12)]
@@ -167,7 +219,7 @@ def test_a_torchvision_dataset(tmp_path):
     assert len(PictureFolder(source).pictures("test")) == 10
     with pytest.raises(ValueError, match="Nothing is downloaded here; once, by yourself: python -c"):
         find_pictures(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="torchvision has no dataset 'Fashion'"):
+    with pytest.raises(ValueError, match="torchvision has no dataset 'Fashion' in a folder"):
         find_pictures(f"torchvision:Fashion:{tmp_path}")
 
 
