@@ -149,7 +149,7 @@ class DiffTransformerBlock(GradientCheckpointingLayer):
         explicit: bool,
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B H N L"] | None]:
         """The block's output, and with `explicit` the map of each head that its values are weighted with."""
-        cache = None if past_key_values is None else _HostLayer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else _HostLayer(past_key_values, self.layer_idx, is_causal)
         maps: list[Tensor] | None = [] if explicit else None
         attended = self.attn(
             self.norm1(hidden_states), attention_mask, is_causal, cache=cache, rotation=position_embeddings, maps=maps
@@ -308,15 +308,25 @@ class _HostLayer:
     """One layer of a cache of transformers: keys [B, Hk, L, P D], a head's maps side by side, and values [B, Hk, L, V].
 
     In V1 both are 2D wide, in V2 and in the standard variant D: caches of transformers want one shape for both.
+
+    A static cache returns its whole buffer. transformers leaves the mask of several tokens to `is_causal` only where
+    they are the first tokens, so the rest of the buffer is empty then, and is cut off: `is_causal` ends at the last key.
+
+    Args:
+        past: the cache.
+        index: number of the layer.
+        is_causal: the layer attends with `is_causal` instead of a mask.
     """
 
-    def __init__(self, past: Cache, index: int) -> None:
-        self.past, self.index = past, index
+    def __init__(self, past: Cache, index: int, is_causal: bool) -> None:
+        self.past, self.index, self.is_causal = past, index, is_causal
 
     def append(
         self, k: Float[Tensor, "B Hk P N D"], v: Float[Tensor, "B Hk N V"]
     ) -> tuple[Float[Tensor, "B Hk P L D"], Float[Tensor, "B Hk L V"]]:
         keys, values = self.past.update(k.transpose(2, 3).flatten(3), v, self.index)
+        if self.is_causal and (count := v.shape[2]) > 1:
+            keys, values = keys[:, :, :count], values[:, :, :count]
         return keys.unflatten(3, (k.shape[2], k.shape[4])).transpose(2, 3), values
 
 
