@@ -36,6 +36,7 @@ from diffvision.models.hugging_face_decoder import (
     DiffTransformerModel,
     DiffTransformerPreTrainedModel,
     keep_weights,
+    record,
 )
 from diffvision.models.language_config import LanguageConfig
 from diffvision.nn.linear import Linear
@@ -184,7 +185,7 @@ class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTrans
 
 
 def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
-    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer.
+    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer, its architecture recorded.
 
     A program that knows nothing of this package loads the folder with `trust_remote_code=True`: a file of one line in
     it imports this module, which must be installed. lm-eval-harness, for one:
@@ -219,6 +220,7 @@ def write(
         ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
         words.save_pretrained(directory)
     DiffTransformerForCausalLM.from_diffvision(model, **ends).save_pretrained(directory)
+    record(directory)
 
 
 def _tokenizer_file(path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from diffvision import ops
+from diffvision.models.architecture import check, metadata, recorded
 from diffvision.models.decoder import LanguageModel, initial_std
 from diffvision.models.language_config import LanguageConfig
 from diffvision.nn import ATTENTION
@@ -149,7 +151,7 @@ class DiffTransformerBlock(GradientCheckpointingLayer):
         explicit: bool,
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B H N L"] | None]:
         """The block's output, and with `explicit` the map of each head that its values are weighted with."""
-        cache = None if past_key_values is None else _HostLayer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else _HostLayer(past_key_values, self.layer_idx, is_causal)
         maps: list[Tensor] | None = [] if explicit else None
         attended = self.attn(
             self.norm1(hidden_states), attention_mask, is_causal, cache=cache, rotation=position_embeddings, maps=maps
@@ -184,7 +186,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         classifier may be made of a language model.
 
         Raises:
-            ValueError: the weights are not those of the configuration (another variant, a damaged file).
+            ValueError: the weights are not those of the configuration (another variant, a damaged file), or a folder's
+                were recorded to be of another architecture.
         """
         wants_info = settings.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **settings)
@@ -201,6 +204,9 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
                 f"the weights of {args[0] if args else cls.__name__!r} are not those of variant "
                 f"{model.config.variant!r} that its configuration names: {'; '.join(listed)}"
             )
+        source = args[0] if args else settings.get("pretrained_model_name_or_path")
+        if source is not None:
+            _check_recorded(Path(source, settings.get("subfolder") or ""), model.config)
         return (model, info) if wants_info else model
 
     @torch.no_grad()
@@ -308,15 +314,25 @@ class _HostLayer:
     """One layer of a cache of transformers: keys [B, Hk, L, P D], a head's maps side by side, and values [B, Hk, L, V].
 
     In V1 both are 2D wide, in V2 and in the standard variant D: caches of transformers want one shape for both.
+
+    A static cache returns its whole buffer. transformers leaves the mask of several tokens to `is_causal` only where
+    they are the first tokens. The rest of the buffer is empty then, and is cut off: `is_causal` ends at the last key.
+
+    Args:
+        past: the cache.
+        index: number of the layer.
+        is_causal: the layer attends with `is_causal` instead of a mask.
     """
 
-    def __init__(self, past: Cache, index: int) -> None:
-        self.past, self.index = past, index
+    def __init__(self, past: Cache, index: int, is_causal: bool) -> None:
+        self.past, self.index, self.is_causal = past, index, is_causal
 
     def append(
         self, k: Float[Tensor, "B Hk P N D"], v: Float[Tensor, "B Hk N V"]
     ) -> tuple[Float[Tensor, "B Hk P L D"], Float[Tensor, "B Hk L V"]]:
         keys, values = self.past.update(k.transpose(2, 3).flatten(3), v, self.index)
+        if self.is_causal and (count := v.shape[2]) > 1:
+            keys, values = keys[:, :, :count], values[:, :, :count]
         return keys.unflatten(3, (k.shape[2], k.shape[4])).transpose(2, 3), values
 
 
@@ -325,6 +341,35 @@ def keep_weights(model: PreTrainedModel) -> None:
     if next(model.parameters()).device.type != "meta":
         for module in model.modules():
             module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def record(folder: str | Path) -> None:
+    """Records the architecture of a saved folder with its weights, which `from_pretrained` compares.
+
+    transformers writes no metadata but the format.
+    """
+    folder = Path(folder)
+    about = metadata(_built(DiffTransformerConfig.from_pretrained(folder)))
+    for file in _weight_files(folder):
+        whole = file.with_suffix(".recorded")  # the tensors are read from the old file while they are written
+        save_file(load_file(file), whole, metadata=about)
+        whole.replace(file)
+
+
+def _check_recorded(folder: Path, config: DiffTransformerConfig) -> None:
+    """ValueError if the weights in a folder were recorded to be of another architecture; others record nothing."""
+    for file in _weight_files(folder):
+        check(recorded(file), _built(config), f"{file}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def _built(config: DiffTransformerConfig) -> LanguageModel:
+    """The model of a configuration, without weights."""
+    with torch.device("meta"):
+        return LanguageModel(config.to_diffvision())
 
 
 def _check_length(embeds: Tensor, mask: Tensor | None, start: int, longest: int) -> None:

@@ -266,6 +266,47 @@ def test_a_static_cache_equals_a_growing_one(host, tokens, padded):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_static_cache_longer_than_an_unpadded_prompt(attention, ones, length, host, tokens):
+    """transformers makes no mask for the prompt then; the empty rest of the cache is not attended to."""
+    host.set_attn_implementation(attention)
+    expected = host(tokens, use_cache=False).logits
+    cache = transformers.StaticCache(config=host.config, max_cache_len=20)
+    for _ in range(2):  # the second time in a cache that counts in a tensor
+        out = [
+            host(
+                tokens[:, begin:end],
+                attention_mask=torch.ones_like(tokens[:, :end]) if ones else None,
+                past_key_values=cache,
+            ).logits
+            for begin, end in [(0, length), (length, 8), (8, 9)]
+            if begin < end
+        ]
+        torch.testing.assert_close(torch.cat(out, 1), expected, **CLOSE)
+        cache.reset()
+
+
+@torch.no_grad()
+def test_generation_of_an_unpadded_prompt_with_a_static_cache(host, tokens):
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    made = host.generate(tokens, cache_implementation="static", **settings)
+    assert torch.equal(made, host.generate(tokens, **settings))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("host", NAMES[1:2], indirect=True)
+def test_a_static_cache_under_compile(host, tokens):
+    torch.compiler.reset()
+    compiled = torch.compile(host, fullgraph=True, backend="aot_eager")
+    expected = host(tokens, use_cache=False).logits
+    cache = transformers.StaticCache(config=host.config, max_cache_len=20)
+    out = [compiled(tokens[:, a:b], past_key_values=cache).logits for a, b in [(0, 8), (8, 9)]]
+    torch.testing.assert_close(torch.cat(out, 1), expected, **CLOSE)
+
+
+@torch.no_grad()
 def test_compiles_whole_with_a_mask_of_padding(host, tokens, padded):
     torch.compiler.reset()
     compiled = torch.compile(host, fullgraph=True, backend="aot_eager")

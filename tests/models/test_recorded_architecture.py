@@ -8,7 +8,7 @@ import open_clip
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from diffvision import adapt
 from diffvision.evaluation import FeatureExtractor
@@ -281,3 +281,35 @@ def test_a_record_that_is_none(tmp_path):
     content["diffvision"] = [1]
     torch.save(content, path)
     load(CLIP, path)
+
+
+@pytest.mark.filterwarnings("ignore:no tokenizer beside")
+@pytest.mark.parametrize(
+    ("name", "here"), [("lambda_init", 0.3), ("rotary_theta", 500.0), ("rms_norm_eps", 0.01)], ids=str
+)
+def test_a_transformers_folder_whose_configuration_was_changed(name, here, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from diffvision.models.hugging_face import DiffTransformerForCausalLM, export
+
+    model, folder = language.create(TEXT, num_kv_heads=2), tmp_path / "theirs"
+    language.save(model, tmp_path / "ours")
+    export(str(tmp_path / "ours"), str(folder))
+    tokens = torch.randint(3, 200, (1, 7))
+    assert torch.equal(load_subject(f"hf:{folder}").model(tokens).logits, model.eval()(tokens))
+    assert read_source(folder).model.config == language.config(TEXT)  # as many key/value heads as heads
+    assert {file.suffix for file in folder.iterdir()} == {".json", ".py", ".safetensors"}
+    edit(folder / "config.json", lambda values: values.update({name: here}))
+    ours = {"rms_norm_eps": "norm_eps"}.get(name, name)
+    for call in (
+        lambda: load_subject(f"hf:{folder}"),
+        lambda: read_source(folder),
+        lambda: transformers.AutoModel.from_pretrained(folder),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"of another architecture than the model here, with .*{ours} .* {here} here"
+        ):
+            call()
+    # a folder that transformers wrote records nothing
+    weights = folder / "model.safetensors"
+    weights.write_bytes(save(load_file(weights), {"format": "pt"}))
+    assert isinstance(load_subject(f"hf:{folder}").model, DiffTransformerForCausalLM)
