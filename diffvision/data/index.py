@@ -358,17 +358,19 @@ def user_cache() -> Path:
 
 
 class Version(NamedTuple):
-    """What changes whenever a file is written to, or is another one."""
+    """What changes whenever a file is written to, or is another one. `ctime_ns` also changes with its mode and links,
+    and nothing can set it back."""
 
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, file: int | str | os.PathLike) -> "Version":
         """Of an open file or of a path."""
         status = os.stat(file)
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def _stamp(path: Path) -> np.ndarray:
