@@ -448,7 +448,7 @@ def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
             arrays = {name: kept[name] for name in (*_ARRAYS, "other_rows")}
             others = tuple(str(name) for name in kept["other_types"])
             texts: dict[str, Any] = {name: str(kept[name]) for name in ("damage", "dotted", "hidden")}
-            counts = {name: int(kept[name]) for name in ("end", "unread")}
+            counts: dict[str, Any] = {name: int(kept[name]) for name in ("end", "unread")}
             index = ShardIndex(types, **arrays, **texts, **counts, cut=bool(kept["cut"]), other_types=others)
         return index if _possible(index, tar_bytes) else None
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
