@@ -30,7 +30,7 @@ import numpy as np
 MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
 """The types that can be decoded. `caption.txt` counts as a `txt`."""
 
-_FORMAT = 4  # changes with what is noted
+_FORMAT = 5  # changes with what is noted
 _MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack, or keys with dots
 _MAX_KEY = 4096
 _MAX_SIZE = 1 << 60  # bytes of a member
@@ -70,6 +70,8 @@ class ShardIndex:
     dotted: str = ""  # of a shard with more member types than a data set has: that its keys have dots, with examples
     hidden: str = ""  # members whose names begin with a dot, which are in no sample
     other_types: tuple[str, ...] = ()  # of members that cannot be read
+    end: int = 0  # byte at which reading stopped
+    unread: int = 0  # bytes before it that belong to no member with a place
     other_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), bool))  # [other types, samples]
 
     def __len__(self) -> int:
@@ -169,7 +171,7 @@ class _Rows:
             offset = member.offset_data
             self.cells.extend((len(self.key_ends) - 1, column, offset, member.size, offset - member.offset))
 
-    def index(self, damage: str, *, cut: bool) -> ShardIndex:
+    def index(self, end: int, damage: str, *, cut: bool) -> ShardIndex:
         types = tuple(list(self.columns)[:_MAX_COLUMNS])
         offsets = np.full((len(types), len(self.key_ends)), -1, dtype=np.int64)
         sizes, heads = np.full_like(offsets, -1), np.full_like(offsets, -1, dtype=np.int32)
@@ -191,7 +193,11 @@ class _Rows:
         if self.hidden:
             first = f"{self.first_hidden!r:.80}"
             hidden = f"{self.hidden} members are in no sample, for their names begin with a dot, first {first}"
-        return replace(index, dotted=dotted, hidden=hidden, other_types=tuple(self.others), other_rows=other_rows)
+        unread = end - (_covered(index) or 0)
+        others = tuple(self.others)
+        return replace(
+            index, dotted=dotted, hidden=hidden, end=end, unread=unread, other_types=others, other_rows=other_rows
+        )
 
 
 def _plainly(headers: bytes, name: bytes, size: int) -> bool:
@@ -246,10 +252,11 @@ def scan(path: str | os.PathLike) -> ShardIndex:
     rows, behind = _Rows(), _Rows()
     with open(path, "rb") as file:
         end, damage = _add_members(file, 0, rows)
+        stopped = end
         cut = bool(damage) and file.tell() >= os.fstat(file.fileno()).st_size
         if not damage and (more := _beyond_zeros(file, end)) is not None:
             damage = f"the zeros at byte {end} are not its end: more follows from byte {more} on"
-        if damage and not cut and len(rows):
+        if damage and not cut:
             start = end
             for _ in range(_MAX_RESUMED):
                 if (header := _next_header(file, start)) is None:
@@ -257,7 +264,7 @@ def scan(path: str | os.PathLike) -> ShardIndex:
                 end, _reason = _add_members(file, header, behind)
                 start = max(end, header + tarfile.BLOCKSIZE)
             damage += f", with {len(behind)} more samples" if len(behind) else ""
-    return rows.index(damage, cut=cut)
+    return rows.index(stopped, damage, cut=cut)
 
 
 def _opened(file: IO[bytes]) -> tarfile.TarFile:
@@ -358,17 +365,19 @@ def user_cache() -> Path:
 
 
 class Version(NamedTuple):
-    """What changes whenever a file is written to, or is another one."""
+    """What changes whenever a file is written to, or is another one. `ctime_ns` also changes with its mode and links,
+    and nothing can set it back."""
 
     size: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, file: int | str | os.PathLike) -> "Version":
         """Of an open file or of a path."""
         status = os.stat(file)
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def _stamp(path: Path) -> np.ndarray:
@@ -439,7 +448,8 @@ def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
             arrays = {name: kept[name] for name in (*_ARRAYS, "other_rows")}
             others = tuple(str(name) for name in kept["other_types"])
             texts: dict[str, Any] = {name: str(kept[name]) for name in ("damage", "dotted", "hidden")}
-            index = ShardIndex(types, **arrays, **texts, cut=bool(kept["cut"]), other_types=others)
+            counts: dict[str, Any] = {name: int(kept[name]) for name in ("end", "unread")}
+            index = ShardIndex(types, **arrays, **texts, **counts, cut=bool(kept["cut"]), other_types=others)
         return index if _possible(index, tar_bytes) else None
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
@@ -472,11 +482,24 @@ def _possible(index: ShardIndex, tar_bytes: int) -> bool:
         and ((heads >= tarfile.BLOCKSIZE) & (heads <= _MAX_HEADERS) & (heads <= offsets)).all()
         and (np.diff(ends) > 0).all()
         and ends[-1] == len(index.key_bytes)
+        and (covered := _covered(index)) is not None
+        and covered + index.unread == index.end
     )
 
 
+def _covered(index: ShardIndex) -> int | None:
+    """Bytes of the members with a place, with their headers, in whole blocks; None where two of them overlap."""
+    there = index.offsets >= 0
+    offsets, sizes, heads = index.offsets[there], index.sizes[there], index.heads[there]
+    begins, ends = offsets - heads, offsets + -(-sizes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    order = np.argsort(begins)
+    if (begins[order][1:] < ends[order][:-1]).any():
+        return None
+    return int((ends - begins).sum())
+
+
 def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
-    names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "other_rows")
+    names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "end", "unread", "other_rows")
     values: dict[str, Any] = {name: getattr(index, name) for name in names}
     values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
     return write_sidecar(place, lambda file: np.savez(file, stamp=stamp, **values))

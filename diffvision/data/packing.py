@@ -17,7 +17,7 @@ from diffvision.data.decode import BadSample, clean_caption, decode_image, decod
 from diffvision.data.folders import PictureFolder
 from diffvision.data.index import scan, sha256
 from diffvision.data.pictures import Pictures
-from diffvision.data.sources import MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, natural
+from diffvision.data.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
 from diffvision.data.storage import RENAME
 
 Sample = Mapping[str, str | bytes]
@@ -56,7 +56,7 @@ def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: 
 
 
 def refuse_existing(directory: Path) -> None:
-    if directory.is_dir() and any(p.suffix == ".tar" for p in directory.iterdir()):
+    if directory.is_dir() and any(is_shard(p.name) for p in directory.iterdir()):
         raise ValueError(f"{directory} has shards already: remove them, or choose another directory")
 
 
@@ -84,9 +84,14 @@ def write_manifest(directory: str | Path) -> None:
     """Count and hash every .tar of a directory, and write manifest.json and sizes.json beside them.
 
     Raises:
-        ValueError: a shard is damaged; nothing is written.
+        ValueError: a shard is damaged, or is compressed; nothing is written.
     """
     directory = Path(directory)
+    if packed := sorted(path for path in directory.glob("*") if path.name.endswith(COMPRESSED)):
+        raise ValueError(
+            f"{directory} has {len(packed)} compressed shard(s), first {packed[0]}: a manifest lists all shards of a "
+            "directory, and only .tar files can be counted; unpack them to .tar, or move them elsewhere"
+        )
     shards = [_described(path) for path in sorted(directory.glob(f"*{PLAIN[0]}"), key=lambda p: natural(p.name))]
     if not shards:
         raise ValueError(f"no .tar files in {directory}")

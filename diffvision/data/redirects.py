@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import ClientSession, TCPConnector, TraceConfig, TraceRequestRedirectParams, TraceRequestStartParams
 from yarl import URL
 
+_SPECIAL = [ipaddress.IPv6Network(net) for net in ("64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96")]  # local, obsolete
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses in the last 32 bits
 
 
@@ -79,6 +80,8 @@ def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet: not of this machine, a private network or a special purpose."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
+        if ip.is_site_local or any(ip in network for network in _SPECIAL):
+            return False
         inner = ip.ipv4_mapped or ip.sixtofour
         if ip in _NAT64:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)

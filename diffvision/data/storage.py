@@ -49,8 +49,9 @@ class ShardSet:
 
     Shards that no manifest counts are indexed now, which takes a second for some ten thousand samples, once.
 
-    A file is believed as long as its size, time of change and inode stay. One that was changed is compared with its
-    manifest again; where there is none, reading it is an error.
+    A file is believed as long as its size, mtime and inode stay; with a manifest, its ctime too. One that was changed
+    is compared with its manifest again. Where there is none, reading it is an error, except for another file of the
+    same size and mtime whose index is the same, such as a copy made with `cp -p`.
 
     Attributes:
         content: changes with what the shards hold, not with where they lie: "how that is known:digest". Two of them
@@ -70,9 +71,10 @@ class ShardSet:
         self._refused: dict[int, str] = {}  # why
         self._compared: dict[int, Version] = {}  # files that are what their manifest says
         self._first = {n: version for n in range(len(self.shards)) if (version := self._version(n)) is not None}
-        self._indexed: dict[int, str] = {}  # digests of the indices that gave the counts
+        self._indexed: dict[int, str] = {}  # digests of the indices, where no sha256 is known
         self.counts = np.array(self._counts(), dtype=np.int64)
-        self.content = self._content()
+        self._told = [self._told_content(number) for number in range(len(self.shards))]
+        self.content = f"{'+'.join(sorted({kind for kind, _ in self._told}))}:{_digest(self._told)}"
 
     @property
     def caption_key(self) -> str:
@@ -187,7 +189,7 @@ class ShardSet:
                 raise BadSample("truncated shard")
             try:
                 data = os.pread(opened.file, size, offset)
-                unchanged = Version.of(opened.file) == opened.version  # after reading: before, it may come in between
+                unchanged = self._same_file(number, opened, opened.file)  # after reading: else it may come in between
             except OSError as error:
                 raise self._unreadable_now(number) from error
             if unchanged and len(data) == size:
@@ -225,7 +227,7 @@ class ShardSet:
             try:
                 opened = _Open(file, Version.of(file), shard_index(path))
                 reason = self._mismatch(number, path, opened)
-                if Version.of(path) != opened.version:
+                if not self._same_file(number, opened, path):
                     raise OSError(f"{path} changes while it is opened")
                 if reason:
                     self._refused[number] = reason
@@ -234,6 +236,19 @@ class ShardSet:
                 os.close(file)
                 raise
         return opened
+
+    def _same_file(self, number: int, opened: _Open, file: int | Path) -> bool:
+        """Whether a file is still the version that was opened.
+
+        Its ctime counts where it can be compared with a manifest again; not in the cache, where each use of a file
+        changes it, and not of an open file that was removed, for that changes it too.
+        """
+        version = Version.of(file)
+        if version[:3] != opened.version[:3]:
+            return False
+        if version == opened.version or self.shards[number].sha256 is None or self.in_cache(number):
+            return True
+        return os.stat(file).st_nlink == 0
 
     def _close(self, number: int) -> None:
         os.close(self._open.pop(number).file)
@@ -248,7 +263,7 @@ class ShardSet:
         shard, index, version = self.shards[number], opened.index, opened.version
         if index.dotted:
             return f"shard of keys with dots ({RENAME})"
-        changed = version[:2] != self._first.setdefault(number, version)[:2]
+        changed = version[:2] != self._first.setdefault(number, version)[:2]  # a copy may keep these
         counted = len(index) if shard.samples is None else shard.samples
         reason = self._other(number, path, opened, changed=changed)
         if len(index) > counted and not (reason and changed):
@@ -273,8 +288,9 @@ class ShardSet:
             if index.digest != self._indexed.get(number, index.digest):
                 raise _changed(shard)
         elif shard.sha256 is None:
-            if changed:
+            if changed or (version.inode != self._first[number].inode and not self._same_content(number, path)):
                 raise _changed(shard)
+            self._first[number] = version
         elif self._compared.get(number) != version:
             if version.size < (shard.bytes or 0):
                 # A tar that was cut is used as far as it goes. One that is whole is another, and so may be one that is
@@ -283,7 +299,16 @@ class ShardSet:
             if sha256_of(path, self.cache.progress) != shard.sha256:
                 return f"{_NOT_AS_TOLD} (sha256)"
             self._compared[number] = version
+        if shard.sha256 is None and number not in self._indexed:
+            self._indexed[number] = index.digest
         return ""
+
+    def _same_content(self, number: int, path: Path) -> bool:
+        """Whether another file of the same size and mtime holds what was first read, as far as that is known. Its
+        headers are read, for the sidecar may be of the first file."""
+        if number in self._indexed:
+            return scan(path).digest == self._indexed[number]
+        return self._told_content(number) == self._told[number]
 
     def _version(self, number: int) -> Version | None:
         """Of a shard that is read where it lies; None where there is none."""
@@ -293,10 +318,6 @@ class ShardSet:
             return Version.of(self.shards[number].location)
         except OSError:
             return None  # it shows again where the shard is read
-
-    def _content(self) -> str:
-        told = [self._told_content(number) for number in range(len(self.shards))]
-        return f"{'+'.join(sorted({kind for kind, _ in told}))}:{_digest(told)}"
 
     def _told_content(self, number: int) -> tuple[str, str]:
         """(how it is known, what it is) of what a shard holds."""

@@ -134,7 +134,9 @@ def test_zeros_are_the_end_only_where_nothing_follows(whole, tmp_path, how, caps
     assert not index.cut
     before = {"a page over headers": 2, "a page at the start": 0, "one header": 3}.get(how, 10)
     assert len(index) == before
-    behind = {"a page over headers": 8, "one header": 7, "another tar joined to it": 10}.get(how)
+    behind = {"a page over headers": 8, "a page at the start": 9, "one header": 7, "another tar joined to it": 10}.get(
+        how
+    )
     assert behind is None or f"with {behind} more samples" in index.damage
     with pytest.raises(ValueError, match="are not its end"):
         ShardSet(path)
@@ -288,6 +290,9 @@ IMPOSSIBLE = {
     "of another type": {"offsets": lambda value: value.astype(float)},
     "of another shape": {"sizes": lambda value: value[:1]},
     "without keys": {"key_bytes": lambda value: value[:3]},
+    "that drops rows": {name: lambda value: value[..., :5] for name in ("offsets", "sizes", "heads", "key_ends")}
+    | {"other_rows": lambda value: value[:, :5], "key_bytes": lambda value: value[: len(value) // 2]},
+    "that repeats a row": {name: lambda value: value[:, [0] * 10] for name in ("offsets", "sizes", "heads")},
     "with great headers": {"heads": lambda value: value + (1 << 29)},
 }
 

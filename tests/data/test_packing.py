@@ -230,3 +230,15 @@ def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path, c
     for _ in loader:
         pass
     assert loader.report.skipped == {}
+
+
+def test_no_manifest_is_written_next_to_compressed_shards(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    (source / "000002.tar.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has 1 compressed shard\(s\), first .*000002\.tar\.gz.*unpack"):
+        write_manifest(source)
+    assert not (source / "manifest.json").exists()
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "0.tgz").write_bytes(b"")
+    with pytest.raises(ValueError, match="has shards already"):
+        write_shards(tmp_path / "t", [corpus.sample(0)])

@@ -74,6 +74,10 @@ def _internet(monkeypatch):
         ("::ffff:8.8.8.8", True),
         ("2002:7f00:1::", False),
         ("64:ff9b::7f00:1", False),
+        ("64:ff9b:1::7f00:1", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("fec0::1", False),
     ],
 )
 def test_addresses_of_the_internet(address, public):

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import tarfile
 import warnings
 
@@ -155,6 +156,77 @@ def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
     for number in range(6):
         with pytest.raises(BadSample, match="shard not as its manifest says"):
             copy.members((number, 0))
+
+
+def replaced(path, data):
+    """By another file of this name, size and time of change."""
+    before, part = path.stat(), path.with_suffix(".part")
+    part.write_bytes(data)
+    assert part.stat().st_size == before.st_size
+    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(part, path)
+
+
+def reopened(shards, *, worker):
+    """A shard set that has to open its shards again; in a worker it is an unpickled copy."""
+    if worker:
+        return pickle.loads(pickle.dumps(shards))
+    for number in list(shards._open):
+        shards._close(number)
+    return shards
+
+
+@pytest.mark.parametrize("worker", [False, True])
+@pytest.mark.parametrize("counted", ["headers", "sizes", "sizes, not opened"])
+def test_without_a_manifest_another_file_must_hold_the_same(corpus, tmp_path, counted, worker):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    if counted != "headers":
+        (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(2)}))
+    shards = ShardSet(source)
+    for number in range(0 if counted.endswith("opened") else 2):
+        shards.members((number, 0)).read("txt", 10)
+    path = source / "000001.tar"
+    replaced(path, path.read_bytes())
+    path.chmod(0o400)
+    shards = reopened(shards, worker=worker)
+    assert shards.members((1, 0)).read("txt", 100) == b"sample 10"
+    replaced(path, crossed(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read, and no manifest"):
+        reopened(shards, worker=worker).members((1, 0))
+
+
+def test_a_stale_sidecar_does_not_vouch_for_another_file(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 100, per_shard=100, manifest=False)
+    path = source / "000000.tar"
+    shards = ShardSet(source)
+    replaced(path, crossed(path.read_bytes()))  # its last bytes, which the sidecar must agree with, are the same
+    with pytest.raises(ValueError, match=r"000000\.tar was changed after it was first read, and no manifest"):
+        shards.members((0, 50))
+
+
+def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manifest_again(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 20)
+    shards = ShardSet(source)
+    path, members = source / "000001.tar", shards.members((1, 0))
+    before = path.stat()
+    overwrite(path, path.read_bytes().replace(b"sample 10", b"another10"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+        members.read("txt", 100)
+    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+        shards.members((1, 0))
+
+
+def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypatch):
+    url, _ = serve(corpus.write(tmp_path / "s", 20))
+    shards = ShardSet(url, ShardCache(tmp_path / "cache"))
+    members = shards.members((1, 0))
+    monkeypatch.setattr(storage, "sha256_of", None)
+    opened = shards._open[1]
+    for path in (tmp_path / "cache").glob("*.tar"):
+        os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    assert members.read("txt", 100) == b"sample 10"
+    assert shards._open[1] is opened
 
 
 def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
