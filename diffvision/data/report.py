@@ -86,10 +86,15 @@ class Report:
         longest = self._longest_run(tally)
         share = self.total / self.world_size  # of the whole epoch, or a run resumed near its end would stop at one
         if longest >= limits.max_bad_in_a_row or tally.given_up:
-            raise BadDataError(f"{longest} bad samples in a row, nothing good to take their place.\n{self.summary()}")
+            raise BadDataError(
+                f"{counted(longest)} in a row, nothing good to take their place: correct or remove the files, or raise "
+                f"max_bad_in_a_row.\n{self.summary()}"
+            )
         if self.bad > limits.max_bad_fraction * share:
-            limit = f"the limit is {limits.max_bad_fraction:.2%} of {share:,.0f} (max_bad_fraction)"
-            raise BadDataError(f"{self.bad} bad samples: {limit}.\n{self.summary()}")
+            raise BadDataError(
+                f"{counted(self.bad)}: the limit is {limits.max_bad_fraction:.2%} of {share:,.0f}; correct or remove "
+                f"the files, or raise max_bad_fraction.\n{self.summary()}"
+            )
 
     def _longest_run(self, tally: Tally) -> int:
         if not tally.bad:
@@ -117,3 +122,7 @@ class Report:
         counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
         counts |= self.beside
         return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}
+
+
+def counted(bad: int) -> str:
+    return f"{bad} bad sample{'' if bad == 1 else 's'}"

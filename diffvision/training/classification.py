@@ -89,7 +89,20 @@ class ClassificationModule(TrainingModule):
     def as_read(self, batch: Any) -> Any:
         if self.trainer.predicting:
             return named(batch, self.keys)  # labels are not needed
-        return super().as_read(batch)
+        batch = super().as_read(batch)
+        self.check_labels(batch["label"])
+        return batch
+
+    def check_labels(self, label: Any) -> None:
+        """ValueError for a class number outside of the model's classes. Labels on a GPU are not waited for."""
+        if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
+            return
+        outside = label[(label < 0) | (label >= self.num_classes)]
+        if len(outside):
+            raise ValueError(
+                f"a batch has the label {outside[0].item()}, but the model's classes are 0 to {self.num_classes - 1}: "
+                "set num_classes to the number of classes in the data, or correct the label"
+            )
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         image, target = batch["image"], batch["label"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import lightning.pytorch as pl
 import open_clip
@@ -122,8 +123,17 @@ class ContrastiveModule(TrainingModule):
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of a batch by itself
 
-    def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> dict[str, Tensor]:
-        """Normalised features [B, D] as `image_features` and `text_features`, of what is given; and `logit_scale`."""
+    def forward(
+        self, image: Tensor | None = None, text: Tensor | list[str] | tuple[str, ...] | None = None
+    ) -> dict[str, Tensor]:
+        """Normalised features [B, D] as `image_features` and `text_features`, of what is given; and `logit_scale`.
+
+        Args:
+            image: [B, 3, height, width], as `eval_transform` makes them.
+            text: token ids [B, L], or captions as strings, which are tokenised.
+        """
+        if is_captions(text):
+            text = self.tokenizer(list(text)).to(self.device)
         return {name: value for name, value in self.model(image, text).items() if value is not None}
 
     def as_read(self, batch: Any) -> Any:
@@ -142,9 +152,7 @@ class ContrastiveModule(TrainingModule):
     def with_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with captions that are strings as token ids."""
         text = batch.get("text")
-        if isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text):
-            return batch | {"text": self.tokenizer(list(text))}
-        return batch
+        return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
@@ -288,6 +296,11 @@ class ContrastiveModule(TrainingModule):
 
     def rebuilt(self) -> dict[str, Any]:
         return {"pretrained": None}
+
+
+def is_captions(text: Any) -> TypeGuard[Sequence[str]]:
+    """Whether a text is strings rather than token ids."""
+    return isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text)
 
 
 def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:

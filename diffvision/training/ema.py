@@ -73,6 +73,13 @@ class EMA(EMAWeightAveraging):
         super().load_state_dict(state_dict)
         self._latest_update_epoch = state_dict.get("latest_update_epoch", self._latest_update_epoch)
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Outside of a fit there is no average to restore: the module gets the checkpoint's state_dict, which is it."""
+        if self._average_model is not None:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

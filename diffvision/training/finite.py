@@ -36,7 +36,10 @@ class StepGuard(pl.Callback):
     Attributes:
         skipped: steps of this run, also before it was resumed.
         in_a_row: of them, those since the last step that was made.
+        of_module: whether a TrainingModule made it, for one fit.
     """
+
+    of_module = False
 
     def __init__(self, clip_norm: float | None = None, max_skipped: int = 10) -> None:
         """

@@ -234,6 +234,10 @@ def unsaid() -> Iterator[None]:
             warnings.filterwarnings(
                 "ignore", "Total length of `list` across ranks is zero"
             )  # a run without evaluations
+            # The interval counts the steps of the whole run, and short epochs are no fault of it.
+            warnings.filterwarnings(
+                "ignore", r"The number of training batches \(\d+\) is smaller than the logging interval"
+            )
             yield
     finally:
         for speaker in speakers:

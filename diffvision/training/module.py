@@ -71,7 +71,17 @@ class TrainingModule(pl.LightningModule):
                 config.scheduler.set_lr(lr)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [StepGuard(self.settings.clip_norm, self.settings.max_skipped)]
+        """A new StepGuard for each fit; the other stages keep the one that the trainer has."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
+        if guards and not self.fitting:
+            return []
+        for guard in guards:
+            if guard.of_module:  # and of an earlier fit: Lightning would replace it too, with a message
+                callbacks.remove(guard)
+        guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
+        guard.of_module = True
+        return [guard]
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int | None = None) -> Any:
         """Lightning's, around the public hook, which would replace a data module's if it were overridden here.

@@ -56,6 +56,9 @@ class OptimizerSettings:
         object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
+        for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
+            if (warmup := getattr(self, name)) is not None and warmup < 0:
+                raise ValueError(f"optimizer.{name} is {warmup}; it must be 0 or more, or null for the default")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
         if self.max_skipped < 0:

@@ -56,3 +56,11 @@ def test_a_run_resumed_near_an_epoch_s_end_has_the_whole_epoch_s_limit():
     report = Report(total=1000, before=990)
     report.add(Tally(990, 1000, bad(995)), Limits(0.01))
     assert report.remaining == 0
+
+
+def test_a_passed_limit_says_what_can_be_done():
+    remedy = r"correct or remove the files, or raise max_bad_"
+    with pytest.raises(BadDataError, match=rf"^1 bad sample: the limit is 1\.00% of 60; {remedy}fraction\."):
+        Report(total=60).add(Tally(0, 10, bad(3)), Limits())
+    with pytest.raises(BadDataError, match=rf"^1 bad sample in a row, .*{remedy}in_a_row\."):
+        Report(total=60).add(Tally(0, 10, bad(3)), Limits(1.0, 1))

@@ -233,3 +233,18 @@ def test_a_monitor_that_nothing_measures_is_named_before_any_step():
 def test_a_checkpoint_of_another_model_is_named():
     with pytest.raises(ValueError, match="of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
         ContrastiveModule("CLIP-debug").on_load_checkpoint({"diffvision": {"model": "DiffCLIP-debug"}})
+
+
+def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, tmp_path, recwarn):
+    """Neither of the logging interval, nor of averages whose weights the checkpoint gives to the module."""
+    averaged = ["--trainer.log_every_n_steps=50", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]
+    run(shards, tmp_path, *averaged, steps=2)
+    path = str(next(tmp_path.rglob("step=2.ckpt")))
+    stored = torch.load(path, weights_only=True)
+    trained = stored["current_model_state"]
+    assert any(not torch.equal(value, trained[name]) for name, value in stored["state_dict"].items())
+    config = str(next(tmp_path.rglob("config.yaml")))
+    checked = fit(["validate", "--config", config, "--ckpt_path", path, "--trainer.logger=false"])
+    assert all(torch.equal(value, stored["state_dict"][f"model.{name}"]) for name, value in weights(checked).items())
+    said = [str(warning.message) for warning in recwarn]
+    assert not [text for text in said if "logging interval" in text or "WeightAveraging" in text]

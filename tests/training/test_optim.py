@@ -115,6 +115,9 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
         OptimizerSettings(clip_norm=-1.0)
     with pytest.raises(ValueError, match="max_skipped is -1"):
         OptimizerSettings(max_skipped=-1)
+    for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
+        with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or more"):
+            OptimizerSettings(**{name: -1})
     with pytest.raises(ValueError, match="decay is 'step'; it must be one of cosine, linear"):
         OptimizerSettings(decay="step")
 

@@ -26,6 +26,7 @@ from diffvision.training import (
     OptimizerSettings,
     Throughput,
 )
+from diffvision.training.finite import StepGuard
 
 # Lightning's advice (more workers, a validation loader, shorter logging intervals) is not for these.
 pytestmark = [
@@ -462,3 +463,44 @@ def test_two_processes_share_a_loader_and_warn_of_nothing():
     """Warnings are errors in tests: of OpenCLIP's loss in torch, of Lightning's loaders, of our own metrics."""
     made = trainer(Length(), DataReport(), devices=2, strategy="ddp_fork", max_epochs=2)
     made.fit(make("clip"), loader("clip"))
+
+
+# --- forward and bad batches ---
+
+
+def test_forward_tokenises_captions():
+    module = make("clip").eval()
+    captions = ["a photo of a one", "a two"]
+    with torch.no_grad():
+        of_strings, of_tokens = module(IMAGES[:2], captions), module(IMAGES[:2], module.tokenizer(captions))
+    assert torch.equal(of_strings["text_features"], of_tokens["text_features"])
+
+
+@pytest.mark.parametrize("label", [100, 3, -1])
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_label_outside_the_classes_is_named(label, stage):
+    images = DataLoader(TensorDataset(IMAGES, torch.tensor([0, 1, 2, label] * 2)), batch_size=4)
+    with pytest.raises(ValueError, match=rf"label {label}, .* classes are 0 to 2: .* num_classes"):
+        getattr(trainer(), stage)(make("vision"), images)
+
+
+def test_one_trainer_fits_validates_and_tests_without_a_message_about_callbacks(caplog):
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    module, made = make("vision"), trainer()
+    made.fit(module, loader("vision"))
+    fitted = [c for c in made.callbacks if isinstance(c, StepGuard)]
+    made.validate(module, loader("vision"), verbose=False)
+    made.test(make("vision"), loader("vision"), verbose=False)
+    assert [c for c in made.callbacks if isinstance(c, StepGuard)] == fitted
+    made.fit_loop.max_epochs = 2
+    made.fit(make("vision", optimizer={"clip_norm": 0.5}), loader("vision"))
+    assert [c.clip_norm for c in made.callbacks if isinstance(c, StepGuard)] == [0.5]
+    assert "override existing callbacks" not in caplog.text
+
+
+def test_a_guard_given_to_the_trainer_is_replaced_with_a_message(caplog):
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    made = trainer(StepGuard(clip_norm=3.0))
+    made.fit(make("vision"), loader("vision"))
+    assert [c.clip_norm for c in made.callbacks if isinstance(c, StepGuard)] == [None]
+    assert "override existing callbacks" in caplog.text
