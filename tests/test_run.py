@@ -53,7 +53,7 @@ def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
         "PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tmp_path / "site"))))
     )
     done = run("program", cwd=tmp_path)
-    lines = ["True True", "diffvision.models.hugging_face", "False True"]
+    lines = ["True True", "diffvision.models.hugging_face_decoder", "False True"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 

@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
-from typing import IO, TYPE_CHECKING, Any, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -32,10 +33,13 @@ SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"
 TEMPORARY = ".saving-{}.tmp"
 RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and the checkpoint's own keys do not tell
-LIGHTNING = {  # what Lightning reads of every checkpoint: a type, a list of one kind of item, or a dict with these keys
-    "pytorch-lightning_version": str,
-    "epoch": int,
-    "global_step": int,
+COUNT = range(1 << 62)
+# Layouts, which `misfit` reads: a type; a range of whole numbers; a pattern of a str; a tuple of the known values; a
+# list of one kind of item; a dict with these keys, or, where its key is str, with any names and one kind of value.
+LIGHTNING = {  # what Lightning reads of every checkpoint
+    "pytorch-lightning_version": re.compile(r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+\w+)?"),
+    "epoch": COUNT,
+    "global_step": COUNT,
     "state_dict": dict,
     "loops": {"fit_loop": dict},
     "callbacks": dict,
@@ -43,8 +47,27 @@ LIGHTNING = {  # what Lightning reads of every checkpoint: a type, a list of one
     "lr_schedulers": [dict],
 }
 OPTIONAL = ("current_model_state", "hyper_parameters", "diffvision")  # dicts, where they are there
-RUN = {"world_size": int, "optimizers": [str], "unfinished": str}  # what we read under RUN_KEY, where it is there
-EXACT = {"random": [dict], "metrics": dict, "saves": dict, "row": dict, "settings": dict}  # what comes with "place"
+RUN = {  # what we read under RUN_KEY, where it is there
+    "world_size": COUNT[1:],
+    "optimizers": [str],
+    "schedulers": [str],
+    "unfinished": str,
+    "place": ("step", "validation", "validated", "epoch"),
+}
+GENERATORS = {  # of one process, as `random_state.captured` gives them
+    "python": {"version": COUNT, "words": Tensor, "gauss": float | None},
+    "numpy": {"keys": Tensor, "place": COUNT, "has_gauss": COUNT, "cached": float},
+    "torch": Tensor,
+    "cuda": Tensor | None,
+}
+EXACT = {  # what comes with "place"
+    "random": [GENERATORS],
+    "metrics": {str: Tensor},
+    "saves": {str: {str: Tensor | int | bool | str | None}},
+    "row": {str: int | float},
+    "settings": {str: str},
+}
+STATES = {"optimizers": "optimizer_states", "schedulers": "lr_schedulers"}  # names under RUN_KEY, and their states
 
 
 class DamagedCheckpoint(ValueError):
@@ -245,7 +268,7 @@ def _fault_inside(path: Path, record: Record) -> str:
         return fault
     if (step := content["global_step"]) != record.step:
         return f"is of step {step}, and its record of step {record.step}"
-    return f"holds NaN or infinity in {bad}" if (bad := weights_not_finite(content)) else ""
+    return f"holds NaN or infinity in {bad}" if (bad := states_not_finite(content)) else ""
 
 
 def opened(path: str | Path) -> dict[str, Any]:
@@ -277,19 +300,37 @@ def malformed(content: dict[str, Any]) -> str:
     if not any(faults):
         expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
         faults = [misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
+    if not any(faults):
+        faults = [_unusual(state, "optimizer_states") for state in _moments(content)]
+        faults += [
+            f"{states} in its content has {len(content[states])} states for the {len(run[names])} {names} of its run"
+            for names, states in STATES.items()
+            if names in run and len(run[names]) != len(content[states])
+        ]
         if run.get("random") == []:
             faults.append(f"random in {RUN_KEY} is empty")
     return next((f"is malformed: {fault}" for fault in faults if fault), "")
 
 
+KINDS = {range: int, re.Pattern: str, tuple: str}
+
+
 def misfit(value: Any, layout: Any, name: str = "its content") -> str:
     """Where a value differs from a layout such as LIGHTNING, in words; empty where it does not."""
-    kind: Any = layout if isinstance(layout, type | UnionType) else type(layout)
-    if not isinstance(value, kind):
+    kind: Any = layout if isinstance(layout, type | UnionType) else KINDS.get(type(layout), type(layout))
+    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (get_args(kind) or (kind,))):
         return f"{name} is of type {type(value).__name__}, not {getattr(kind, '__name__', kind)}"
+    if (isinstance(layout, range | tuple) and value not in layout) or (
+        isinstance(layout, re.Pattern) and not layout.fullmatch(value)
+    ):
+        return f"{name} is {str(value)[:40]!r}, which it never is"
     parts: Iterator[tuple[str, Any, Any]] = iter(())
     if isinstance(layout, list):
         parts = ((f"an item of {name}", item, layout[0]) for item in value)
+    elif isinstance(layout, dict) and str in layout:
+        if names := [key for key in value if not isinstance(key, str)]:
+            return f"a key of {name} is of type {type(names[0]).__name__}, not str"
+        parts = ((f"{key} in {name}", item, layout[str]) for key, item in value.items())
     elif isinstance(layout, dict):
         if missing := [key for key in layout if key not in value]:
             return f"{name} has no {missing[0]}"
@@ -298,13 +339,28 @@ def misfit(value: Any, layout: Any, name: str = "its content") -> str:
 
 
 def _unusual(state: dict[Any, Any], name: str) -> str:
-    """What in a state_dict is no name, or a tensor without values, in words; empty where nothing is."""
+    """What in a state_dict is no name, or a tensor without values or sparse, in words; empty where nothing is."""
     for key, value in state.items():
         if not isinstance(key, str):
             return f"a key of {name} is of type {type(key).__name__}, not str"
         if isinstance(value, Tensor) and value.is_meta:
             return f"{key} in {name} is a tensor without values"
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            return f"{key} in {name} is a tensor of layout {value.layout}, not torch.strided"
     return ""
+
+
+def _moments(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state of each parameter in each optimizer, its tensors by names such as "exp_avg of parameter 0"."""
+    for optimizer in content["optimizer_states"]:
+        for index, state in optimizer["state"].items():
+            if isinstance(state, dict):
+                yield {f"{name} of parameter {index}": value for name, value in state.items()}
+
+
+def states_not_finite(content: dict[str, Any]) -> str:
+    """`not_finite` of a checkpoint's weights and optimizers, whose layout `malformed` has checked."""
+    return weights_not_finite(content) or next(filter(None, map(not_finite, _moments(content))), "")
 
 
 def weights_not_finite(checkpoint: dict[str, Any]) -> str:
@@ -322,6 +378,8 @@ def not_finite(weights: dict[str, Any], few: int = 3) -> str:
 
 
 def _finite(tensor: Tensor) -> bool:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.element_size() == 1:
@@ -437,9 +495,11 @@ def descriptor(path: Path, flags: int) -> int:
     """Open a file of ours, which is made if need be, for writing.
 
     Raises:
-        OSError: it cannot be written, or is a link: then another file would be written to.
+        OSError: it cannot be written, is no regular file, or is a link: then another file would be written to.
     """
     refuse_link(path)
+    if path.exists() and not path.is_file():  # of a FIFO, opening may wait for ever
+        raise OSError(errno.EINVAL, f"{path} is no regular file (a directory, FIFO or device): remove it")
     opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     if os.fstat(opened).st_nlink > 1:
         os.close(opened)

@@ -38,9 +38,9 @@ from diffvision.training.checkpoints import (
     newest_valid,
     opened,
     record_path,
+    states_not_finite,
     unwritable,
     verify,
-    weights_not_finite,
 )
 from diffvision.training.run_state import RunState, few
 
@@ -237,7 +237,7 @@ def locked(directory: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds it.
-        OSError: the lock file is a link.
+        OSError: the lock file is a link, or no regular file.
     """
     with os.fdopen(descriptor(directory / LOCK, os.O_RDWR | os.O_APPEND), "a+") as file:
         try:
@@ -286,7 +286,7 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
         keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {few(differing, '; ')}"
         remedy = words or "Set the model that it is of, or start anew"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
-    if bad := weights_not_finite(checkpoint):
+    if bad := states_not_finite(checkpoint):
         raise ValueError(
             f"cannot resume from {path}: it holds NaN or infinity in {bad}; give another, or --resume auto"
         )
@@ -331,7 +331,9 @@ def _differences(theirs: dict[str, Any], module: pl.LightningModule, *, complete
 
 
 def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else "no tensor"
+    if not isinstance(value, Tensor):
+        return "no tensor"
+    return f"{list(value.shape)}{' complex' if value.is_complex() else ''}"
 
 
 def _own_words(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:

@@ -86,7 +86,11 @@ class RunState(pl.Callback):
     # --- saving ---
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        checkpoint[RUN_KEY] = {"world_size": trainer.world_size, "optimizers": names_of(trainer.optimizers)}
+        checkpoint[RUN_KEY] = {
+            "world_size": trainer.world_size,
+            "optimizers": names_of(trainer.optimizers),
+            "schedulers": names_of([config.scheduler for config in trainer.lr_scheduler_configs]),
+        }
         if trainer.state.fn != TrainerFn.FITTING:
             return
         unfinished = loops.unfinished(trainer)
@@ -281,8 +285,9 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 def _restore_saves(trainer: pl.Trainer, saves: dict[str, dict[str, Any]]) -> None:
     """Without, ModelCheckpoint saves a step twice, or between the batches of one."""
     for callback in _model_checkpoints(trainer):
-        for name, value in saves.get(callback.state_key, {}).items():
-            setattr(callback, name, value)
+        kept = saves.get(callback.state_key, {})
+        for name in kept.keys() & set(KEPT):
+            setattr(callback, name, kept[name])
         path = str(trainer.ckpt_path)
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
             callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path

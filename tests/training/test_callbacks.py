@@ -73,7 +73,7 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
     text, counts = account([last], consumed=64, earlier=[report.earlier])
     assert counts == {"seen": 188, "skipped": 4, "substituted": 3, "tail": 8}
     assert text.splitlines()[:2] == [
-        "epoch 3: 188 seen + 4 skipped + 8 left over = 200 samples",
+        "epoch 4: 188 seen + 4 skipped + 8 left over = 200 samples",
         "  3 x empty caption: 0.tar: a, 0.tar: b, 2.tar: d",
     ]
     assert report._earlier(4) == []

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
+from diffvision.training.random_state import captured
 from diffvision.training.resume import RunState
 from diffvision.training.rotation import Rotation
 from tiny_runs import plain_checkpoint
@@ -200,6 +202,7 @@ def believed(path):
     [
         ({"step": "9"}, "step in an item of records .*is of type str, not int"),
         ({"step": None}, "step .*is of type NoneType"),
+        ({"step": True}, "step .*is of type bool, not int"),
         ({"bytes": 1.5}, "bytes .*is of type float"),
         ({"sha256": 0}, "sha256 .*is of type int"),
         ({"saved": "now"}, "saved .*is of type str"),
@@ -233,8 +236,22 @@ def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
 
 
 OPTIMIZER = {"state": {}, "param_groups": []}
+EXACT = {
+    "place": "step",
+    "random": [captured(torch.device("cpu"))],
+    "metrics": {"loss": torch.ones(())},
+    "saves": {},
+    "row": {},
+    "settings": {},
+}
 
 
+def moments(value: float, *, sparse: bool = False) -> dict:
+    average = torch.full((2,), value)
+    return OPTIMIZER | {"state": {0: {"step": torch.ones(()), "exp_avg": average.to_sparse() if sparse else average}}}
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -262,6 +279,32 @@ OPTIMIZER = {"state": {}, "param_groups": []}
         ({"diffvision_run": []}, "diffvision_run .*is of type list, not dict"),
         ({"diffvision_run": {"world_size": "2"}}, "world_size in diffvision_run .*is of type str, not int"),
         ({"diffvision_run": {"place": "step"}}, "diffvision_run has no random"),
+        (
+            {"state_dict": {"weight": torch.eye(2).to_sparse()}},
+            "weight in state_dict is a tensor of layout",
+        ),
+        ({"state_dict": {"w": torch.full((2,), math.nan * 1j)}}, "holds NaN or infinity in w"),
+        ({"pytorch-lightning_version": "abc"}, "pytorch-lightning_version in its content is 'abc'"),
+        ({"epoch": -5}, "epoch in its content is '-5'"),
+        ({"epoch": True}, "epoch in its content is of type bool, not int"),
+        ({"diffvision_run": {"optimizers": ["AdamW"]}}, "has 0 states for the 1 optimizers of its run"),
+        ({"diffvision_run": {"schedulers": ["LambdaLR"]}}, "has 0 states for the 1 schedulers of its run"),
+        ({"optimizer_states": [moments(math.nan)]}, "holds NaN or infinity in exp_avg of parameter 0"),
+        (
+            {"optimizer_states": [moments(1.0, sparse=True)]},
+            "exp_avg of parameter 0 in optimizer_states is a tensor of",
+        ),
+        ({"diffvision_run": EXACT | {"place": 3}}, "place in diffvision_run is of type int, not str"),
+        ({"diffvision_run": {"world_size": 0}}, "world_size in diffvision_run is '0'"),
+        ({"diffvision_run": EXACT | {"place": "lunch"}}, "place in diffvision_run is 'lunch'"),
+        ({"diffvision_run": EXACT | {"random": [{}]}}, "an item of random in diffvision_run has no python"),
+        (
+            {"diffvision_run": EXACT | {"metrics": {"a": "b"}}},
+            "a in metrics in diffvision_run is of type str, not Tensor",
+        ),
+        ({"diffvision_run": EXACT | {"saves": {"k": 3}}}, "k in saves in diffvision_run is of type int, not dict"),
+        ({"diffvision_run": EXACT | {"settings": {"a": [1]}}}, "a in settings in diffvision_run is of type list"),
+        ({"diffvision_run": EXACT | {"row": {1: 1.0}}}, "a key of row in diffvision_run is of type int, not str"),
     ],
 )
 def test_content_that_does_not_load_is_passed_over_though_its_record_is_right(values, reason, tmp_path):

@@ -401,6 +401,21 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, l
     assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(OSError, match=r"\.lock is no regular file .*: remove it"):
+        locked(tmp_path).__enter__()
+
+
+def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
+    run(tmp_path)
+    newest = saved(tmp_path) / "step=2.ckpt"
+    rewritten(newest, lambda c: c["state_dict"].update({k: v.to(torch.complex64) for k, v in c["state_dict"].items()}))
+    with pytest.raises(ValueError, match=r"step=2.ckpt: .*weight \[3, 3\] complex there and \[3, 3\] here"):
+        run(tmp_path, "auto", steps=3)
+
+
 def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
     saved(tmp_path).mkdir(parents=True)
     other = tmp_path / "notes.txt"
