@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diffvision.data.captions import text_only
 from diffvision.models import int8
-from diffvision.models.architecture import METADATA, check, recorded
+from diffvision.models.architecture import KEY, METADATA, check, recorded
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, read_json, refuse_urls, tensors_only, unreadable
 from diffvision.models.names import unknown_model
@@ -224,7 +224,12 @@ def _load_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
         if path is None and checkpoint is not None:
             model: Any = timm.create_model(_tagged(name, str(checkpoint)), pretrained=True)
         else:  # a folder's own weights are those asked for, unless others are
-            model = timm.create_model(name, pretrained=weights is None and name.startswith(FOLDER), **args)
+            try:
+                model = timm.create_model(name, pretrained=weights is None and name.startswith(FOLDER), **args)
+            except (TypeError, KeyError, AttributeError) as error:
+                if not args:
+                    raise
+                raise ValueError(f"checkpoint {path} has model_args that build no {name}: {error}") from error
     if weights is not None:
         head = model.get_classifier()
         classes = weights.state.get(f"{model.pretrained_cfg['classifier']}.weight")
@@ -289,7 +294,20 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
         raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
-    return Checkpoint(int8.joined(state), lightning, about if isinstance(about, dict) else {})
+    return Checkpoint(int8.joined(state), lightning, _about(path, about))
+
+
+def _about(path: Path, about: Any) -> dict[str, Any]:
+    """What was recorded with weights; ValueError if its parts are not of the types that are written."""
+    if not isinstance(about, dict):
+        raise ValueError(f"checkpoint {path} has a {type(about).__name__} under diffvision, not a dictionary: damaged")
+    recorded = about.get(KEY)
+    parts = {f"{KEY}.{name}": part for name, part in recorded.items()} if isinstance(recorded, dict) else {}
+    dictionaries = {name: about[name] for name in ("model_args", "preprocess", KEY) if name in about} | parts
+    for name, part in dictionaries.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"checkpoint {path} has {name} of type {type(part).__name__}, not a dictionary: damaged")
+    return about
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:

@@ -75,7 +75,11 @@ class Preemption(pl.Callback):
         if threading.current_thread() is threading.main_thread():
             self._shield.enter_context(shielded())
             for number in self._known:
-                if (before := signal.getsignal(number)) is not signal.SIG_IGN:  # as of SIGINT in the background
+                before = signal.getsignal(number)
+                if number in IGNORED_TO_THE_END:  # it did not end: it fits again, as a notebook may
+                    IGNORED_TO_THE_END.remove(number)
+                    before = signal.SIG_DFL
+                if before is not signal.SIG_IGN:  # as of SIGINT in the background
                     self._before[number] = before
                     signal.signal(number, self._note)
 
@@ -175,11 +179,15 @@ class Preemption(pl.Callback):
         raise Preempted(number)
 
 
+IGNORED_TO_THE_END: set[int] = set()
+
+
 def ignore_until_the_end(numbers: Iterable[int]) -> None:
     """For a process that ends because of a signal: another one, as torchrun sends to all ranks when the first of them
     has ended, would kill it before it has given its exit status. Python keeps SIG_IGN, and no handler, to its end."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+        IGNORED_TO_THE_END.add(number)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -275,13 +275,23 @@ def test_a_record_that_is_none(tmp_path):
     """A damaged or hostile record is one sentence."""
     path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
     content = torch.load(path, weights_only=True)
-    for wrong in ({"layers": 3, "config": []}, {"layers": {"visual": None}}, {}):
-        content["diffvision"][KEY] = wrong
+    for fine in ({"layers": {"visual": None}}, {}):
+        content["diffvision"][KEY] = fine
         torch.save(content, path)
         load(CLIP, path)
-    content["diffvision"] = [1]
+    for wrong in ({KEY: {"layers": 3, "config": []}}, {KEY: {"layers": [1]}}, {"preprocess": None}, {"model_args": 1}):
+        torch.save(content | {"diffvision": wrong}, path)
+        with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt has .* of type \w+, not a dictionary"):
+            load(CLIP, path)
+    torch.save(content | {"diffvision": [1]}, path)
+    with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt has a list under diffvision, not a dictionary"):
+        load(CLIP, path)
+    path = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt")
+    content = torch.load(path, weights_only=True)
+    content["diffvision"]["model_args"] = {"depth": "x"}
     torch.save(content, path)
-    load(CLIP, path)
+    with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args that build no diff_vit_debug"):
+        read_source(path)
 
 
 @pytest.mark.filterwarnings("ignore:no tokenizer beside")
