@@ -24,9 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.index import sha256, user_cache
+from diffvision.data.index import sha256
 from diffvision.data.locks import locked, locked_if_free, scratch, sweep
 from diffvision.data.remote import GivenUp, Patience, Progress, Refused, TooLarge, download, patiently, stamp
+from diffvision.data.sidecars import user_cache
 from diffvision.data.sources import COMPRESSED, Shard
 
 _log = logging.getLogger(__name__)

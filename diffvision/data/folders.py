@@ -22,15 +22,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from diffvision.data.order import Order, SequentialOrder
-from diffvision.data.pictures import (
-    TORCHVISION,
-    Pictures,
-    PictureSet,
-    class_prompts,
-    find_pictures,
-    is_pictures,
-    splits,
-)
+from diffvision.data.picture_set import Pictures, PictureSet
+from diffvision.data.pictures import TORCHVISION, class_prompts, find_pictures, is_pictures, splits
 from diffvision.data.report import Limits, Report, Tally
 from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, Retrieval, SampleKind, Tokenizer, Transform
 from diffvision.data.shards import BatchReader, Request, as_is

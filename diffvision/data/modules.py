@@ -13,7 +13,8 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from diffvision.data.cache import ShardCache
 from diffvision.data.folders import EvaluationFolder, EvaluationLoader, PictureFolder, find_folders
-from diffvision.data.pictures import PictureSet, class_prompts, find_pictures, is_pictures
+from diffvision.data.picture_set import PictureSet
+from diffvision.data.pictures import class_prompts, find_pictures, is_pictures
 from diffvision.data.report import Limits
 from diffvision.data.samples import IMAGE_KEYS, CaptionMember, ImageLabel, ImageMember, ImageText, SampleKind
 from diffvision.data.shards import ShardLoader

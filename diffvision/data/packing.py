@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diffvision.data.decode import BadSample, clean_caption, decode_image, decode_text, open_image
 from diffvision.data.folders import PictureFolder
 from diffvision.data.index import scan, sha256
-from diffvision.data.pictures import Pictures
+from diffvision.data.picture_set import Pictures
 from diffvision.data.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
 from diffvision.data.storage import RENAME
 

@@ -4,37 +4,37 @@ where they lie (`PictureSet`)."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import inspect
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from diffvision.data.cache import ShardCache
 from diffvision.data.decode import MAX_IMAGE_BYTES, BadSample
-from diffvision.data.index import user_cache
-from diffvision.data.order import Sample
-from diffvision.data.samples import CAPTION_NAMES, LABEL_NAMES, Members
-from diffvision.data.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, Shard, is_remote
+from diffvision.data.picture_set import Captions, Pictures
+from diffvision.data.picture_tables import (
+    COLUMNS,
+    captions_of,
+    csv_rows,
+    inside,
+    json_lines,
+    numbered,
+    resolved_columns,
+)
+from diffvision.data.sidecars import user_cache
+from diffvision.data.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a tree. Those that are not JPEG, PNG or WebP are bad samples, and are counted as such."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 TORCHVISION = "torchvision:"
-COLUMNS = {
-    "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp"),
-    "caption": CAPTION_NAMES,
-    "label": LABEL_NAMES,
-}
-"""The names by which columns of tables and datasets are known, where none are given."""
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
@@ -42,138 +42,7 @@ SPLITS = {
 }
 """A split's name here, and the names of folders that hold it."""
 
-_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
-
-Captions = tuple[str, ...]
-
-
-class Reader(Protocol):
-    """Reads the encoded bytes of pictures."""
-
-    def __call__(self, row: int) -> bytes:
-        """The bytes of one picture. BadSample where there are none."""
-        ...
-
-    def identity(self) -> str:
-        """What is known of the pictures without reading them, and not of the folder that holds them."""
-        ...
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The pictures of one split of a source, and what is said of each.
-
-    Attributes:
-        source: what was given.
-        names: one for each picture, for reports: its path in the source where it is a file.
-        read: row -> encoded bytes.
-        captions: one tuple for each picture, empty where it has none; None where the source has no captions.
-        labels: class numbers, int64 [N]; None where the source has no labels.
-        classnames: by class number; empty where the source does not name them.
-    """
-
-    source: str
-    names: Sequence[str]
-    read: Reader
-    captions: Sequence[Captions] | None = None
-    labels: np.ndarray | None = None
-    classnames: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    @property
-    def caption_key(self) -> str:
-        """The member that training reads: one caption is a text, several are a list in JSON of which one is drawn."""
-        return "json:caption" if any(len(one) > 1 for one in self.captions or ()) else "txt"
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with names, captions and labels; not with the folder that holds the source."""
-        digest = hashlib.sha256()
-        for part in (self.names, self.captions, None if self.labels is None else self.labels.tolist(), self.classnames):
-            digest.update(json.dumps(part).encode())
-        return digest.hexdigest()[:16]
-
-    def texts(self, row: int) -> dict[str, bytes]:
-        """The members of a sample besides its image: `txt` (a caption a line), `json` (several captions), `cls`."""
-        members = {}
-        if self.captions is not None and (captions := self.captions[row]):
-            lines = [" ".join(caption.split()) for caption in captions] if len(captions) > 1 else list(captions)
-            members["txt"] = _encoded("\n".join(lines))
-            if len(captions) > 1:
-                members["json"] = json.dumps({"caption": lines}).encode()
-        if self.labels is not None:
-            members["cls"] = b"%d" % self.labels[row]
-        return members
-
-
-def _encoded(text: str) -> bytes:
-    """UTF-8; what was not UTF-8 is given back as it was, for whoever reads the sample to count."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
-
-
-# ---- reading them where they lie -----------------------------------------------------------------------------------
-
-
-class PictureSet:
-    """Random access to the samples of `Pictures`, with the interface of `storage.ShardSet`: one shard of all samples,
-    so that an epoch's order shuffles all of them together."""
-
-    def __init__(self, pictures: Pictures) -> None:
-        self.pictures = pictures
-        self.counts = np.array([len(pictures)], dtype=np.int64)
-        self.shards = [Shard(pictures.source, samples=len(pictures))]
-        self.cache = ShardCache()  # which keeps none of them
-        self.caption_key, self.label_key = pictures.caption_key, "cls"
-        self.fingerprint, self.content = pictures.fingerprint, f"sizes:{pictures.read.identity()}"
-        self.beside: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def in_cache(self, number: int) -> bool:
-        return False
-
-    def prepare(self, number: int) -> None:
-        """Nothing has to be fetched."""
-
-    def members(self, sample: Sample) -> Members:
-        return _PictureMembers(self.pictures, sample[1])
-
-    def describe(self, sample: Sample) -> str:
-        """A sample as "source: name", for reports."""
-        return f"{self.pictures.source}: {self.pictures.names[sample[1]]}"
-
-
-class _PictureMembers:
-    """One picture as the members of a sample. Its image is called `jpg` whatever its format: decoding looks inside."""
-
-    def __init__(self, pictures: Pictures, row: int) -> None:
-        self._pictures, self._row = pictures, row
-        self._texts = pictures.texts(row)
-        self._image: bytes | None = None
-
-    def size(self, member_type: str) -> int | None:
-        if member_type == "jpg":
-            return len(self._read())
-        return len(self._texts[member_type]) if member_type in self._texts else None
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        return (self._read() if member_type == "jpg" else self._texts[member_type])[:at_most]
-
-    def names(self) -> list[str]:
-        return sorted(["jpg", *self._texts])
-
-    def _read(self) -> bytes:
-        if self._image is None:
-            self._image = self._pictures.read(self._row)
-        return self._image
-
 
 # ---- finding them --------------------------------------------------------------------------------------------------
 
@@ -360,7 +229,7 @@ def _from_texts(path: Path) -> Pictures:
         text = file.with_suffix(".txt")
         for link in (file, text):
             if link.is_symlink():
-                _inside(root, str(link.relative_to(path)), f"{link}, a link")
+                inside(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
         captions.append((_text(text),) if text.is_file() else ())
     return Pictures(str(path), names, _Files(path, names), captions=captions)
@@ -379,137 +248,21 @@ def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
         return _from_columns(str(table), _parquet([str(table)]), columns, root)
     if suffix == ".json":
         return _from_coco(root, table)
-    rows = _json_lines(table, columns) if suffix == ".jsonl" else _csv_rows(table, columns)
+    rows = json_lines(table, columns) if suffix == ".jsonl" else csv_rows(table, columns)
     resolved = root.resolve()
     names: list[str] = []
     captions: list[Captions] = []
     labels: list[Any] = []
     for line, row in rows:
-        names.append(_inside(resolved, str(row["image"]), f"{table}, line {line}"))
+        names.append(inside(resolved, str(row["image"]), f"{table}, line {line}"))
         if "caption" in row:
-            captions.append(_captions(row["caption"]))
+            captions.append(captions_of(row["caption"]))
         if "label" in row:
             labels.append(row["label"])
     if not names:
         raise ValueError(f"{table} has no rows: give a table of images")
-    numbers, classnames = _numbered(labels, table) if labels else (None, ())
+    numbers, classnames = numbered(labels, table) if labels else (None, ())
     return Pictures(str(table), names, _Files(root, names), captions or None, numbers, classnames)
-
-
-def _captions(cell: Any) -> Captions:
-    """The captions in a cell: a text, or a list of them."""
-    if cell is None:
-        return ("",)
-    return tuple(map(str, cell)) if isinstance(cell, list | tuple | np.ndarray) else (str(cell),)
-
-
-def _numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Class numbers and names: numbers stay as they are, names are numbered in their own order."""
-    texts = [str(label).strip() for label in labels]
-    if all(re.fullmatch(r"\d{1,16}", text) for text in texts):
-        return np.array(list(map(int, texts)), dtype=np.int64), ()
-    if "" in texts:
-        raise ValueError(f"{table} has no label in its row {texts.index('') + 1}: write one, or take the row out")
-    classnames = tuple(sorted(set(texts)))
-    number = {name: label for label, name in enumerate(classnames)}
-    return np.array([number[text] for text in texts], dtype=np.int64), classnames
-
-
-def _resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
-    """Which column is what: those given, else those known by their names. An image, and a caption or a label."""
-    if len(header) == 1 and ";" in header[0]:
-        raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
-    if not header:
-        raise ValueError(f"{table} is empty: its first line names the columns, such as image,caption")
-    resolved: dict[str, str] = {}
-    for what, known in COLUMNS.items():
-        if what in given:
-            if given[what] not in header:
-                raise ValueError(f"{table} has columns {list(header)}: none of them is called {given[what]!r} ({what})")
-            resolved[what] = given[what]
-        elif match := next((name for wanted in known for name in header if name.strip().lower() == wanted), None):
-            resolved[what] = match
-    if "image" not in resolved:
-        usual = " or ".join(COLUMNS["image"][:2])
-        raise ValueError(
-            f"{table} has columns {list(header)}: none of them is called {usual}; name it with columns, or "
-            "write a first line that names the columns"
-        )
-    if len(resolved) == 1:
-        raise ValueError(
-            f"{table} has columns {list(header)}: none of them is called caption or label; name one with columns"
-        )
-    return resolved
-
-
-def _csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of a table; a missing cell is an empty one."""
-    # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
-    tabs = table.suffix.lower() == ".tsv"
-    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
-    line = 0
-    try:
-        with open(table, newline="", encoding="utf-8-sig") as file:
-            if tabs:
-                reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            else:
-                reader = csv.DictReader(file, strict=True)
-            resolved = _resolved_columns(list(reader.fieldnames or []), columns, table)
-            line = reader.line_num
-            for row in reader:
-                line = reader.line_num
-                yield line, {what: row[name] or "" for what, name in resolved.items()}
-    except csv.Error as error:
-        remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
-        raise ValueError(f"{table}, after line {line}: {error}: mend the row{remedy}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
-
-
-def _json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of a file with a JSON object in each line."""
-    resolved: dict[str, str] | None = None
-    try:
-        with open(table, encoding="utf-8-sig") as file:
-            for line, text in enumerate(file, start=1):
-                if not text.strip():
-                    continue
-                try:
-                    row = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{table}, line {line}, is not JSON ({error}): mend the line") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f"{table}, line {line}, is not a JSON object: mend the line")
-                resolved = resolved or _resolved_columns(list(row), columns, table)
-                yield line, {what: row.get(name, "") for what, name in resolved.items()}
-    except UnicodeDecodeError:
-        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
-
-
-def _undecodable(path: Path) -> int:
-    """The first line that is not UTF-8; the reader, which reads ahead, cannot say."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 0
-
-
-def _inside(root: Path, image: str, where: str) -> str:
-    """The path a row names, relative to the root: a table, which may come from elsewhere, cannot put files from
-    outside into a data set."""
-    try:
-        inside = (root / image).resolve().is_relative_to(root)
-    except (OSError, ValueError, RuntimeError):  # a null character, a circle of links
-        inside = False
-    if not inside:
-        raise ValueError(
-            f"{where}: {image!r} is not a path inside {root}: mend the row, copy what is linked, or choose another "
-            "source"
-        )
-    return image
 
 
 def _from_coco(root: Path, table: Path) -> Pictures:
@@ -528,7 +281,7 @@ def _from_coco(root: Path, table: Path) -> Pictures:
     if root == table.parent and (match := re.search(r"(train|val|test)\d{4}", table.stem)):
         root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's own layout
     resolved = root.resolve()
-    names = [_inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
+    names = [inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
     return Pictures(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])
 
 
@@ -584,11 +337,11 @@ def _parquet(files: list[str]) -> Any:
 def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> Pictures:
     """The rows of a `datasets.Dataset`."""
     datasets = _datasets()
-    resolved = _resolved_columns(rows.column_names, columns, source)
+    resolved = resolved_columns(rows.column_names, columns, source)
     image = resolved["image"]
     if isinstance(rows.features[image], datasets.Image):
         rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
-    captions = [_captions(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+    captions = [captions_of(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
     if "label" in resolved:
@@ -597,7 +350,7 @@ def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | 
         if isinstance(feature, datasets.ClassLabel):
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
-            labels, classnames = _numbered(cells, source)
+            labels, classnames = numbered(cells, source)
     names = [f"row {row}" for row in range(len(rows))]
     return Pictures(source, names, _Rows(rows, image, root), captions, labels, classnames)
 
@@ -614,7 +367,7 @@ class _Rows:
         if isinstance(data, str):
             data, path = None, data
         if data is None and path is not None and self.root is not None:
-            path = self.root / _inside(self.root.resolve(), path, f"row {row}")
+            path = self.root / inside(self.root.resolve(), path, f"row {row}")
         try:
             if data is None and path is not None:
                 data = Path(path).read_bytes()
@@ -663,7 +416,7 @@ def _from_torchvision(location: str, split: str | None) -> Pictures:
     names = [f"number {row}" for row in range(len(rows))]
     reader = _Encoded(rows, f"{name} {split} {len(rows)}")
     if isinstance(targets[0], str | list | tuple):
-        return Pictures(location, names, reader, captions=[_captions(target) for target in targets])
+        return Pictures(location, names, reader, captions=[captions_of(target) for target in targets])
     labels = np.array([int(target) for target in targets], dtype=np.int64)
     return Pictures(location, names, reader, labels=labels, classnames=tuple(map(str, getattr(rows, "classes", ()))))
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from diffvision.data.decode import BadSample
 from diffvision.data.order import Order, Sample, ShuffledOrder
-from diffvision.data.pictures import PictureSet
+from diffvision.data.picture_set import PictureSet
 from diffvision.data.report import Limits, Report, Tally
 from diffvision.data.samples import SampleKind
 from diffvision.data.stall import STALL_TIMEOUT, Pulse, watched

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 from diffvision.data.cache import identity
 from diffvision.data.decode import BadSample
 from diffvision.data.documents import DocumentAccount, TextMember
-from diffvision.data.index import user_cache
 from diffvision.data.locks import locked, scratch, sweep
 from diffvision.data.order import Sample
 from diffvision.data.packing import packing_progress, write_manifest, write_tar
 from diffvision.data.report import BadDataError, Limits
 from diffvision.data.shards import as_is
+from diffvision.data.sidecars import user_cache
 from diffvision.data.storage import ShardSet
 from diffvision.data.tokenizers import BadText, Tokenizer
 from diffvision.data.tokens import MEMBER, TOKENS, TOKENS_FORMAT, TokenAccount, find_accounts, token_dtype

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffvision.data.index import read_sidecar, sidecars, write_sidecar
 from diffvision.data.locks import locked
+from diffvision.data.sidecars import read_sidecar, sidecars, write_sidecar
 
 _BLOCK = 1 << 20
 _MAX_NOTE = 1 << 10  # bytes

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.index import user_cache
 from diffvision.data.language import TextData
 from diffvision.data.packing import write_shards
+from diffvision.data.sidecars import user_cache
 from diffvision.data.tokenize import tokenize_shards
 from diffvision.data.tokenizers import load_tokenizer, train_tokenizer
 

@@ -11,7 +11,8 @@ from PIL import Image
 from diffvision.data.folders import EvaluationFolder, PictureFolder, find_folders
 from diffvision.data.make import make
 from diffvision.data.modules import ImageLabelData, ImageTextData, to_float
-from diffvision.data.pictures import PictureSet, find_pictures, is_pictures
+from diffvision.data.picture_set import PictureSet
+from diffvision.data.pictures import find_pictures, is_pictures
 from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, ImageText
 from diffvision.data.shards import ShardLoader
 
