@@ -57,7 +57,7 @@ def check_nothing_left(before, shm):
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (stop, StalledError, r"no sample was made for [01] s .*worker \d \(process \d+\) is stopped by a signal"),
+        (stop, StalledError, r"no sample was made for \d s .*worker \d \(process \d+\) is stopped by a signal"),
         (lambda: time.sleep(60), StalledError, r"worker \d \(process \d+\) is asleep"),
         (
             lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -71,7 +71,7 @@ def check_nothing_left(before, shm):
 )
 def test_a_worker_that_does_not_go_on_is_a_clear_error_in_time(whole, act, error, message):
     before, shm = children(), set(os.listdir("/dev/shm"))
-    loader = loader_of(whole, act)
+    loader = loader_of(whole, act, timeout=2.0)  # a busy machine may take a second to start a worker
     start = time.monotonic()
     with pytest.raises(error) as caught:
         list(loader)
