@@ -63,7 +63,7 @@ class _Refused(ValueError):
 
 class Refusing:
     """Put before a parser's class: what is wrong with the arguments is said in one line, not in a page of usage; an
-    import that is refused is an error of its own."""
+    import that is refused is a separate error."""
 
     prog: str
     exit_on_error: bool
