@@ -11,7 +11,7 @@ from typing import Any
 from jsonargparse import auto_cli
 
 from diffvision.allow import Parser, limited_imports
-from diffvision.data.report import BadDataError
+from diffvision.data.shards.report import BadDataError
 
 # command -> (module, function, what it does); the module is imported only when its command runs
 COMMANDS = {

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from diffvision.data.tokenizers import Tokenizer, load_tokenizer
+from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.evaluation.distributed import found_device
 from diffvision.models import language
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 
 
 def generate_text(

@@ -24,11 +24,11 @@ import torch
 import webdataset
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, ShardLoader, ShardSet
-from diffvision.data.decode import decode_image
-from diffvision.data.index import scan
+from diffvision.data.images.decode import decode_image
+from diffvision.data.images.module import to_float
 from diffvision.data.make import make
-from diffvision.data.modules import to_float
-from diffvision.data.order import ShuffledOrder
+from diffvision.data.shards.index import scan
+from diffvision.data.shards.order import ShuffledOrder
 
 
 def tokens(captions: list[str]) -> torch.Tensor:

@@ -46,7 +46,7 @@ from benchmark import (
 )
 from benchmark_picture import Panel, draw
 from diffvision.models import language
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 from diffvision.nn.linear import few_rows_linear
 from diffvision.training.cross_entropy import linear_cross_entropy
 

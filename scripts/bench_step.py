@@ -22,8 +22,8 @@ import torch
 import yaml
 
 from diffvision import cli
+from diffvision.data.images.module import ImageTextData
 from diffvision.data.make import make
-from diffvision.data.modules import ImageTextData
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import open_clip
 import torch
 
-from diffvision.data.folders import EvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.loading import read_checkpoint
 from diffvision.evaluation.suite import EVALUATIONS, records, run
 

@@ -29,7 +29,7 @@ import diffvision
 from diffvision.models import language
 from diffvision.models.convert import convert
 from diffvision.models.convert.state import read_state
-from diffvision.models.language_config import LanguageConfig
+from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
 
 ASSETS = Path(__file__).parent.parent / "tests" / "assets"

@@ -13,8 +13,8 @@ import json
 import random
 from pathlib import Path
 
-from diffvision.data.storage import ShardSet
-from diffvision.data.tokenize import documents_of
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.text.tokenize import documents_of
 
 CONTEXT, CHOICES = 6, 4  # lines
 TASK = """\

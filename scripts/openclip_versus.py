@@ -21,7 +21,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, ShardLoader, ShardSet
-from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.shards.writer import write_manifest, write_tar
 from openclip_data import MODEL, transform
 
 BATCH = 128

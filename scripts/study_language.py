@@ -29,11 +29,11 @@ import torch
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.data.documents import TextMember
 from diffvision.data.make import make, tokenize, tokenizer
-from diffvision.data.storage import ShardSet
-from diffvision.data.tokenize import documents_of
-from diffvision.data.tokenizers import load_tokenizer
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.text.documents import TextMember
+from diffvision.data.text.tokenize import documents_of
+from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.evaluation.language.heads import head_statistics
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.loading import rows_of

@@ -24,21 +24,21 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from diffvision.data.digits import png
-from diffvision.data.language import TextData
-from diffvision.data.modules import ImageLabelData, ImageTextData
-from diffvision.data.packing import write_evaluation_split, write_lines, write_shards
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.data.text.module import TextData
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
-from diffvision.training.checkpoints import RUN_KEY, DurableCheckpointIO, newest_valid
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.durable.checkpoints import RUN_KEY, DurableCheckpointIO, newest_valid
+from diffvision.training.durable.random_state import captured
+from diffvision.training.durable.resume import Ranks, prepared
+from diffvision.training.durable.run_state import RunState
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
-from diffvision.training.random_state import captured
-from diffvision.training.resume import Ranks, prepared
-from diffvision.training.run_state import RunState
 
 BATCH, BATCHES, EPOCHS = 4, 6, 2  # a batch's samples, an epoch's batches; some samples are left over
 LENGTH = 12  # of the language's sequences

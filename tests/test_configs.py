@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from diffvision.cli import main
-from diffvision.data.digits import make_digits
+from diffvision.data.made.digits import make_digits
 from diffvision.models import language
 from diffvision.training.fit import FitCLI, fit
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.generate import generate_text
 from diffvision.models import language
 

@@ -33,13 +33,13 @@ from battery.payloads import (
 )
 from diffvision import cli
 from diffvision.data import ShardSet
-from diffvision.data.cache import ShardCache
-from diffvision.data.digits import png
-from diffvision.data.index import scan, shard_index
-from diffvision.data.packing import write_manifest, write_tar
-from diffvision.data.sources import Shard, find_shards
-from diffvision.data.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.data.tokens import TokenShards
+from diffvision.data.made.digits import png
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.index import scan, shard_index
+from diffvision.data.shards.sources import Shard, find_shards
+from diffvision.data.shards.writer import write_manifest, write_tar
+from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.data.text.tokens import TokenShards
 from diffvision.evaluation.loading import load
 from diffvision.generate import generate_text
 from diffvision.models import language
@@ -576,7 +576,7 @@ PACKERS = {"tar.gz": gzip.compress, "tar.xz": lzma.compress}
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_a_compressed_shard_that_unpacks_to_far_more_is_stopped(suffix, tmp_path, monkeypatch, capsys):
     """A megabyte of compressed zeros may be a gigabyte; the limit is on what is written, not on what is said."""
-    monkeypatch.setattr("diffvision.data.cache._ALWAYS_UNPACKED", 1 << 20)
+    monkeypatch.setattr("diffvision.data.shards.cache._ALWAYS_UNPACKED", 1 << 20)
     bomb = tmp_path / f"0.{suffix}"
     bomb.write_bytes(PACKERS[suffix](bytes(30_000_000)))
     cache = ShardCache(tmp_path / "unpacked")

@@ -6,8 +6,8 @@ import open_clip
 import timm
 import torch
 
-from diffvision.data.folders import EvaluationFolder
-from diffvision.data.packing import write_evaluation_split, write_shards
+from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.evaluation.prompts import prompts_of
 from programs import openclip_inputs
 

@@ -53,7 +53,7 @@ def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
         "PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tmp_path / "site"))))
     )
     done = run("program", cwd=tmp_path)
-    lines = ["True True", "diffvision.models.hugging_face_decoder", "False True"]
+    lines = ["True True", "diffvision.models.language.transformers_decoder", "False True"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 
@@ -67,7 +67,7 @@ def test_exported_folders_need_no_trust(tmp_path):
     with pytest.warns(UserWarning, match="no tokenizer beside"):
         assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
     done = run("program", cwd=tmp_path)
-    assert done.stdout == "diffvision.models.hugging_face\n", done.stderr
+    assert done.stdout == "diffvision.models.language.transformers\n", done.stderr
 
 
 def test_a_missing_program_is_named(tmp_path):

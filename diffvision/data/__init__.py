@@ -12,19 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch, TokenBatch
-from diffvision.data.folders import EvaluationFolder, find_folders
-from diffvision.data.report import BadDataError, Limits, Report
-from diffvision.data.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
-from diffvision.data.shards import ShardLoader
-from diffvision.data.storage import ShardSet
-from diffvision.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
-from diffvision.data.tokens import TokenSequence, TokenShards
+from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
+from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.report import BadDataError, Limits, Report
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from diffvision.data.text.tokens import TokenSequence, TokenShards
 
 if TYPE_CHECKING:
-    from diffvision.data.language import TextData
-    from diffvision.data.modules import ImageLabelData, ImageTextData
+    from diffvision.data.images.module import ImageLabelData, ImageTextData
+    from diffvision.data.text.module import TextData
 
-_MODULES = {"ImageLabelData": "modules", "ImageTextData": "modules", "TextData": "language"}
+_MODULES = {"ImageLabelData": "images.module", "ImageTextData": "images.module", "TextData": "text.module"}
 
 __all__ = [
     "BadDataError",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diffvision.data.packing import write_manifest
+from diffvision.data.shards.writer import write_manifest
 
 __all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
@@ -54,19 +54,19 @@ def make(
     if strange := sorted(settings.keys() - _SETTINGS.get(name, set())):
         raise ValueError(f"make {name} has no setting {', '.join(strange)}: leave it out")
     if name == "digits":
-        from diffvision.data.digits import make_digits
+        from diffvision.data.made.digits import make_digits
 
         make_digits(directory, seed=seed, **settings)
     elif name == "digit-scenes":
-        from diffvision.data.scenes import make_scenes
+        from diffvision.data.made.scenes import make_scenes
 
         make_scenes(directory, seed=seed, **settings)
     elif name == "stdlib":
-        from diffvision.data.corpus import make_stdlib
+        from diffvision.data.made.corpus import make_stdlib
 
         made = f"made stdlib in {Path(directory)}: {make_stdlib(directory).summary()}"
     elif name == "recall":
-        from diffvision.data.recall import make_recall
+        from diffvision.data.made.recall import make_recall
 
         made += f": {make_recall(directory, seed=seed, **settings):,} characters"
     elif name in ("folder", "evaluation"):
@@ -91,9 +91,9 @@ def _made_of_pictures(
     templates: list[str] | None,
     **how: int,
 ) -> str:
-    from diffvision.data.folders import PictureFolder
-    from diffvision.data.packing import pack, pack_evaluation
-    from diffvision.data.pictures import find_pictures
+    from diffvision.data.images.folders import PictureFolder
+    from diffvision.data.images.pictures import find_pictures
+    from diffvision.data.shards.writer import pack, pack_evaluation
 
     if name == "folder":
         pictures = find_pictures(source, split, table=table, columns=columns)
@@ -126,8 +126,8 @@ def check(
         label_key: as in training: cls or json:FIELD.
         text_key: as in training on text: txt, json:FIELD or jsonl:FIELD.
     """
-    from diffvision.data.checks import Keys, check_shards, check_tables
-    from diffvision.data.samples import IMAGE_KEYS
+    from diffvision.data.check import Keys, check_shards, check_tables
+    from diffvision.data.images.samples import IMAGE_KEYS
 
     keys = Keys(image_key or IMAGE_KEYS, caption_key, label_key, text_key)
     results = check_shards(source, num_workers, keys)
@@ -142,7 +142,7 @@ def stats(source: str | list[str], num_workers: int = 2) -> int:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
     """
-    from diffvision.data.checks import shard_stats, stats_table
+    from diffvision.data.check import shard_stats, stats_table
 
     Console().print(stats_table(shard_stats(source, num_workers), source))
     return 0
@@ -162,11 +162,11 @@ def tokenizer(
     """
     from rich.progress import track
 
-    from diffvision.data.documents import DocumentAccount, TextMember
-    from diffvision.data.report import Limits
-    from diffvision.data.storage import ShardSet
-    from diffvision.data.tokenize import documents_of
-    from diffvision.data.tokenizers import FILE, train_tokenizer
+    from diffvision.data.shards.report import Limits
+    from diffvision.data.shards.storage import ShardSet
+    from diffvision.data.text.documents import DocumentAccount, TextMember
+    from diffvision.data.text.tokenize import documents_of
+    from diffvision.data.text.tokenizers import FILE, train_tokenizer
 
     target = Path(path) if Path(path).suffix == ".json" else Path(path) / FILE
     if target.exists():
@@ -199,11 +199,11 @@ def tokenize(
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
         num_workers: processes.
     """
-    from diffvision.data.documents import TextMember
-    from diffvision.data.report import Limits
-    from diffvision.data.storage import ShardSet
-    from diffvision.data.tokenize import tokenize_shards
-    from diffvision.data.tokenizers import load_tokenizer
+    from diffvision.data.shards.report import Limits
+    from diffvision.data.shards.storage import ShardSet
+    from diffvision.data.text.documents import TextMember
+    from diffvision.data.text.tokenize import tokenize_shards
+    from diffvision.data.text.tokenizers import load_tokenizer
 
     account = tokenize_shards(
         ShardSet(source),

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from diffvision.analysis import figures
 from diffvision.analysis.attention import patch_maps
-from diffvision.data.folders import EvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.make import make
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
 from diffvision.evaluation.output import write_bytes

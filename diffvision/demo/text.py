@@ -16,14 +16,14 @@ from torch import Tensor
 
 from diffvision.analysis import figures
 from diffvision.data.make import make, tokenizer
-from diffvision.data.tokenizers import Tokenizer, load_tokenizer
+from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
 from diffvision.evaluation.language import figures as panels
 from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
 from diffvision.evaluation.output import write_bytes
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200

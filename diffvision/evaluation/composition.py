@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
-from diffvision.data.decode import BadSample, decode_image, to_rgb
+from diffvision.data.images.decode import BadSample, decode_image, to_rgb
 from diffvision.evaluation.distributed import found_device
 from diffvision.evaluation.features import Features, Precision
 from diffvision.evaluation.loading import Loaded, load

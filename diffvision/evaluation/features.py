@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from diffvision.data.folders import EvaluationFolder
-from diffvision.data.report import Tally
+from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.shards.report import Tally
 from diffvision.evaluation.cache import (
     Cache,
     Rows,

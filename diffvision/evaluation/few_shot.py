@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.linear_probe import linear, unit_features
 from diffvision.evaluation.options import Options

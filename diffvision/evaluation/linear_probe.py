@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.zero_shot import classification_metrics

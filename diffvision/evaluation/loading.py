@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from diffvision.data.captions import text_only
+from diffvision.data.images.captions import text_only
 from diffvision.models import int8
 from diffvision.models.architecture import KEY, METADATA, check, recorded
 from diffvision.models.bounds import bounded, check_sizes

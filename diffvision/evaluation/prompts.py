@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.data.decode import MAX_CAPTION
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.decode import MAX_CAPTION
+from diffvision.data.images.folders import EvaluationFolder
 
 PLACE = "{c}"
 """The class name's place in a template, as CLIP_benchmark writes it."""

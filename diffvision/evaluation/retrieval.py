@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 

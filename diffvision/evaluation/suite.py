@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.folders import EvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.cache import Cache
 from diffvision.evaluation.classification import classification
 from diffvision.evaluation.composition import composition

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.heads import highest_entropy
-from diffvision.data.language import TextData
-from diffvision.data.samples import CaptionMember, ImageMember, ImageText
-from diffvision.data.shards import ShardLoader
-from diffvision.data.storage import ShardSet
+from diffvision.data.images.samples import CaptionMember, ImageMember, ImageText
+from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.text.module import TextData
 from diffvision.evaluation.loading import Loaded, load
 from diffvision.export.folders import save_folder
 from diffvision.models import language
 from diffvision.models.adapt import ENTRYPOINT, Heads, Method
 from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.convert import convert
-from diffvision.models.decoder import LanguageModel
 from diffvision.models.files import FOLDER, check_free, written_whole
+from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import unknown_model
 
 EXACT: tuple[Method, ...] = ("v2", "dex")

@@ -43,7 +43,7 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
 with torch.no_grad():
     logits = model(transform(Image.open("image.jpg").convert("RGB"))[None])
 print(logits.softmax(-1).topk(min(5, model.num_classes)))""",
-    "language": """import diffvision.models.hugging_face
+    "language": """import diffvision.models.language.transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "."  # this folder, or OWNER/NAME once it is on the Hub

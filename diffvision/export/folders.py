@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
-from diffvision.data.folders import find_folders, lines_of
+from diffvision.data.images.folders import find_folders, lines_of
 from diffvision.export.card import write_card
 from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
 from diffvision.models.architecture import metadata

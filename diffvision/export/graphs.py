@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from diffvision.models.adapt import merge_dex
-from diffvision.models.decoder import LanguageModel
+from diffvision.models.language.cache import KVCache, LayerCache
+from diffvision.models.language.decoder import LanguageModel
 from diffvision.nn import AttentionLayer
-from diffvision.nn.cache import KVCache, LayerCache
 from diffvision.nn.dex import DexAttention
 
 EXAMPLES, LENGTH, ROOM = 2, 6, 10  # of the inputs that are traced; the graphs hold for any

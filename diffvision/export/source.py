@@ -136,9 +136,9 @@ def _hugging_face(path: Path) -> Source:
 
 
 def hugging_face_classes() -> Any:
-    """The module `diffvision.models.hugging_face`; ValueError without the packages that it needs."""
+    """The module `diffvision.models.language.transformers`; ValueError without the packages that it needs."""
     try:
-        return importlib.import_module("diffvision.models.hugging_face")
+        return importlib.import_module("diffvision.models.language.transformers")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("diffvision"):
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from diffvision.evaluation.distributed import found_device
 from diffvision.inspection import inputs
-from diffvision.inspection.looks import Look, look_at_caption, look_at_image, look_at_text
+from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
 from diffvision.inspection.subjects import Subject, check_model, subjects_of

@@ -12,7 +12,7 @@ from diffvision.analysis import mosaics, panels
 from diffvision.analysis.mosaics import Tiles
 from diffvision.analysis.panels import Looked
 from diffvision.inspection.inputs import Passage, Seen
-from diffvision.inspection.looks import LayerLook, Look
+from diffvision.inspection.measurements import LayerLook, Look
 from diffvision.inspection.summary import TOWERS, Curves, Looks, curves, layer_curves, norm_curves, table
 
 _STYLE = """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffvision.analysis.panels import LayerPanel
-from diffvision.inspection.looks import Look
+from diffvision.inspection.measurements import Look
 
 TOWERS = {"image": "Image tower", "caption": "Text tower", "text": "Text"}
 APPLIED = ("difference", "attention")

@@ -13,7 +13,7 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from diffvision.models.clip import TextBlock
-from diffvision.models.decoder import LanguageModel
+from diffvision.models.language.decoder import LanguageModel
 from diffvision.nn import Attention, AttentionLayer, DexAttention, DiffAttention, DiffAttentionV2
 from diffvision.nn.linear import refuse_wrapped
 

@@ -19,7 +19,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Cache(Protocol):
-    """What a layer asks of a cache (`diffvision.nn.cache` has them)."""
+    """What a layer asks of a cache (`diffvision.models.language.cache` has them)."""
 
     def positions(self, count: int) -> Tensor:
         """Positions [N] of the next `count` tokens."""

@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> None:
         SystemExit: no such file, or no such module.
     """
     with contextlib.suppress(ImportError):  # transformers is not here, or too old
-        import diffvision.models.hugging_face  # noqa: F401  (registers the language models)
+        import diffvision.models.language.transformers  # noqa: F401  (registers the language models)
     target = argv[0]
     is_file = target.endswith(".py")
     # As `python FILE` and `python -m MODULE` do: the program's own folder, or the current one, comes first.

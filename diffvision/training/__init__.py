@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from diffvision.training.classification import ClassificationModule
     from diffvision.training.clip import ContrastiveModule
+    from diffvision.training.durable.finite import StepGuard
     from diffvision.training.ema import EMA
-    from diffvision.training.finite import StepGuard
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
 
@@ -36,7 +36,7 @@ _MODULES = {
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
     "OptimizerSettings": "optim",
-    "StepGuard": "finite",
+    "StepGuard": "durable.finite",
     "Throughput": "callbacks",
     "TrainOnlyNew": "callbacks",
 }

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.data.report import Report
+from diffvision.data.shards.report import Report
 from diffvision.models.adapt import freeze_but_new, set_dex_schedule
-from diffvision.training.finite import gathered
+from diffvision.training.durable.finite import gathered
 
 COUNTED = "data_report"  # in a checkpoint: what DataReport has counted of the epoch
 KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # of a report

@@ -24,9 +24,9 @@ from diffvision.allow import Refusing, limited_imports
 from diffvision.analysis.curves import METRICS
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
-from diffvision.data.folders import find_folders
-from diffvision.data.language import TextData
-from diffvision.data.modules import ImageLabelData, ImageTextData
+from diffvision.data.images.folders import find_folders
+from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.text.module import TextData
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import (
@@ -37,17 +37,17 @@ from diffvision.training.callbacks import (
     Throughput,
     TrainOnlyNew,
 )
-from diffvision.training.checkpoints import DurableCheckpointIO, refuse_link
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, refuse_link
+from diffvision.training.durable.equal_steps import EvenRanks
+from diffvision.training.durable.preemption import Preemption, forwarded
+from diffvision.training.durable.rank_monitor import FailureNews, Peers, looked_after
+from diffvision.training.durable.resume import How, Ranks, prepared
+from diffvision.training.durable.run_state import RunState
 from diffvision.training.ema import EMA
-from diffvision.training.even import EvenRanks
 from diffvision.training.language import LanguageModule
-from diffvision.training.peers import FailureNews, Peers, looked_after
-from diffvision.training.preemption import Preemption, forwarded
 from diffvision.training.progress import ProgressLine
-from diffvision.training.resume import How, Ranks, prepared
-from diffvision.training.run_state import RunState
 from diffvision.training.summary import RunSummary, table
 
 __all__ = [

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from diffvision.data.batches import named
-from diffvision.training.finite import StepGuard
+from diffvision.training.durable.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, WarmupDecay
 
 # Warnings of other libraries at their own code, which nobody who trains can do anything about.

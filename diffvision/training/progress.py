@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ProgressBar, Timer
 from rich.cells import cell_len
 from rich.text import Text
 
-from diffvision.data.folders import EvaluationFolder
-from diffvision.training.preemption import asking
+from diffvision.data.images.folders import EvaluationFolder
+from diffvision.training.durable.preemption import asking
 from diffvision.training.terminal import Screen
 
 # What metrics are called on the line, the most important first. Any others come last, under their full names.

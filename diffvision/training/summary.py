@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule

@@ -13,11 +13,11 @@ import torch
 from battery.case import Seen, case, stock
 from battery.small import raised
 from diffvision.data import CaptionMember, ImageMember, ImageText, Limits, ShardLoader, ShardSet
-from diffvision.data.captions import CACHED_WORDS, text_only
-from diffvision.data.decode import clean_caption
-from diffvision.data.digits import png
-from diffvision.data.modules import to_float
-from diffvision.data.packing import write_tar
+from diffvision.data.images.captions import CACHED_WORDS, text_only
+from diffvision.data.images.decode import clean_caption
+from diffvision.data.images.module import to_float
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_tar
 
 EMPTY, NO_TEXT = "empty caption", "caption not UTF-8"
 BAD: dict[str, tuple[bytes, str]] = {

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from battery.case import Seen, case, stock
 from battery.small import fit, goes, refused, shards, short
-from diffvision.training.checkpoints import DurableCheckpointIO, clean, newest_valid, record_path
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, clean, newest_valid, record_path
 from tiny_runs import plain_checkpoint
 
 KEPT = Path("kept")
@@ -224,7 +224,7 @@ def two_runs() -> str:
 
 
 def hold(ready, done) -> None:
-    from diffvision.training.resume import locked
+    from diffvision.training.durable.resume import locked
 
     KEPT.mkdir()
     with locked(KEPT):

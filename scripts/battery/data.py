@@ -17,11 +17,11 @@ from PIL import Image
 from battery.case import Seen, case, none_left, stock
 from battery.small import raised
 from diffvision.data import BadDataError, CaptionMember, ImageMember, ImageText, Limits, ShardLoader, ShardSet
-from diffvision.data.cache import ShardCache
-from diffvision.data.checks import check_shards
-from diffvision.data.index import shard_index
-from diffvision.data.modules import to_float
-from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.check import check_shards
+from diffvision.data.images.module import to_float
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.index import shard_index
+from diffvision.data.shards.writer import write_manifest, write_tar
 
 SHARDS, EACH, HURT = 4, 16, 1
 LENIENT = Limits(max_bad_fraction=1.0)

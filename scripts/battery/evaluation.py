@@ -18,8 +18,8 @@ import torch
 
 from battery.case import Seen, case
 from battery.small import numbered, refused, short
-from diffvision.data.digits import make_digits
-from diffvision.data.packing import write_tar
+from diffvision.data.made.digits import make_digits
+from diffvision.data.shards.writer import write_tar
 from diffvision.evaluation import features
 from diffvision.evaluation.cache import Cache
 from diffvision.evaluation.features import Features

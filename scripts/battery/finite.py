@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from battery.case import Seen, case, stock
 from battery.small import raised
-from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid, not_finite
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.finite import FILE, StepGuard
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid, not_finite
+from diffvision.training.durable.finite import FILE, StepGuard
+from diffvision.training.durable.resume import compare
 from diffvision.training.optim import OptimizerSettings
-from diffvision.training.resume import compare
 from tiny_runs import plain_checkpoint
 
 STEPS = 12

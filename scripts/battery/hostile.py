@@ -27,11 +27,11 @@ from battery.payloads import (
 )
 from battery.small import fit, goes, raised, refused, shards, short
 from diffvision.data import ShardSet
-from diffvision.data.cache import ShardCache
-from diffvision.data.index import shard_index
-from diffvision.data.packing import write_manifest, write_tar
-from diffvision.data.sources import Shard
-from diffvision.data.verify import sha256_of
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.index import shard_index
+from diffvision.data.shards.sources import Shard
+from diffvision.data.shards.verify import sha256_of
+from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.evaluation.loading import load
 from diffvision.models import language
 from diffvision.training.classification import ClassificationModule
@@ -230,9 +230,9 @@ PACKERS = {"gz": gzip.compress, "xz": lzma.compress}
 
 
 def bomb(kind: str) -> str:
-    import diffvision.data.cache
+    import diffvision.data.shards.cache
 
-    diffvision.data.cache._ALWAYS_UNPACKED = 1 << 20  # of a bomb of 30 MB, not of 30 GB
+    diffvision.data.shards.cache._ALWAYS_UNPACKED = 1 << 20  # of a bomb of 30 MB, not of 30 GB
     path = Path(f"0.tar.{kind}")
     path.write_bytes(PACKERS[kind](bytes(30_000_000)))
     cache = ShardCache(Path("unpacked"))

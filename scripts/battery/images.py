@@ -16,8 +16,8 @@ from PIL import Image
 
 from battery.case import Seen, case, stock
 from diffvision.data import ImageLabel, ImageMember, Limits, ShardLoader, ShardSet
-from diffvision.data.modules import to_float
-from diffvision.data.packing import write_tar
+from diffvision.data.images.module import to_float
+from diffvision.data.shards.writer import write_tar
 
 CEILING = 1 << 30
 """Bytes that decoding may add to a process: an image of 64 million pixels, the most that is let in, has 0.2 GB."""

@@ -13,8 +13,8 @@ import open_clip
 import torch
 from safetensors.torch import save_file
 
-from diffvision.data.digits import png
-from diffvision.data.packing import write_tar
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_tar
 
 
 class Payload:

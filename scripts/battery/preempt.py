@@ -18,8 +18,8 @@ from battery.case import case, stock
 from battery.ranks import Ranks, send
 from battery.small import fit, goes, run, shards, short
 from battery.two_ranks import KEPT, Line, at_the_end, plain_fit, two
-from diffvision.training.checkpoints import newest_valid
-from diffvision.training.preemption import SAVED
+from diffvision.training.durable.checkpoints import newest_valid
+from diffvision.training.durable.preemption import SAVED
 
 # --- one process, through the command line ---
 

@@ -19,8 +19,8 @@ from battery.case import case, stock
 from battery.ranks import Ranks, alive, children, kill, until
 from battery.small import fit, run, shards, short
 from battery.two_ranks import KEPT, Line, plain_fit, two
-from diffvision.training.checkpoints import newest_valid
-from diffvision.training.peers import LAUNCHER
+from diffvision.training.durable.checkpoints import newest_valid
+from diffvision.training.durable.rank_monitor import LAUNCHER
 
 
 class Counted(IterableDataset):

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from diffvision import cli
-from diffvision.data.digits import png
-from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_manifest, write_tar
 
 SHARDS, EACH = 8, 16
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from battery.ranks import Ended, Ranks
 from battery.small import short
-from diffvision.training.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.even import EvenRanks
-from diffvision.training.peers import FailureNews, Peers, looked_after
-from diffvision.training.preemption import Preemption
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.durable.equal_steps import EvenRanks
+from diffvision.training.durable.preemption import Preemption
+from diffvision.training.durable.rank_monitor import FailureNews, Peers, looked_after
 
 TIMEOUT = 10  # seconds that the process group of a stock run waits, where it would be half an hour
 KEPT = Path("kept")

@@ -19,7 +19,7 @@ import diffvision
 from battery.case import Seen, case, stock
 from battery.small import short
 from diffvision.data import ShardLoader, ShardSet
-from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.shards.writer import write_manifest, write_tar
 
 LIMIT = 2.0  # seconds without a sample
 

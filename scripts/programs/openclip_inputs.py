@@ -8,7 +8,7 @@ from pathlib import Path
 import open_clip
 import torch
 
-from diffvision.data.packing import write_evaluation_split, write_shards
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.evaluation.loading import read_checkpoint
 
 NAMES = open_clip.IMAGENET_CLASSNAMES

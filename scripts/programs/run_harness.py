@@ -19,7 +19,7 @@ from shown import Shown, versions
 from transformers import AutoModelForCausalLM
 
 import diffvision
-from diffvision.models.hugging_face import DiffTransformerForCausalLM
+from diffvision.models.language.transformers import DiffTransformerForCausalLM
 
 METRICS = ("acc,none", "acc_norm,none")
 

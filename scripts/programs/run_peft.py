@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import diffvision  # noqa: F401  (registers the models)
 from diffvision.models import language
-from diffvision.models.hugging_face import DiffTransformerForCausalLM
+from diffvision.models.language.transformers import DiffTransformerForCausalLM
 
 PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
 IMAGES, STEPS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), 5

@@ -25,7 +25,7 @@ for package, module, mixin in [
 from tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
 
-from diffvision.models import hugging_face as ours  # noqa: E402
+from diffvision.models.language import transformers as ours  # noqa: E402
 
 # The tests ask these tables which classes take labels.
 NAMES = [

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, ShardLoader, ShardSet
-from diffvision.data.modules import to_float
-from diffvision.data.packing import write_manifest, write_tar
+from diffvision.data.images.module import to_float
+from diffvision.data.shards.writer import write_manifest, write_tar
 
 
 def png(number, size=(2, 2)):

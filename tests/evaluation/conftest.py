@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from diffvision.data.report import Limits, Report, Tally
+from diffvision.data.shards.report import Limits, Report, Tally
 
 
 @dataclass

@@ -13,9 +13,9 @@ import open_clip
 import pytest
 import torch
 
-from diffvision.data import digits
-from diffvision.data.digits import Digits, load_split, make_digits
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.made import digits
+from diffvision.data.made.digits import Digits, load_split, make_digits
 from diffvision.evaluation import cache as caching
 from diffvision.evaluation import features
 from diffvision.evaluation.cache import Cache, files_digest, in_pieces, model_digest
@@ -206,7 +206,7 @@ def test_batches_and_workers_change_no_metric(loaded, data, expected, batch_size
 
 def test_the_command_tells_what_it_keeps_and_skipped_samples_again(data, tmp_path, capsys, monkeypatch):
     broken = shutil.copytree(data / "zero_shot", tmp_path / "digits")
-    monkeypatch.setattr("diffvision.data.shards.BatchReader._item", one_bad(monkeypatch), raising=True)
+    monkeypatch.setattr("diffvision.data.shards.loader.BatchReader._item", one_bad(monkeypatch), raising=True)
     settings = {"model": "DiffCLIP-debug", "data": str(broken), "num_workers": 0, "device": "cpu"}
     for _ in range(2):
         torch.manual_seed(0)
@@ -224,8 +224,8 @@ def test_the_command_tells_what_it_keeps_and_skipped_samples_again(data, tmp_pat
 
 
 def one_bad(monkeypatch):
-    from diffvision.data.decode import BadSample
-    from diffvision.data.shards import BatchReader
+    from diffvision.data.images.decode import BadSample
+    from diffvision.data.shards.loader import BatchReader
 
     plain = BatchReader._item
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffvision.data.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options

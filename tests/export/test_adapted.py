@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from diffvision.cli import main
-from diffvision.data.packing import write_shards
+from diffvision.data.shards.writer import write_shards
 from diffvision.evaluation.loading import load
 from diffvision.export import adapted, save_folder
 from diffvision.models import language

@@ -11,7 +11,7 @@ from diffvision.evaluation.loading import load
 from diffvision.export.command import export
 from diffvision.models import int8, language
 from diffvision.models.convert import convert
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 

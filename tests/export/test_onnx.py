@@ -15,7 +15,7 @@ from diffvision.export.graphs import graphs
 from diffvision.export.onnx import save_onnx
 from diffvision.models import language
 from diffvision.models.adapt import set_dex_lambda
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 from diffvision.nn import ATTENTION
 
 PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 1, 90, 4]]

@@ -10,7 +10,7 @@ from open_clip.coca_model import CoCa
 
 from diffvision.export.graphs import graphs
 from diffvision.export.program import export_program, save_program
-from diffvision.models.generation import generate
+from diffvision.models.language.generation import generate
 
 PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 1, 90, 4]]
 

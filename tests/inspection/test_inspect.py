@@ -11,7 +11,7 @@ from PIL import Image
 
 from diffvision import cli
 from diffvision.analysis.layers import opened_layers
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
 from diffvision.inspection import command, inputs, inspect
 from diffvision.inspection.subjects import subjects_of
@@ -171,7 +171,7 @@ def test_a_language_model_that_was_exported(checkpoint, tmp_path):
 
 
 def _tokenizer(checkpoint):
-    from diffvision.data.tokenizers import load_tokenizer
+    from diffvision.data.text.tokenizers import load_tokenizer
 
     return load_tokenizer(checkpoint / "diff")
 

@@ -19,7 +19,7 @@ PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
 
 
 def hugging_face():
-    from diffvision.models.hugging_face import DiffTransformerForCausalLM
+    from diffvision.models.language.transformers import DiffTransformerForCausalLM
 
     return DiffTransformerForCausalLM.from_diffvision(language.create("diff-debug", vocab_size=20, tied=False))
 

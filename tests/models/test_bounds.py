@@ -14,7 +14,7 @@ from diffvision.export.source import read_source
 from diffvision.models import language
 from diffvision.models.bounds import bounded
 from diffvision.models.convert import convert
-from diffvision.models.language_config import LanguageConfig
+from diffvision.models.language.configuration import LanguageConfig
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule

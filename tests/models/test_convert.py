@@ -15,14 +15,14 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models import register_model
 
 from diffvision import cli
-from diffvision.data.tokenizers import load_tokenizer
+from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.convert import convert, recognise
 from diffvision.models.convert import timm as timm_layout
 from diffvision.models.convert.diffclip import from_diffclip, to_diffclip
 from diffvision.models.convert.state import read_state
 from diffvision.models.convert.unilm import from_unilm, to_unilm
-from diffvision.models.language_config import LanguageConfig
+from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
 
 

@@ -12,7 +12,7 @@ from diffvision.export import save_folder
 from diffvision.models import language
 from diffvision.models.convert import convert
 from diffvision.models.convert.state import read_state
-from diffvision.models.language_config import LanguageConfig
+from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention
 
 WEIGHTS = DiffAttention(32, 2).state_dict()

@@ -22,8 +22,8 @@ from diffvision.models.architecture import KEY, architecture, difference, record
 from diffvision.models.convert import convert
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.durable.resume import compare
 from diffvision.training.language import LanguageModule
-from diffvision.training.resume import compare
 from tiny_runs import plain_checkpoint
 
 CLIP, VIT, TEXT = "DiffCLIP-debug", "diff_vit_debug", "diff-debug"
@@ -300,7 +300,7 @@ def test_a_record_that_is_none(tmp_path):
 )
 def test_a_transformers_folder_whose_configuration_was_changed(name, here, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from diffvision.models.hugging_face import DiffTransformerForCausalLM, export
+    from diffvision.models.language.transformers import DiffTransformerForCausalLM, export
 
     model, folder = language.create(TEXT, num_kv_heads=2), tmp_path / "theirs"
     language.save(model, tmp_path / "ours")

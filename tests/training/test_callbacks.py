@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from diffvision.data.report import Report
+from diffvision.data.shards.report import Report
 from diffvision.training import callbacks
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, account, together
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diffvision.cli import main
-from diffvision.data.digits import png
-from diffvision.data.packing import write_shards
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_shards
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
 

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.training.callbacks import LambdaMonitor, Throughput
-from diffvision.training.checkpoints import DurableCheckpointIO, verify
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, verify
+from diffvision.training.durable.resume import RunState, compare
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
-from diffvision.training.resume import RunState, compare
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")

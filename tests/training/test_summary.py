@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from diffvision.cli import main
-from diffvision.data.digits import png
-from diffvision.data.packing import write_evaluation_split, write_shards
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.training.fit import fit
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import evaluating

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.needle_text import Form
+from diffvision.data.made.needle_text import Form
 from diffvision.evaluation.language.attention import AttentionCall, attention_seen
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen

@@ -42,7 +42,7 @@ class HuggingFaceTokenizer:
 def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None]:
     """A causal language model and its tokenizer (None if the folder has none), from a folder or the Hub's name.
 
-    Folders that `diffvision.models.hugging_face.export` wrote open too: our classes are known without their code.
+    Folders that `models.language.transformers.export` wrote open too: our classes are known without their code.
 
     Raises:
         ValueError: transformers is missing, or finds no causal language model there; the folder has code or pickles,
@@ -51,7 +51,7 @@ def load_hugging_face(path: str) -> tuple[nn.Module, HuggingFaceTokenizer | None
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        import diffvision.models.hugging_face  # noqa: F401  (registers our classes)
+        import diffvision.models.language.transformers  # noqa: F401  (registers our classes)
     except ImportError as error:
         raise ValueError(f"hf:{path} needs transformers 5 or later: pip install diffvision[hf] ({error})") from error
     model = _opened(AutoModelForCausalLM, path, "causal language model")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 
-from diffvision.data.mapping_text import KINDS, TEMPLATE, draw_mapping
+from diffvision.data.made.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.evaluation.language.many_shot import Example, Task
 
 
 def label_mapping_tasks(
     count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
 ) -> list[Task]:
-    """Tasks with a mapping each; contexts of `diffvision.data.mapping_text`.
+    """Tasks with a mapping each; contexts of `diffvision.data.made.mapping_text`.
 
     Args:
         count: how many tasks.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.documents import DocumentAccount, TextMember
-from diffvision.data.report import Limits
-from diffvision.data.sources import COMPRESSED, PLAIN
-from diffvision.data.storage import ShardSet
-from diffvision.data.tokenize import check_limits, documents_of
-from diffvision.data.tokenizers import BadText, check_text, load_tokenizer
-from diffvision.data.tokens import TokenShards, are_tokens
+from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sources import COMPRESSED, PLAIN
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.text.documents import DocumentAccount, TextMember
+from diffvision.data.text.tokenize import check_limits, documents_of
+from diffvision.data.text.tokenizers import BadText, check_text, load_tokenizer
+from diffvision.data.text.tokens import TokenShards, are_tokens
 from diffvision.evaluation.language.hugging_face import load_hugging_face
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.models import language
@@ -42,7 +42,7 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
     Args:
         checkpoint: a folder or .ckpt file of ours, or `hf:PATH` for a Hugging Face causal language model; `NAME=`
             before it names the model in tables and pictures (by default the path's last part).
-        tokenizer: a file or name as `diffvision.data.tokenizers.load_tokenizer` takes, where none came with the model
+        tokenizer: a file or name as `data.text.tokenizers.load_tokenizer` takes, where none came with the model
             or another is wanted. Ours have one where `language.tokenizer_beside` finds it.
         device: where to.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffvision.data.documents import TextMember
-from diffvision.data.needle_text import FORMS
-from diffvision.data.report import Limits
+from diffvision.data.made.needle_text import FORMS
+from diffvision.data.shards.report import Limits
+from diffvision.data.text.documents import TextMember
 from diffvision.evaluation.language.quantization import Granularity
 
 

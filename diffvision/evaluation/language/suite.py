@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.data.needle_text import FORMS, Form, sentences_of
-from diffvision.data.report import Limits
+from diffvision.data.made.needle_text import FORMS, Form, sentences_of
+from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
 from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.language import figures

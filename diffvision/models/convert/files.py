@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.bounds import check_sizes
-from diffvision.models.convert import diffclip, hugging_face, timm, unilm
+from diffvision.models.convert import diffclip, timm, unilm
+from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.layers import check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
@@ -34,9 +35,9 @@ from diffvision.models.convert.layouts import (
     weight_files,
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
-from diffvision.models.decoder import LanguageModel
-from diffvision.models.ends import told_end
 from diffvision.models.files import check_free, read_json, written_whole
+from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.language.end_tokens import told_end
 from diffvision.nn import depth_lambda_init
 
 

@@ -11,7 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from diffvision.models import language
-from diffvision.models.convert import diffclip, hugging_face, timm, unilm
+from diffvision.models.convert import diffclip, timm, unilm
+from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.state import read_state
 from diffvision.models.files import read_json
 

@@ -10,7 +10,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
 
-REGISTERS = {"timm": "diffvision", "open_clip": "diffvision", "transformers": "diffvision.models.hugging_face"}
+REGISTERS = {"timm": "diffvision", "open_clip": "diffvision", "transformers": "diffvision.models.language.transformers"}
 
 
 class AfterHosts:

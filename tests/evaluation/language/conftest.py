@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.data.needle_text import FORMS
+from diffvision.data.made.needle_text import FORMS
 from diffvision.nn import build_attention
 
 

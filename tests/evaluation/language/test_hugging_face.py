@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from diffvision.data.tokenizers import train_tokenizer
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language.attention import attention_seen, decoder_layers
 from diffvision.evaluation.language.hugging_face import HuggingFaceTokenizer, load_hugging_face
 from diffvision.evaluation.language.outliers import outliers
@@ -69,7 +69,7 @@ print(type(model).__name__, tokenizer.eos_id)
 
 def test_our_own_export_opens_in_a_new_process(tmp_path):
     """Nothing has registered our classes there, and nobody answers transformers' question."""
-    from diffvision.models.hugging_face import export
+    from diffvision.models.language.transformers import export
 
     model = language.create("diff-debug", vocab_size=300, max_length=64)
     language.save(model, tmp_path / "ours", train_tokenizer(["a cat and a dog"], 300))

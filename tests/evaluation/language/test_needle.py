@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from diffvision.data.needle_text import (
+from diffvision.data.made.needle_text import (
     FORMS,
     compose,
     compose_to_length,

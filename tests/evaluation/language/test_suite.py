@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.documents import TextMember
-from diffvision.data.mapping_text import training_documents as mappings
-from diffvision.data.needle_text import FORMS, training_documents
-from diffvision.data.packing import write_shards
-from diffvision.data.tokenize import tokenize_shards
-from diffvision.data.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.data.made.mapping_text import training_documents as mappings
+from diffvision.data.made.needle_text import FORMS, training_documents
+from diffvision.data.shards.writer import write_shards
+from diffvision.data.text.documents import TextMember
+from diffvision.data.text.tokenize import tokenize_shards
+from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.loading import (
     Reading,

@@ -1,0 +1,458 @@
+"""Is a data set whole, and what is in it? Functions that return data, and the tables to print of it."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from rich.console import Group
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from diffvision.data.images.decode import MAX_IMAGE_BYTES, BadSample, decode_label, open_image
+from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.images.samples import (
+    IMAGE_KEYS,
+    CaptionMember,
+    ImageLabel,
+    ImageMember,
+    ImageText,
+    SampleKind,
+    caption_key,
+    label_key,
+)
+from diffvision.data.shards.index import ShardIndex, correct_sidecars, scan, sha256
+from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_beside, read_counts
+from diffvision.data.shards.storage import RENAME, ShardMembers, ShardSet
+from diffvision.data.text.documents import TextMember, check_document
+from diffvision.data.text.tokens import MEMBER, check_tokens
+
+Source = str | Path | Sequence[str]
+_LANGUAGE = ("text", "tokens")  # what a directory is found to hold, where no key is given
+
+
+@dataclass
+class ShardCheck:
+    """One shard: how many samples it has, how many can be used, and what is wrong with it and with the others."""
+
+    location: str
+    read: str = ""  # the setting by which samples were read
+    samples: int = 0
+    good: int = 0
+    problems: list[str] = field(default_factory=list)  # of the shard as a whole
+    bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
+
+    @property
+    def path(self) -> Path:
+        return Path(self.location)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not self.bad
+
+
+@dataclass
+class ShardStats:
+    """Samples, bytes and the distributions of one shard, to be added up."""
+
+    samples: int = 0
+    bytes: int = 0
+    members: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height)
+    modes: Counter[str] = field(default_factory=Counter)  # "PNG RGB"
+    caption_lengths: list[int] = field(default_factory=list)  # characters
+    labels: Counter[int] = field(default_factory=Counter)
+    texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
+    tokens: list[int] = field(default_factory=list)  # of each token shard
+    damaged: int = 0  # shards of which only what lies before the damage is counted
+
+    def __add__(self, other: "ShardStats") -> "ShardStats":
+        return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What is read of each sample, by the settings of training; None for what the samples of a directory have.
+
+    Raises:
+        ValueError: more than one of caption, label and text, or a key of a type that is not read.
+    """
+
+    image_key: str | Sequence[str] = IMAGE_KEYS
+    caption_key: str | None = None
+    label_key: str | None = None
+    text_key: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("caption_key", "label_key", "text_key") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} belong to different trainings: give one of them")
+        self._reading()
+
+    def resolved(self, shards: Sequence[Shard], directory: Path) -> "_Reading":
+        """How to read the shards of one directory: as the keys say, else by what the first that has samples holds."""
+        if self.caption_key or self.label_key or self.text_key:
+            return self._reading()
+        for shard in filter(_is_file, shards):
+            with suppress(OSError, ValueError):
+                index, _, samples = _opened(shard)
+                if len(index):
+                    return self._reading_of(index, samples, directory)
+        return self._reading()
+
+    def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
+        if language := _language(index):
+            return _Reading(language, text=TextMember())
+        if (folder := _evaluation(directory)) is not None:
+            return _Reading(folder.task, folder.kind(_no_tensor))
+        first = samples.first()
+        if any(map(label_key, first)) and not any(map(caption_key, first)):
+            return replace(self, label_key=samples.label_key)._reading()
+        return replace(self, caption_key=samples.caption_key)._reading()
+
+    def _reading(self) -> "_Reading":
+        image = ImageMember(_no_tensor, self.image_key)
+        if self.text_key is not None:
+            return _Reading(f"text_key {self.text_key}", text=TextMember(self.text_key))
+        if self.label_key is not None:
+            return _Reading(f"label_key {self.label_key}", ImageLabel(image, self.label_key))
+        key = self.caption_key or "txt"
+        return _Reading(f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How the samples of a directory are read: `name` as the tables have it, `kind` as training makes them."""
+
+    name: str
+    kind: SampleKind | None = None
+    text: TextMember | None = None  # of a language corpus
+
+    def check(self, members: ShardMembers, shard: Shard) -> None:
+        """BadSample where it cannot be used."""
+        if self.kind is not None:
+            self.kind.decode(members)
+        elif self.name in _LANGUAGE:
+            _read_language(members, members.types(), self.name, shard)
+        else:
+            assert self.text is not None
+            for document in self.text.documents(members):
+                if isinstance(document, BadSample):
+                    raise document
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A shard to check and what is known before it is read. `reading` is None where there is nothing to read."""
+
+    shard: Shard
+    problem: str = ""
+    reading: _Reading | None = None
+
+
+def shard_directories(directory: str | Path) -> list[Path]:
+    """The directory and those under it that hold shards.
+
+    Raises:
+        ValueError: none does.
+    """
+    root = Path(directory)
+    found = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
+    found += [p.parent for p in root.rglob("manifest.json") if p.parent not in found]
+    if not found:
+        raise ValueError(
+            f"no shards (.tar, .tar.gz, ...) in or under {directory}: pictures are checked when they are "
+            "trained on, or packed with `diffvision data make folder`"
+        )
+    return found
+
+
+def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
+    """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
+
+    Where training starts, the good samples and the bad ones by reason are those of its account of an epoch.
+
+    Args:
+        source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
+        keys: what is read of each sample; by default what those of each directory have.
+    """
+    keys, jobs = keys or Keys(), []
+    for directory, shards in _directories(source).items():
+        reading = keys.resolved(shards, directory)
+        listed = read_counts(directory) if directory.is_dir() else {}
+        jobs += [_Job(s, "not in the manifest" if listed and s.name not in listed else "", reading) for s in shards]
+        jobs += _absent(directory, listed, shards) if _is_directory(source) else []
+    return list(_in_parallel(_check, jobs, num_workers, "checking"))
+
+
+def shard_stats(source: Source, num_workers: int = 2) -> dict[Path, ShardStats]:
+    """Count and measure the shards of each directory of a source; images are opened, not decoded."""
+    directories = _directories(source)
+    total = {directory: ShardStats() for directory in directories}
+    shards = [shard for part in directories.values() for shard in filter(_is_file, part)]
+    for shard, stats in zip(shards, _in_parallel(_measure, shards, num_workers, "measuring"), strict=True):
+        total[_parent(shard)] += stats
+    return total
+
+
+def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
+    workers = min(num_workers, len(jobs))
+    if workers < 2:
+        yield from track(map(function, jobs), label, total=len(jobs), transient=True)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from track(pool.map(function, jobs), label, total=len(jobs), transient=True)
+
+
+def _is_directory(source: Source) -> bool:
+    return isinstance(source, (str, Path)) and Path(source).is_dir()
+
+
+def _directories(source: Source) -> dict[Path, list[Shard]]:
+    """The shards that are there, by directory."""
+    if not _is_directory(source):
+        shards = find_shards(source)
+        return {part: [shard for shard in shards if _parent(shard) == part] for part in map(_parent, shards)}
+    directories = {}
+    for directory in shard_directories(cast(str, source)):
+        listed = read_counts(directory)
+        names = sorted((p.name for p in directory.iterdir() if is_shard(p.name)), key=natural)
+        directories[directory] = [Shard(str(directory / name), **listed.get(name, {})) for name in names]
+    return directories
+
+
+def _is_file(shard: Shard) -> bool:
+    """Whether a shard can be opened: a pipe would be waited for."""
+    return shard.remote or Path(shard.location).is_file()
+
+
+def _parent(shard: Shard) -> Path:
+    return Path(shard.location).parent
+
+
+def _absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
+    """What is said to be in a directory and is not."""
+    names = {shard.name for shard in shards}
+    absent = [Shard(str(directory / name)) for name in listed if name not in names]
+    jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
+    count = directory / "nshards.txt"
+    said = (read_beside(directory, count.name) or "").strip()
+    if count.is_file() and said != str(len(shards)):
+        jobs.append(_Job(Shard(str(count)), f"says {said[:40]!r}, but there are {len(shards)} shards"))
+    return jobs
+
+
+def _evaluation(directory: Path) -> EvaluationFolder | None:
+    """The evaluation folder of which a directory is a split."""
+    try:
+        folder = EvaluationFolder(directory.parent)
+    except (ValueError, OSError):
+        return None
+    return folder if directory.name in folder.splits else None
+
+
+def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
+    """A shard's index, read anew; what was wrong with the one that was kept; and its samples as training reads them.
+
+    Raises:
+        OSError: it cannot be read, fetched or unpacked.
+    """
+    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # nothing is counted: it may be damaged
+    with samples.held(0) as path:
+        index = scan(path)
+        problems = correct_sidecars(path, index)
+    if shard.samples is None:
+        samples = ShardSet([replace(samples.shards[0], samples=len(index))], samples.cache)
+    return index, problems, samples
+
+
+def _check(job: _Job) -> ShardCheck:
+    shard = job.shard
+    result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [])
+    if job.reading is None:
+        return result
+    if not _is_file(shard):
+        result.problems.append("not a file")
+        return result
+    result.read = job.reading.name
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is among the problems
+            index, problems, samples = _opened(shard)
+            result.problems += problems + _problems(shard, index)
+            _decode(result, job.reading, index, samples)
+    except ValueError as error:  # training would stop
+        result.problems.append(str(error))
+    except OSError as error:
+        result.problems.append(f"cannot be read: {error}")
+        if shard.samples:
+            result.samples, result.bad["unreadable shard"] = shard.samples, shard.samples
+            result.examples["unreadable shard"] = "all"
+    return result
+
+
+def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: ShardSet) -> None:
+    result.samples = len(samples)
+    for row in range(len(samples)):
+        try:
+            reading.check(cast(ShardMembers, samples.members((0, row))), samples.shards[0])
+            result.good += 1
+        except BadSample as reason:
+            result.bad[str(reason)] += 1
+            result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
+
+
+def _problems(shard: Shard, index: ShardIndex) -> list[str]:
+    """What is wrong with a shard as a whole."""
+    problems = [f"tar is damaged: {index.damage}"] if index.damage else []
+    if shard.samples not in (None, len(index)):
+        problems.append(f"{len(index)} samples, the manifest says {shard.samples}")
+    if not shard.remote:  # or it was compared when it came
+        path = Path(shard.location)
+        if shard.bytes not in (None, size := path.stat().st_size):
+            problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
+        elif shard.sha256 is not None and sha256(path) != shard.sha256:
+            problems.append("sha256 is not the manifest's")
+    if index.dotted:
+        problems.append(f"keys with dots: {index.dotted}; {RENAME}")
+    if index.hidden:
+        problems.append(f"{index.hidden}; {RENAME}")
+    keys = Counter(index.key(row) for row in range(len(index)))
+    if repeated := [key for key, count in keys.items() if count > 1]:
+        problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")
+    return problems
+
+
+def _language(index: ShardIndex) -> str:
+    """What a shard of a language corpus holds, "text" or "tokens"; nothing where it is none."""
+    kinds = {name.rpartition(".")[2] for name in index.types}
+    if index.other_types:
+        return ""
+    if kinds == {MEMBER}:
+        return "tokens"
+    return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
+
+
+def _read_language(members: ShardMembers, types: list[str], kind: str, shard: Shard) -> list[int]:
+    """Characters of each text member, or tokens of the array."""
+    if not types:
+        raise BadSample(f"missing {kind}")
+    if kind == "tokens":
+        return [check_tokens(members.read(MEMBER, members.size(MEMBER) or 0), shard)]
+    return [check_document(members, name) for name in types]
+
+
+def _no_tensor(image: Image) -> Tensor:
+    """In place of a model's transform: it is enough that there is an image."""
+    return torch.empty(0)
+
+
+def _no_tokens(captions: list[str]) -> Tensor:
+    return torch.empty(0)
+
+
+def _measure(shard: Shard) -> ShardStats:
+    index, _, samples = _opened(Shard(shard.location))  # as far as it goes, whatever a manifest says
+    stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
+    with samples.held(0) as path:
+        stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
+    for row in range(0 if index.dotted else len(index)):
+        members = cast(ShardMembers, samples.members((0, row)))
+        for name in members.types():
+            stats.members[name] += 1
+            try:
+                if kind := _language(index):
+                    (stats.tokens if kind == "tokens" else stats.texts).extend(
+                        _read_language(members, [name], kind, shard)
+                    )
+                    continue
+                _measure_member(stats, members, name)
+            except BadSample:
+                stats.members[f"{name} (unreadable)"] += 1
+    return stats
+
+
+def _measure_member(stats: ShardStats, members: ShardMembers, name: str) -> None:
+    kind = name.rpartition(".")[2]
+    if kind in IMAGE_KEYS:
+        image = open_image(members.read(name, MAX_IMAGE_BYTES))
+        stats.sizes[image.size] += 1
+        stats.modes[f"{image.format} {image.mode}"] += 1
+    elif kind == "txt":
+        stats.caption_lengths += [len(line) for line in CaptionMember(name, max_chars=1 << 20).all(members)]
+    elif kind == "cls":
+        stats.labels[decode_label(members.read(name, 64))] += 1
+
+
+def check_tables(results: list[ShardCheck], source: Source) -> Group:
+    """The counts, a line for each directory, with the setting by which its samples were read; and the problems."""
+    name = partial(_relative, source)
+    totals = Table(title=f"{source}")
+    for column in ("directory", "read", "shards", "samples", "good", "bad"):
+        totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
+    for part in sorted({result.path.parent for result in results}):
+        own = [result for result in results if result.path.parent == part]
+        sums = (sum(r.samples for r in own), sum(r.good for r in own), sum(r.bad.total() for r in own))
+        read = ", ".join(dict.fromkeys(r.read for r in own if r.read))
+        totals.add_row(name(part), read, str(len(own)), *(f"{value:,}" for value in sums))
+    problems = Table("shard", "problem", "samples", "first", title="problems")
+    for result in results:
+        for problem in result.problems:
+            problems.add_row(name(result.path), problem, "", "")
+        for reason, count in result.bad.most_common():
+            problems.add_row(name(result.path), reason, f"{count:,}", result.examples[reason])
+    return Group(totals, problems) if problems.row_count else Group(totals)
+
+
+def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
+    """A column a directory; a row that none of them fills is left out."""
+    table = Table("", title=f"{source}")
+    rows: dict[str, list[str]] = {}
+    for part, own in stats.items():
+        table.add_column(_relative(source, part), justify="right")
+        for label, value in _described(own).items():
+            rows.setdefault(label, []).append(value)
+    for label, values in rows.items():
+        if any(values):
+            table.add_row(label, *values)
+    return table
+
+
+def _described(stats: ShardStats) -> dict[str, str]:
+    widths, heights = (sorted(Counter(size[i] for size in stats.sizes.elements()).elements()) for i in (0, 1))
+    quartiles, of_texts = (
+        ", ".join(f"{q:.0f}" for q in np.quantile(values or [0], [0, 0.25, 0.5, 0.75, 1]))
+        for values in (stats.caption_lengths, stats.texts)
+    )
+    return {
+        "samples": f"{stats.samples:,}",
+        "damaged shards": f"{stats.damaged:,}, counted up to their damage" if stats.damaged else "",
+        "bytes": f"{stats.bytes:,}",
+        "bytes a sample": f"{stats.bytes / max(1, stats.samples):,.0f}",
+        "members": ", ".join(f"{name} {count:,}" for name, count in stats.members.most_common(6)),
+        "images": ", ".join(f"{mode} {count:,}" for mode, count in stats.modes.most_common(6)),
+        "width": f"{widths[0]} to {widths[-1]}" if widths else "",
+        "height": f"{heights[0]} to {heights[-1]}" if heights else "",
+        "captions": f"{len(stats.caption_lengths):,}",
+        "caption characters (quartiles)": quartiles if stats.caption_lengths else "",
+        "classes": f"{len(stats.labels):,}" if stats.labels else "",
+        "texts": f"{len(stats.texts):,}, {sum(stats.texts):,} characters" if stats.texts else "",
+        "text characters (quartiles)": of_texts if stats.texts else "",
+        "tokens": f"{sum(stats.tokens):,}" if stats.tokens else "",
+    }
+
+
+def _relative(source: Source, path: Path) -> str:
+    if not _is_directory(source):
+        return str(path)
+    return str(path.relative_to(cast(str, source))) if path != Path(cast(str, source)) else path.name

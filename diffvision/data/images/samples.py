@@ -1,0 +1,214 @@
+"""Members of a sample -> what a batch is made of: one class a kind of batch, with the keys it reads."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import default_collate  # a worker's goes straight into shared memory
+
+from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch
+from diffvision.data.images.captions import text_only
+from diffvision.data.images.decode import (
+    MAX_CAPTION,
+    MAX_IMAGE_BYTES,
+    MAX_JSON_BYTES,
+    MAX_PIXELS,
+    BadSample,
+    clean_caption,
+    decode_image,
+    decode_label,
+    decode_text,
+    is_blank,
+    is_caption,
+    json_field,
+    json_label,
+    json_record,
+)
+
+IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
+CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
+"""The names of a caption in JSON and in tables, where none is given."""
+LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label")
+_LISTED = 6  # members, in a reason
+
+Transform = Callable[[Image.Image], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+class Members(Protocol):
+    """The members of one sample, read on demand."""
+
+    def size(self, member_type: str) -> int | None: ...
+
+    def read(self, member_type: str, at_most: int) -> bytes: ...
+
+    def names(self) -> list[str]:
+        """The types of all its members, sorted; with those that cannot be read."""
+        ...
+
+
+def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> BadSample:
+    """The reason where a sample lacks a member: what it has instead, and the setting that would read it.
+
+    Args:
+        types: that the setting takes.
+    """
+    names = members.names()
+    listed = ", ".join([*names[:_LISTED], *["..."] * (len(names) > _LISTED)]) or "no members"
+    if others := [name for name in names if name.rpartition(".")[2] in types]:
+        rename = ", or rename the members: a key ends at the first dot" if all("." in name for name in others) else ""
+        return BadSample(f"missing {what}: the sample has {listed}; set {setting}{rename}")
+    return BadSample(f"missing {what}: the sample has {listed}, none of them {', '.join(types)}")
+
+
+def caption_key(members: Members) -> str | None:
+    """The key of a sample's caption: its text, else the field of its JSON that has a caption's name; None without."""
+    return "txt" if members.size("txt") is not None else _json_key(members, CAPTION_NAMES, is_caption)
+
+
+def label_key(members: Members) -> str | None:
+    """The key of a sample's class: `cls`, else the field of its JSON that has a label's name; None without."""
+    return "cls" if members.size("cls") is not None else _json_key(members, LABEL_NAMES, lambda v: v is not None)
+
+
+def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
+    size = members.size("json")
+    if size is None or size > MAX_JSON_BYTES:
+        return None
+    try:
+        record = json_record(members.read("json", size))
+    except BadSample:
+        return None
+    return next((f"json:{name}" for name in names if fits(record.get(name))), None)
+
+
+class ImageMember:
+    """Reads the image of a sample: the first of `keys` that it has."""
+
+    def __init__(self, transform: Transform, keys: str | Sequence[str] = IMAGE_KEYS, max_pixels: int = MAX_PIXELS):
+        self.transform = transform
+        self.keys = tuple(keys.split(";")) if isinstance(keys, str) else tuple(keys)
+        self.max_pixels = max_pixels
+        for key in self.keys:
+            check_key(key, IMAGE_KEYS)
+
+    def __call__(self, members: Members) -> Tensor:
+        for key in self.keys:
+            if (size := members.size(key)) is not None:
+                if size > MAX_IMAGE_BYTES:
+                    raise BadSample("image too large")
+                return self.transform(decode_image(members.read(key, size), self.max_pixels))
+        raise missing("image", members, "image_key", IMAGE_KEYS)
+
+
+class CaptionMember:
+    """Reads the captions of a sample from a text member (`txt`) or a field of a JSON one (`json:caption`)."""
+
+    def __init__(self, key: str = "txt", max_chars: int = MAX_CAPTION):
+        self.key, _, self.field = key.partition(":")
+        self.max_chars = max_chars
+        check_key(self.key, ("json",) if self.field else ("txt",))
+
+    def one(self, members: Members) -> str:
+        """The caption; of a list in JSON, one drawn at random of those that are not blank."""
+        captions = self._captions(members)
+        if isinstance(captions, list):
+            captions = [caption for caption in captions if not is_blank(caption)] or captions
+            captions = captions[int(torch.randint(len(captions), ()))]
+        return clean_caption(captions, self.max_chars)
+
+    def all(self, members: Members) -> list[str]:
+        """Every caption: the lines of the text, or the list in JSON. A blank one among others keeps its place."""
+        captions = self._captions(members)
+        lines = captions if isinstance(captions, list) else captions.splitlines()
+        cut = [line.strip()[: self.max_chars] for line in lines]
+        if all(map(is_blank, cut)):
+            raise BadSample("empty caption")
+        return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
+
+    def _captions(self, members: Members) -> str | list[str]:
+        size = members.size(self.key)
+        if size is None:
+            raise missing("caption", members, "caption_key", ("txt", "json"))
+        if self.field:
+            if size > MAX_JSON_BYTES:
+                raise BadSample("JSON too large")
+            return json_field(members.read(self.key, size), self.field)
+        limit = MAX_JSON_BYTES  # of many captions; one is cut much shorter
+        return decode_text(members.read(self.key, min(size, limit)), cut=size > limit)
+
+
+def check_key(key: str, types: tuple[str, ...]) -> None:
+    if key.rpartition(".")[2] not in types:
+        raise ValueError(f"member {key!r} is of a type that is not read here: use one of {', '.join(types)}")
+
+
+class ImageText:
+    """`ImageTextBatch`: an image and one caption as token ids, all of it text to the tokenizer (see `captions`)."""
+
+    def __init__(self, image: ImageMember, caption: CaptionMember, tokenizer: Tokenizer) -> None:
+        self.image, self.caption, self.tokenizer = image, caption, text_only(tokenizer)
+
+    def decode(self, members: Members) -> tuple[Tensor, str]:
+        caption = self.caption.one(members)  # first: it costs little, and a bad one saves the image
+        return self.image(members), caption
+
+    def collate(self, items: list[tuple[Tensor, str]]) -> ImageTextBatch:
+        images, captions = zip(*items, strict=True)
+        return {"image": default_collate(list(images)), "text": self.tokenizer(list(captions))}
+
+
+class ImageLabel:
+    """`ImageLabelBatch`: an image and its class number, below `num_classes` where that is known.
+
+    The number is that of a member (`cls`) or of a field of a JSON one (`json:label`).
+    """
+
+    def __init__(self, image: ImageMember, key: str = "cls", num_classes: int | None = None) -> None:
+        self.image, self.num_classes = image, num_classes
+        self.key, _, self.field = key.partition(":")
+        check_key(self.key, ("json",) if self.field else ("cls", "txt"))
+
+    def decode(self, members: Members) -> tuple[Tensor, int]:
+        if (size := members.size(self.key)) is None:
+            raise missing("label", members, "label_key", ("cls", "txt", "json"))
+        if size > MAX_JSON_BYTES:
+            raise BadSample("label is not a class number")
+        data = members.read(self.key, size)
+        label = json_label(data, self.field) if self.field else decode_label(data)
+        if self.num_classes is not None and label >= self.num_classes:
+            raise BadSample("label beyond the classes")
+        return self.image(members), label
+
+    def collate(self, items: list[tuple[Tensor, int]]) -> ImageLabelBatch:
+        images, labels = zip(*items, strict=True)
+        return {"image": default_collate(list(images)), "label": torch.tensor(labels, dtype=torch.int64)}
+
+
+class Retrieval:
+    """`RetrievalBatch`: an image and all its captions as text."""
+
+    def __init__(self, image: ImageMember, caption: CaptionMember) -> None:
+        self.image, self.caption = image, caption
+
+    def decode(self, members: Members) -> tuple[Tensor, list[str]]:
+        captions = self.caption.all(members)
+        return self.image(members), captions
+
+    def collate(self, items: list[tuple[Tensor, list[str]]]) -> RetrievalBatch:
+        images, captions = zip(*items, strict=True)
+        return {"image": default_collate(list(images)), "captions": list(captions)}
+
+
+class SampleKind(Protocol):
+    """What a loader makes of samples: the classes above, and `tokens.TokenSequence`."""
+
+    def decode(self, members: Members) -> Any:
+        """One sample; `BadSample` where it cannot be used."""
+        ...
+
+    def collate(self, items: list[Any]) -> Any:
+        """A batch of them."""
+        ...

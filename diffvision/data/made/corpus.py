@@ -1,0 +1,100 @@
+"""`stdlib`: a corpus that every Python brings along, the source of its standard library and the prose of its `help()`.
+
+A document is a source file, or one topic of `pydoc_data`. Tests and their data are left out: not every installation has
+them. Which documents are for validation follows from their names alone. The text is that of the running Python, so
+another version makes another corpus; files of one version are the same wherever it runs, save for what a platform
+writes at installation, which is left out too.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
+
+VALIDATION_PERCENT = 5
+_PER_SHARD = 256
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_TOPICS = "pydoc_data/topics.py"  # its prose comes topic by topic
+
+
+@dataclass
+class Corpus:
+    """What was written: documents and characters of each split, and files left out, by reason."""
+
+    documents: Counter[str] = field(default_factory=Counter)
+    characters: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> str:
+        return ", ".join(
+            f"{n:,} documents of {self.characters[s]:,} characters in {s}" for s, n in self.documents.items()
+        )
+
+
+def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corpus:
+    """Write text shards `train` and `validation`.
+
+    Args:
+        source: the library's directory; by default that of the running Python.
+
+    Raises:
+        ValueError: the directory has shards already, or the library has no source files.
+    """
+    directory, root = Path(directory), Path(source or sysconfig.get_paths()["stdlib"])
+    for split in ("train", "validation"):
+        refuse_existing(directory / split)
+    corpus = Corpus()
+    documents = dict(_documents(root, corpus))
+    if not documents:
+        raise ValueError(f"{root} has no Python source files: this Python was installed without them; use another")
+    for split in ("train", "validation"):
+        names = [name for name in sorted(documents) if split_of(name) == split]
+        corpus.documents[split] = len(names)
+        corpus.characters[split] = sum(len(documents[name]) for name in names)
+        write_shards(directory / split, _samples(names, documents), _PER_SHARD)
+    return corpus
+
+
+def split_of(name: str) -> str:
+    """The split of a document, from a hash of its name."""
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return "validation" if number % 100 < VALIDATION_PERCENT else "train"
+
+
+def _samples(names: list[str], documents: dict[str, str]) -> Iterator[Sample]:
+    for number, name in enumerate(names):
+        # A dot would end the key.
+        yield {"__key__": f"{number:06d}/{name.removesuffix('.py').replace('.', '_')}", "txt": documents[name]}
+
+
+def _documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if _LEFT_OUT & set(path.parts[len(root.parts) :]) or path.name.startswith("_sysconfigdata") or name == _TOPICS:
+            continue
+        try:
+            with tokenize.open(path) as file:  # by the encoding that the file declares
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError, OSError):
+            corpus.skipped["cannot be read"] += 1
+            continue
+        if text.strip():
+            yield name, text
+        else:
+            corpus.skipped["empty"] += 1
+    if (root / _TOPICS).is_file():
+        yield from _topics((root / _TOPICS).read_text(encoding="utf-8"))
+
+
+def _topics(source: str) -> Iterator[tuple[str, str]]:
+    """The entries of the one dictionary in the file, read without running it."""
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            for topic, text in sorted(ast.literal_eval(statement.value).items()):
+                yield f"pydoc_data/topics/{topic}", text.strip() + "\n"

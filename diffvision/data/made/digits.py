@@ -1,0 +1,194 @@
+"""`digits`: real handwritten digits, each in a colour on a background of another, with captions in plain words.
+
+The digits are scikit-learn's 1,797 of 8x8 grey levels (UCI ML hand-written digits). Which of them are for testing is
+fixed, whatever the seed, so no data set made here ever trains on a digit that another one tests.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# Hues, as ink and as paper. Ink is the brighter whatever the two are, so that a digit's shape is plain to see and which
+# of two colours is the ink is a question of looking, not of the name. Pale, because strong colours are learned at once
+# and then hide the shapes from a small model for a long time; the share of captions without colours does the same.
+INK = {
+    "red": (255, 160, 160),
+    "yellow": (255, 255, 160),
+    "green": (160, 255, 160),
+    "cyan": (160, 255, 255),
+    "blue": (160, 160, 255),
+    "pink": (255, 160, 255),
+}
+PAPER = {
+    "red": (80, 15, 15),
+    "yellow": (80, 80, 15),
+    "green": (15, 80, 15),
+    "cyan": (15, 80, 80),
+    "blue": (15, 15, 80),
+    "pink": (80, 15, 80),
+}
+WITH_COLOURS = (
+    "{a_colour} {digit} on {a_background} background",
+    "the digit {digit} in {colour} on {background}",
+    "a handwritten {digit}, {colour} on {background}",
+    "the number {digit} written in {colour} on {a_background} background",
+)
+DIGIT_ONLY = (
+    "a handwritten {digit}",
+    "the number {digit}",
+    "the digit {digit} written by hand",
+    "an image of the number {digit}",
+)
+UNSEEN_TEMPLATES = (
+    "an image of a handwritten {c}",
+    "the handwritten number {c}",
+    "the digit {c}, written in a colour",
+    "a photo of the digit {c}",
+)
+"""For zero-shot classification; none of them is a template of training."""
+
+DIGIT_ONLY_FRACTION = 0.85
+SIZE = 32
+_TEST_DIGITS = 397
+_SPLIT_SEED = 20
+_JITTER = 14  # of each colour channel
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Grey levels uint8 [N, 8, 8], labels [N], and each one's number in scikit-learn's set [N]."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    numbers: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def load_split() -> tuple[Digits, Digits]:
+    """(train, test) digits: 1,400 and 397, no drawing in both."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(grey))
+    train, test = (np.sort(part) for part in (order[_TEST_DIGITS:], order[:_TEST_DIGITS]))
+    return tuple(Digits(grey[part], bunch.target[part], part) for part in (train, test))  # type: ignore[return-value]
+
+
+def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> None:
+    """Write the data set: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
+
+    Args:
+        copies: coloured renderings of each of the 1,400 training digits.
+    """
+    directory = Path(directory)
+    for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
+        refuse_existing(directory / part)
+    train, test = load_split()
+    write_shards(directory / "train", _training(train, copies, np.random.default_rng([seed, 0])))
+    for split, digits in (("train", train), ("test", test)):
+        rng = np.random.default_rng([seed, 1, len(split)])
+        write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
+    write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
+    write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
+    write_evaluation_split(directory / "retrieval" / "test", _distinct(test, np.random.default_rng([seed, 3])))
+    write_evaluation_split(directory / "composition" / "test", _swapped(test, np.random.default_rng([seed, 4])))
+    for folder in ("retrieval", "composition"):  # CLIP_benchmark reads both as pairs of image and captions
+        write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
+
+
+def caption(template: str, label: int, colour: str, background: str) -> str:
+    """A template with its words filled in, "a" or "an" as the colours want it."""
+    return template.format(
+        digit=WORDS[label],
+        colour=colour,
+        background=background,
+        a_colour=with_article(colour),
+        a_background=with_article(background),
+    )
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def draw(grey: np.ndarray, colour: str, background: str, rng: np.random.Generator) -> bytes:
+    """PNG of one digit filling the frame, in shades of its colours."""
+    ink = np.asarray(Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float32) / 255
+    front, back = shade(INK[colour], rng), shade(PAPER[background], rng)
+    return png(back + (front - back) * ink[:, :, None])
+
+
+def shade(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
+    return np.asarray(colour, dtype=np.float32) + rng.integers(-_JITTER, _JITTER + 1, 3)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    data = BytesIO()
+    Image.fromarray(np.rint(pixels.clip(0, 255)).astype(np.uint8)).save(data, "PNG", compress_level=6)
+    return data.getvalue()
+
+
+def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
+    names = list(INK)
+    first, second = rng.choice(len(names), 2, replace=False)
+    return names[first], names[second]
+
+
+def _training(digits: Digits, copies: int, rng: np.random.Generator) -> Iterator[Sample]:
+    """Every digit `copies` times, mixed."""
+    for position in rng.permutation(len(digits) * copies):
+        which, copy = position % len(digits), position // len(digits)
+        colour, background = _two_colours(rng)
+        templates = DIGIT_ONLY if rng.random() < DIGIT_ONLY_FRACTION else WITH_COLOURS
+        label = int(digits.labels[which])
+        yield {
+            "__key__": f"digit{digits.numbers[which]:04d}-{copy}",
+            "png": draw(digits.images[which], colour, background, rng),
+            "txt": caption(templates[rng.integers(len(templates))], label, colour, background),
+            "cls": str(label),
+        }
+
+
+def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+    for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
+        colour, background = _two_colours(rng)
+        yield {"__key__": f"digit{number:04d}", "png": draw(image, colour, background, rng), "cls": str(label)}
+
+
+def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+    """One image for each digit, colour and background: no two captions are the same."""
+    for label in range(10):
+        own = np.flatnonzero(digits.labels == label)
+        for colour in INK:
+            for background in PAPER:
+                if colour == background:
+                    continue
+                which = own[rng.integers(len(own))]
+                yield {
+                    "__key__": f"digit{digits.numbers[which]:04d}-{colour}-{background}",
+                    "png": draw(digits.images[which], colour, background, rng),
+                    "txt": caption(WITH_COLOURS[0], label, colour, background),
+                }
+
+
+def _swapped(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+    """The right caption, then the one with its two colours exchanged."""
+    for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
+        colour, background = _two_colours(rng)
+        right = caption(WITH_COLOURS[0], int(label), colour, background)
+        wrong = caption(WITH_COLOURS[0], int(label), background, colour)
+        yield {
+            "__key__": f"digit{number:04d}",
+            "png": draw(image, colour, background, rng),
+            "txt": f"{right}\n{wrong}",
+        }

@@ -1,0 +1,54 @@
+"""`recall`: synthetic text that can only be continued from its own context, for the training text of small models.
+
+Facts to be found again (`needle_text`) and words with made-up names (`mapping_text`), in documents of a few to a few
+hundred words. The synthetic forms of the needle and many-shot evaluations ask for what is learned here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffvision.data.made import mapping_text, needle_text
+from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
+
+DOCUMENTS = 60_000
+WORDS = 140
+LEAST_WORDS = 12
+_PER_SHARD = 4000
+
+
+def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = WORDS, seed: int = 0) -> int:
+    """Write text shards: three documents with needles for each with a mapping. Returns the characters written.
+
+    Args:
+        directory: where; it must have no shards yet.
+        documents: how many.
+        words: the most in a document with needles. A tokenizer trained on this text makes about 1.6 tokens of one, and
+            a model learns to look back no further than its training text asks for.
+        seed: other seeds give other documents.
+
+    Raises:
+        ValueError: the directory has shards already, fewer than 4 documents, or fewer than 12 words.
+    """
+    if documents < 4:
+        raise ValueError(f"documents is {documents}: it must be at least 4, three with needles and one with a mapping")
+    if words < LEAST_WORDS:
+        raise ValueError(f"words is {words}: it must be at least {LEAST_WORDS}, a needle's and its question's")
+    refuse_existing(Path(directory))
+    characters = 0
+
+    def samples() -> Iterator[Sample]:
+        nonlocal characters
+        for number, text in enumerate(recall_documents(documents, words, seed)):
+            characters += len(text)
+            yield {"__key__": f"{number:07d}", "txt": text}
+
+    write_shards(directory, samples(), _PER_SHARD)
+    return characters
+
+
+def recall_documents(count: int, words: int = WORDS, seed: int = 0) -> Iterator[str]:
+    """The documents, every fourth with a mapping; arguments as `make_recall`."""
+    mappings = mapping_text.training_documents(count // 4, seed=seed)
+    needles = needle_text.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)
+    for number in range(count):
+        yield next(mappings if number % 4 == 3 else needles)

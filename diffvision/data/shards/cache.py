@@ -1,0 +1,293 @@
+"""Whole shards on local disk: remote ones fetched, compressed ones unpacked, in a directory of bounded size.
+
+Files are written in a scratch folder and renamed, under a lock, so that any number of processes may share a cache; the
+least recently used ones make room. A process that has a shard open keeps reading it after it has been removed.
+
+What a shard holds must not change while its index is in use. So each shard has one version from the start of a run to
+its end: the manifest's sha256, else what the server says of the file (ETag, time of change, size), else a local file's
+size and time. Another version is never read in its place.
+"""
+
+import bz2
+import gzip
+import hashlib
+import logging
+import lzma
+import os
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diffvision.data.shards.index import sha256
+from diffvision.data.shards.locks import locked, locked_if_free, scratch, sweep
+from diffvision.data.shards.remote import GivenUp, Patience, Progress, Refused, TooLarge, download, patiently, stamp
+from diffvision.data.shards.sidecars import user_cache
+from diffvision.data.shards.sources import COMPRESSED, Shard
+
+_log = logging.getLogger(__name__)
+DEFAULT_BYTES = 100 * 10**9
+_BLOCK = 1 << 20
+_ASKING = 16  # requests at a time for the versions of shards
+_ALWAYS_UNPACKED = 1 << 28
+_MAX_RATIO = 200  # of unpacked to compressed bytes, beyond that size
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+class ShardCache:
+    """A bounded directory of shards.
+
+    Args:
+        directory: where; by default the user's cache (`~/.cache/diffvision/shards`).
+        max_bytes: room for shards, with those on their way; it should hold two shuffle windows, or shards are fetched
+            more than once an epoch.
+        patience: with servers.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        max_bytes: int = DEFAULT_BYTES,
+        patience: Patience = Patience(),  # noqa: B008  frozen
+    ) -> None:
+        self.directory = Path(directory) if directory else user_cache() / "shards"
+        self.max_bytes, self.patience = max_bytes, patience
+
+    progress: Callable[[], None] = staticmethod(lambda: None)
+    """Called with each piece of a shard that arrives; whoever waits for it may put their own in its place."""
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "progress"}
+
+    def keeps(self, shard: Shard) -> bool:
+        """Whether a shard is read from here rather than where it lies."""
+        return shard.remote or shard.name.endswith(COMPRESSED)
+
+    def pin(self, shard: Shard) -> Shard:
+        """The shard with the version and size that it has now, which its manifest does not say: one request.
+
+        Raises:
+            OSError: its server does not answer, or has no such file.
+        """
+        if not shard.remote:
+            version, size = _version_on_disk(shard), os.path.getsize(shard.location)
+        else:
+            said, size = stamp(shard.location, self.patience)  # type: ignore[assignment]
+            version = _digest(said)
+        return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
+
+    def pinned(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The shards, all those that are read from here pinned to a version, as far as their servers answer.
+
+        Where one does not, the copy that is here is used, with one warning for all of them; without a copy the shard is
+        returned as it is. A server that is silent is not asked for the next shard.
+
+        Raises:
+            ValueError: a shard that is larger than this cache.
+        """
+        silent: dict[str, OSError] = {}  # by server
+        unknown: dict[str, str] = {}  # location of what was not compared -> why
+
+        def ask(shard: Shard) -> Shard:
+            server = "/".join(shard.location.split("/")[:3])
+            try:
+                if server in silent:
+                    raise silent[server]
+                shard = self.pin(shard)
+                if shard.version == _digest("") and self._path(shard).exists():
+                    unknown[shard.location] = "the server gives no ETag, Last-Modified or size"
+            except OSError as error:
+                if isinstance(error, GivenUp):
+                    silent[server] = error
+                if copies := self._copies(shard):
+                    unknown[shard.location] = str(error)
+                    return replace(shard, version=copies[-1].name[_DIGITS : 2 * _DIGITS])
+            return shard
+
+        open_ones = [shard for shard in shards if self.keeps(shard) and not shard.pinned]
+        with ThreadPoolExecutor(_ASKING) as pool:
+            asked = dict(zip(open_ones, pool.map(ask, open_ones), strict=True))
+        found = [asked.get(shard, shard) for shard in shards]
+        if unknown:
+            first, why = min(unknown.items())
+            warnings.warn(
+                f"{len(unknown)} of {len(shards)} shards could not be compared with what their server has now: the "
+                f"copies in {self.directory} are used; first {first}: {why}",
+                stacklevel=3,
+            )
+        if too_large := [shard for shard in found if self.keeps(shard) and (shard.bytes or 0) > self.max_bytes]:
+            largest = max(too_large, key=lambda shard: shard.bytes or 0)
+            raise ValueError(
+                f"shard {largest.location} has {largest.bytes:,} bytes, and the cache of shards room for "
+                f"{self.max_bytes:,}: give it more (cache_bytes)"
+            )
+        return found
+
+    def check_room(self, shards: Sequence[Shard], at_once: int) -> None:
+        """Warn where shards that are in use together, `at_once` of them, may not fit: each is then fetched again."""
+        sizes = sorted((shard.bytes or 0 for shard in shards if self.keeps(shard)), reverse=True)
+        if (needed := sum(sizes[:at_once])) > self.max_bytes:
+            warnings.warn(
+                f"the cache of shards has room for {self.max_bytes:,} bytes, and the {min(at_once, len(sizes))} shards "
+                f"that are shuffled and fetched ahead together have up to {needed:,}: shards will be fetched or "
+                f"unpacked several times an epoch; set cache_bytes to {needed:,} or more, or take a smaller window",
+                stacklevel=3,
+            )
+
+    @contextmanager
+    def held(self, shard: Shard) -> Iterator[Path]:
+        """The local, uncompressed copy of a remote or compressed shard, made now if need be. It stays while it is held;
+        after that it may be removed to make room for others.
+
+        Raises:
+            OSError: the shard cannot be read, is not what the manifest says, does not fit, or has another version now.
+        """
+        path = self._path(shard)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with locked(_lock_of(path), shared=True):
+            if there := _touched(path):
+                yield path
+        if not there:
+            with locked(_lock_of(path)):
+                if not _touched(path):
+                    self._make(shard, path)
+                yield path
+
+    def fetch(self, shard: Shard) -> Path:
+        """As `held`, for who knows that nothing else is fetched meanwhile."""
+        with self.held(shard) as path:
+            return path
+
+    def _path(self, shard: Shard) -> Path:
+        return self.directory / f"{identity(shard)}-{_plain_name(shard.name)}"
+
+    def _copies(self, shard: Shard) -> list[Path]:
+        """Copies of any version of a shard, the latest last."""
+        found = self.directory.glob(f"{_digest(shard.location)}*.tar")
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+    def _make(self, shard: Shard, path: Path) -> None:
+        try:
+            if shard.remote:
+                patiently(lambda deadline: self._try(shard, path, deadline), shard.location, self.patience)
+            else:
+                self._try(shard, path, deadline=float("inf"))
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
+
+    def _try(self, shard: Shard, path: Path, deadline: float) -> None:
+        with scratch(self.directory) as folder:
+            if shard.bytes is not None:
+                self._make_room(shard.bytes)
+            whole = self._unpacked(shard, self._verified(shard, folder, deadline), folder)
+            if not shard.remote:
+                self._check_version(shard)  # here, for it was being read until now
+            self._make_room(0)
+            os.replace(whole, path)
+
+    def _check_version(self, shard: Shard) -> None:
+        """The version that was pinned is still the one that lies there, and so the one that was read."""
+        if shard.version is None or shard.sha256 is not None:
+            return
+        if shard.remote:
+            now = _digest(stamp(shard.location, self.patience)[0])
+        else:
+            now = _version_on_disk(shard)
+        if now != shard.version:
+            _log.warning(
+                "%s was replaced since this run began: what it holds now is not what was counted, so its samples are "
+                "left out; start again to read it anew, and give it a manifest",
+                shard.location,
+            )
+            raise Refused("it was replaced since this run began")
+
+    def _verified(self, shard: Shard, folder: Path, deadline: float) -> Path:
+        """The shard's bytes in a local file, compared with the manifest as far as it goes."""
+        path = Path(shard.location)
+        if shard.remote:
+            path = folder / "download"
+            progress = Progress(shard.location, self.max_bytes, deadline, self.progress)
+            download(shard.location, str(path), progress, self.patience)
+            self._check_version(shard)
+        size = path.stat().st_size
+        if shard.bytes is not None and size != shard.bytes:
+            said = "it had when the run began" if shard.version and not shard.sha256 else "the manifest says"
+            raise OSError(f"{size:,} bytes {'came' if shard.remote else 'there'}, {said} {shard.bytes:,}")
+        if shard.sha256 is not None and sha256(path) != shard.sha256:
+            raise OSError("its sha256 is not the manifest's")
+        return path
+
+    def _unpacked(self, shard: Shard, path: Path, folder: Path) -> Path:
+        opener = _OPENERS.get(Path(shard.name).suffix)
+        if opener is None:
+            return path
+        ratio = max(_ALWAYS_UNPACKED, _MAX_RATIO * path.stat().st_size)
+        limit, reason = min((ratio, f"over {_MAX_RATIO} times its own size"), (self.max_bytes, "the cache's room"))
+        unpacked, written = folder / "unpacked", 0
+        with opener(path, "rb") as source, open(unpacked, "wb") as target:
+            while block := source.read(_BLOCK):
+                written += target.write(block)
+                if written > limit:
+                    raise TooLarge(
+                        f"it unpacks to more than {limit:,} bytes, {reason}: if it should, unpack it yourself and give "
+                        "the .tar"
+                    )
+        return unpacked
+
+    def _make_room(self, coming: int) -> None:
+        """Remove the least recently used shards that nobody holds until the others, what is being fetched and the bytes
+        still to come are within the bound; what killed processes left of theirs is removed first."""
+        with locked(self.directory / "room.lock"):
+            files = [(path, path.stat()) for path in self.directory.glob("*.tar")]
+            used = sweep(self.directory) + coming + sum(stat.st_size for _, stat in files)
+            for path, stat in sorted(files, key=lambda entry: entry[1].st_atime_ns):
+                if used <= self.max_bytes:
+                    break
+                with locked_if_free(_lock_of(path)) as free:
+                    if free:
+                        path.unlink(missing_ok=True)
+                        (path.parent / ".index" / f"{path.name}.npz").unlink(missing_ok=True)
+                        _lock_of(path).unlink(missing_ok=True)
+                        used -= stat.st_size
+
+
+def identity(shard: Shard) -> str:
+    """Names a shard and its version: what its manifest or server said, or what its file is now."""
+    version = shard.version or (_digest(shard.sha256) if shard.remote else _version_on_disk(shard))
+    return _digest(shard.location) + version
+
+
+_DIGITS = 16
+
+
+def _digest(text: object) -> str:
+    return hashlib.sha256(str(text).encode("utf-8", "surrogateescape")).hexdigest()[:_DIGITS]
+
+
+def _version_on_disk(shard: Shard) -> str:
+    stat = os.stat(shard.location)
+    return _digest(f"{stat.st_size} {stat.st_mtime_ns}")
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _plain_name(name: str) -> str:
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return name.removesuffix(".tar")[-80:] + ".tar"
+
+
+def _touched(path: Path) -> bool:
+    """Whether the file is there; if so it is now the most recently used."""
+    try:
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return False
+    return True

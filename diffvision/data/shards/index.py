@@ -1,0 +1,459 @@
+"""Where each sample of a tar shard lies: one pass over the headers, kept in a sidecar file.
+
+A sample is a run of members with the same key: the name up to the first dot of its last part, as webdataset has it. The
+rest of the name, in lower case, is the member's type. Places are noted only of members of an allow-list of types, so
+nothing else can be read later; of other members it is noted which samples have them. A sample with none to be read
+still counts as one, so that counts agree with webdataset's.
+
+A sidecar is believed by the tar's size, time of change and last bytes. Whoever reads a member reads its header with it
+and compares the two (`ShardIndex.matches`), so a sidecar that is false all the same gives an error and no wrong sample.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+from array import array
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from diffvision.data.shards.sidecars import read_sidecar, sidecars, write_sidecar
+
+MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
+"""The types that can be decoded. `caption.txt` counts as a `txt`."""
+
+_FORMAT = 5  # changes with what is noted
+_MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack, or keys with dots
+_MAX_KEY = 4096
+_MAX_SIZE = 1 << 60  # bytes of a member
+_NOTES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_MAX_NOTE = 1 << 20  # bytes of a long name or of an extended header, which tarfile reads whole
+_MAX_HEADERS = 4 * _MAX_NOTE  # bytes of all headers of one member
+_TAIL = 1 << 15  # bytes at a tar's end that its sidecar must agree with
+_MAX_RESUMED = 16  # times that a damaged tar is searched for more headers
+_MAX_SIDECAR = 1 << 20  # bytes beyond what the tar's size allows an index
+_USTAR = np.frombuffer(b"ustar", dtype=np.uint8)  # at byte 257 of a header
+_BLOCK = 1 << 20
+_ENCODING, _ERRORS = "utf-8", "surrogateescape"  # of names, whatever the locale: keys are compared
+_NO_SUCH_PLACE = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # what a header tells to seek to
+_ARRAYS = {"offsets": "int64", "sizes": "int64", "heads": "int32", "key_bytes": "uint8", "key_ends": "int64"}
+_NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
+# The last part of a name that begins with a dot and ends as what is read; `._` begins what macOS puts next to files.
+_HIDDEN = re.compile(rf"(?:.*/|)(?=[.])(?![.]_)[^/]*[.](?:{'|'.join(MEMBER_TYPES)})", re.IGNORECASE | re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")  # webdataset's own notes inside a tar
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Keys and places of one shard's samples.
+
+    `offsets` and `sizes` of members are int64 [types, samples], `heads` (bytes of headers before each) int32; all are
+    -1 where a sample has no such member.
+    """
+
+    types: tuple[str, ...]
+    offsets: np.ndarray
+    sizes: np.ndarray
+    heads: np.ndarray
+    key_bytes: np.ndarray
+    key_ends: np.ndarray
+    damage: str = ""  # why the tar could not be read to its end; empty when it could
+    cut: bool = False  # whether the damage is that the file ends before the tar does
+    dotted: str = ""  # of a shard with more member types than a data set has: that its keys have dots, with examples
+    hidden: str = ""  # members whose names begin with a dot, which are in no sample
+    other_types: tuple[str, ...] = ()  # of members that cannot be read
+    end: int = 0  # byte at which reading stopped
+    unread: int = 0  # bytes before it that belong to no member with a place
+    other_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), bool))  # [other types, samples]
+
+    def __len__(self) -> int:
+        return len(self.key_ends)
+
+    def key(self, row: int) -> str:
+        start = int(self.key_ends[row - 1]) if row else 0
+        return self.key_bytes[start : int(self.key_ends[row])].tobytes().decode("utf-8", "replace")
+
+    def place(self, row: int, member_type: str) -> tuple[int, int] | None:
+        """(offset, size) in bytes of a sample's member, or None where it has no such member."""
+        if member_type not in self.types:
+            return None
+        column = self.types.index(member_type)
+        offset = int(self.offsets[column, row])
+        return None if offset < 0 else (offset, int(self.sizes[column, row]))
+
+    def members(self, row: int) -> list[str]:
+        """The types this sample has."""
+        return [name for name, offset in zip(self.types, self.offsets[:, row], strict=True) if offset >= 0]
+
+    def names(self, row: int) -> list[str]:
+        """The types this sample has, with those that cannot be read."""
+        others = [name for name, has in zip(self.other_types, self.other_rows[:, row], strict=True) if has]
+        return sorted(self.members(row) + others)
+
+    def head(self, row: int, member_type: str) -> int:
+        """Bytes of headers in front of a member that the sample has."""
+        return int(self.heads[self.types.index(member_type), row])
+
+    def matches(self, row: int, member_type: str, headers: bytes) -> bool:
+        """Whether these are the headers of a member that the sample has: they name its key, its type and its size."""
+        start = int(self.key_ends[row - 1]) if row else 0
+        key = self.key_bytes[start : self.key_ends[row]].tobytes()
+        size = int(self.sizes[self.types.index(member_type), row])
+        if _plainly(headers, b"%s.%s" % (key, member_type.encode(_ENCODING, _ERRORS)), size):
+            return True
+        try:
+            member: tarfile.TarInfo | None
+            if len(headers) == tarfile.BLOCKSIZE:
+                member = _Header.frombuf(headers, _ENCODING, _ERRORS)
+            else:
+                member = _opened(io.BytesIO(headers)).next()
+        except Exception:  # tarfile raises nearly anything on what is no header
+            return False
+        return (
+            member is not None and member.isreg() and member.size == size and _split(member.name) == (key, member_type)
+        )
+
+    def agrees(self, other: "ShardIndex") -> bool:
+        """Whether both say the same of every sample."""
+        return self.digest == other.digest and (self.damage, self.cut) == (other.damage, other.cut)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all keys, types, places and sizes."""
+        digest = hashlib.sha256("/".join(self.types).encode("utf-8", "surrogateescape"))
+        for values in (self.offsets, self.sizes, self.heads, self.key_ends, self.key_bytes):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
+
+
+class _Rows:
+    """Collects members into rows, a new row whenever the key changes or a type comes a second time."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, int] = {}
+        self.cells = array("q")  # row, column, offset, size, head, flat
+        self.others: dict[str, list[int]] = {}  # type -> the rows that have it
+        self.hidden, self.first_hidden = 0, ""
+        self.key_bytes = bytearray()
+        self.key_ends = array("q")
+        self._key: bytes | None = None
+        self._seen: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.key_ends)
+
+    def add(self, member: tarfile.TarInfo) -> None:
+        if (name := _split(member.name)) is None:
+            if _HIDDEN.fullmatch(member.name):
+                self.first_hidden = self.first_hidden or member.name
+                self.hidden += 1
+            return
+        key, member_type = name
+        if key != self._key or member_type in self._seen:
+            self._key, self._seen = key, set()
+            self.key_bytes += key
+            self.key_ends.append(len(self.key_bytes))
+        self._seen.add(member_type)
+        if member_type.rpartition(".")[2] not in MEMBER_TYPES:
+            if len(self.others) < _MAX_COLUMNS or member_type in self.others:
+                self.others.setdefault(member_type, []).append(len(self.key_ends) - 1)
+            return
+        column = self.columns.setdefault(member_type, len(self.columns))
+        if column < _MAX_COLUMNS:
+            offset = member.offset_data
+            self.cells.extend((len(self.key_ends) - 1, column, offset, member.size, offset - member.offset))
+
+    def index(self, end: int, damage: str, *, cut: bool) -> ShardIndex:
+        types = tuple(list(self.columns)[:_MAX_COLUMNS])
+        offsets = np.full((len(types), len(self.key_ends)), -1, dtype=np.int64)
+        sizes, heads = np.full_like(offsets, -1), np.full_like(offsets, -1, dtype=np.int32)
+        rows, columns, *values = np.array(self.cells, dtype=np.int64).reshape(-1, 5).T
+        offsets[columns, rows], sizes[columns, rows], heads[columns, rows] = values
+        key_bytes = np.frombuffer(bytes(self.key_bytes), dtype=np.uint8)
+        ends = np.array(self.key_ends, dtype=np.int64)
+        index = ShardIndex(types, offsets, sizes, heads, key_bytes, ends, damage, cut)
+        other_rows = np.zeros((len(self.others), len(ends)), dtype=bool)
+        for column, having in enumerate(self.others.values()):
+            other_rows[column, having] = True
+        dotted = hidden = ""
+        if len(self.columns) > _MAX_COLUMNS:
+            first, *more = list(self.columns)[:3]
+            dotted = (
+                f"its members are of {len(self.columns)} types ({first}, {', '.join(more)}, ...), for a key ends at "
+                f"the first dot of a name: {index.key(0)}.{first} is in the sample {index.key(0)}"
+            )
+        if self.hidden:
+            first = f"{self.first_hidden!r:.80}"
+            hidden = f"{self.hidden} members are in no sample, for their names begin with a dot, first {first}"
+        unread = end - (_covered(index) or 0)
+        others = tuple(self.others)
+        return replace(
+            index, dotted=dotted, hidden=hidden, end=end, unread=unread, other_types=others, other_rows=other_rows
+        )
+
+
+def _plainly(headers: bytes, name: bytes, size: int) -> bool:
+    """Whether these are the headers of a file of this name and size, seen without tarfile, which takes tens of
+    microseconds. False where it is not as plain as in most tars: tarfile then says."""
+    last = headers[-tarfile.BLOCKSIZE :]
+    if last[: len(name) + 1] != name + b"\0" or len(name) >= 100 or last[345] or last[156] not in b"0\0":
+        return False
+    if last[124:135] != b"%011o" % size or last[135] not in b" \0":
+        return False
+    if len(headers) == tarfile.BLOCKSIZE:
+        return True
+    # One block of an extended header, such as for fractions of a second, which changes neither the name nor the size.
+    notes = headers[tarfile.BLOCKSIZE : -tarfile.BLOCKSIZE]
+    return (
+        len(notes) == tarfile.BLOCKSIZE
+        and headers[156] in b"x"
+        and b"0" * 11 < headers[124:135] <= b"00000001000"
+        and not any(word in notes for word in (b"path=", b"size=", b"GNU."))
+    )
+
+
+def _split(name: str) -> tuple[bytes, str] | None:
+    """(key, type) of a member's name; None where the name is no sample's."""
+    match = _NAME.fullmatch(name)
+    if match is None or _META.match(name) or len(match[1]) > _MAX_KEY:
+        return None
+    return match[1].encode("utf-8", "surrogateescape"), match[2].lower()
+
+
+class _Header(tarfile.TarInfo):
+    """A header that cannot make tarfile go back, or read names without end into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        limit = _MAX_NOTE if header.type in _NOTES else _MAX_SIZE
+        if not 0 <= header.size <= limit:
+            raise tarfile.ReadError(f"a header says that {header.size:,} bytes follow")
+        return header
+
+
+def scan(path: str | os.PathLike) -> ShardIndex:
+    """Read the headers of an uncompressed tar.
+
+    A damaged tar gives the samples before the damage; `damage` says what it is and how many samples lie behind it.
+    A block of zeros is the end of a tar only where nothing but zeros follows.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, behind = _Rows(), _Rows()
+    with open(path, "rb") as file:
+        end, damage = _add_members(file, 0, rows)
+        stopped = end
+        cut = bool(damage) and file.tell() >= os.fstat(file.fileno()).st_size
+        if not damage and (more := _beyond_zeros(file, end)) is not None:
+            damage = f"the zeros at byte {end} are not its end: more follows from byte {more} on"
+        if damage and not cut:
+            start = end
+            for _ in range(_MAX_RESUMED):
+                if (header := _next_header(file, start)) is None:
+                    break
+                end, _reason = _add_members(file, header, behind)
+                start = max(end, header + tarfile.BLOCKSIZE)
+            damage += f", with {len(behind)} more samples" if len(behind) else ""
+    return rows.index(stopped, damage, cut=cut)
+
+
+def _opened(file: IO[bytes]) -> tarfile.TarFile:
+    """Reads headers from where the file is; to close it would close nothing more than the file."""
+    return tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding=_ENCODING, errors=_ERRORS)
+
+
+def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
+    """Add the members from a byte of a tar on; returns the byte at which they end, and what is wrong there."""
+    tar = None
+    try:
+        file.seek(start)
+        tar = _opened(file)
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps every header in memory
+            if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have put another in its place
+                raise tarfile.ReadError(f"a header says that {member.size:,} bytes follow")
+            if member.isreg() and not member.issparse():
+                if not member.name:  # its long name is gone
+                    raise tarfile.ReadError("a member has no name")
+                if (headers := member.offset_data - member.offset) > _MAX_HEADERS:
+                    raise tarfile.ReadError(f"{headers:,} bytes of headers before a member")
+                rows.add(member)
+        file.seek(tar.offset)
+        # tarfile takes a broken header for the end, without a word: the real end is a block of zeros.
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            return tar.offset, f"no end-of-archive mark where it should be, at byte {tar.offset}"
+        return tar.offset, ""
+    except Exception as error:  # tarfile raises nearly anything on damaged headers: RecursionError, OverflowError
+        if isinstance(error, OSError) and error.errno not in _NO_SUCH_PLACE:
+            raise  # the disk's, not the tar's
+        return tar.offset if tar else start, f"{error} (at byte {file.tell()})"
+
+
+def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
+    """The first byte from `start` on that is not zero; None where there is none."""
+    file.seek(start)
+    while block := file.read(_BLOCK):
+        if rest := block.lstrip(b"\0"):
+            return file.tell() - len(rest)
+    return None
+
+
+def _next_header(file: IO[bytes], start: int) -> int | None:
+    """The first byte from `start` on, in steps of 512, at which there is a header whose checksum is right."""
+    size = tarfile.BLOCKSIZE
+    for begin in range(start, os.fstat(file.fileno()).st_size, _BLOCK):
+        file.seek(begin)
+        data = file.read(_BLOCK)
+        blocks = np.frombuffer(data, np.uint8, len(data) // size * size).reshape(-1, size)
+        for number in np.flatnonzero((blocks[:, 257:262] == _USTAR).all(axis=1)).tolist():
+            try:
+                _Header.frombuf(blocks[number].tobytes(), _ENCODING, _ERRORS)
+            except tarfile.TarError:
+                continue
+            return begin + number * size
+    return None
+
+
+def shard_index(path: str | os.PathLike) -> ShardIndex:
+    """The index of a local tar, from its sidecar where that is still true, else read anew and kept.
+
+    The sidecar is `.index/<name>.npz` next to the tar, or in the user's cache where that cannot be written.
+
+    Raises:
+        OSError: the tar cannot be read.
+    """
+    path = Path(path).absolute()
+    stamp, places = _stamp(path), sidecars(path, ".npz")
+    for place in places:
+        if (index := _load(place, stamp)) is not None:
+            return index
+    index = scan(path)
+    if np.array_equal(stamp, _stamp(path)):  # else it was written to meanwhile, and no sidecar would be true
+        for place in places:
+            if _save(place, index, stamp):
+                break
+    return index
+
+
+def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
+    """Replace the sidecars that would be believed and do not say what `index`, which was just read, says.
+
+    Returns a clause for each, which names it and says what became of it.
+    """
+    path = Path(path).absolute()
+    stamp, clauses = _stamp(path), []
+    for place in sidecars(path, ".npz"):
+        if (kept := _load(place, stamp)) is not None and not kept.agrees(index):
+            done = "it has been made anew" if _save(place, index, stamp) else "it cannot be replaced: remove it"
+            clauses.append(f"its index {place} was not true of it: {done}")
+    return clauses
+
+
+class Version(NamedTuple):
+    """What changes whenever a file is written to, or is another one. `ctime_ns` also changes with its mode and links,
+    and nothing can set it back."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: int | str | os.PathLike) -> "Version":
+        """Of an open file or of a path."""
+        status = os.stat(file)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+def _stamp(path: Path) -> np.ndarray:
+    """What a sidecar must agree with to be believed of this tar."""
+    version = Version.of(path)
+    with open(path, "rb") as file:
+        file.seek(max(0, version.size - _TAIL))
+        tail = zlib.crc32(file.read(_TAIL))
+    return np.array([_FORMAT, version.size, version.mtime_ns, tail], dtype=np.int64)
+
+
+def sha256(path: Path) -> str:
+    """Of a local file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
+    tar_bytes = int(stamp[1])
+    limit = _MAX_SIDECAR + 2 * tar_bytes
+    try:
+        file = io.BytesIO(read_sidecar(place, limit))
+        _check_unpacked(file, limit)
+        with np.load(file, allow_pickle=False) as kept:
+            if not np.array_equal(kept["stamp"], stamp):
+                return None
+            types = tuple(str(name) for name in kept["types"])
+            arrays = {name: kept[name] for name in (*_ARRAYS, "other_rows")}
+            others = tuple(str(name) for name in kept["other_types"])
+            texts: dict[str, Any] = {name: str(kept[name]) for name in ("damage", "dotted", "hidden")}
+            counts: dict[str, Any] = {name: int(kept[name]) for name in ("end", "unread")}
+            index = ShardIndex(types, **arrays, **texts, **counts, cut=bool(kept["cut"]), other_types=others)
+        return index if _possible(index, tar_bytes) else None
+    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
+        return None  # absent, cut short or of another kind: read the tar again
+
+
+def _check_unpacked(file: IO[bytes], limit: int) -> None:
+    """ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
+
+    A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
+    """
+    with zipfile.ZipFile(file) as packed:
+        unpacked = sum(entry.file_size for entry in packed.infolist())
+    if unpacked > limit:
+        raise ValueError(f"the sidecar unpacks to {unpacked:,} bytes")
+
+
+def _possible(index: ShardIndex, tar_bytes: int) -> bool:
+    """Whether a sidecar's arrays could be those of a tar of this size."""
+    arrays = [getattr(index, name) for name in _ARRAYS]
+    shape = (len(index.types), len(index))
+    if [a.dtype for a in arrays] != list(_ARRAYS.values()) or any(a.shape != shape for a in arrays[:3]):
+        return False
+    if index.other_rows.dtype != bool or index.other_rows.shape != (len(index.other_types), len(index)):
+        return False
+    there = index.offsets >= 0
+    offsets, sizes, heads = (values[there] for values in arrays[:3])
+    ends = np.concatenate(([0], index.key_ends))
+    return bool(
+        ((sizes >= 0) & (sizes <= _MAX_SIZE) & (offsets <= tar_bytes)).all()
+        and ((heads >= tarfile.BLOCKSIZE) & (heads <= _MAX_HEADERS) & (heads <= offsets)).all()
+        and (np.diff(ends) > 0).all()
+        and ends[-1] == len(index.key_bytes)
+        and (covered := _covered(index)) is not None
+        and covered + index.unread == index.end
+    )
+
+
+def _covered(index: ShardIndex) -> int | None:
+    """Bytes of the members with a place, with their headers, in whole blocks; None where two of them overlap."""
+    there = index.offsets >= 0
+    offsets, sizes, heads = index.offsets[there], index.sizes[there], index.heads[there]
+    begins, ends = offsets - heads, offsets + -(-sizes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    order = np.argsort(begins)
+    if (begins[order][1:] < ends[order][:-1]).any():
+        return None
+    return int((ends - begins).sum())
+
+
+def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
+    names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "end", "unread", "other_rows")
+    values: dict[str, Any] = {name: getattr(index, name) for name in names}
+    values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
+    return write_sidecar(place, lambda file: np.savez(file, stamp=stamp, **values))

@@ -1,0 +1,206 @@
+"""Files at URLs, through fsspec: read within time limits, again after failures, and never for ever."""
+
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsspec.callbacks import Callback
+
+_log = logging.getLogger(__name__)
+_MAX_BESIDE = 1 << 30  # bytes of a manifest; one of ten million shards is as large
+_TELL_EVERY = 30.0  # seconds, of a transfer that takes long
+_MARKS = ("ETag", "Last-Modified", "LastModified", "generation", "size")  # of a version, by http, s3 and gs
+_AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
+
+
+class Refused(OSError):
+    """What would be refused again, however often it is asked for."""
+
+
+class TooLarge(Refused):
+    """More bytes than there is room for."""
+
+
+class GivenUp(OSError):
+    """A server did not give a file within the patience with it."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a remote file is waited for; all in seconds.
+
+    Attributes:
+        connect: for a connection.
+        read: for the next bytes of one that was made.
+        tries: how often a file is asked for before it counts as unreadable.
+        pause: before the second try; doubled before each later one, at most a minute, and drawn at random from its
+            upper half, so that a thousand readers do not come back together.
+        total: for one file, with all tries and pauses.
+    """
+
+    connect: float = 20.0
+    read: float = 60.0
+    tries: int = 5
+    pause: float = 1.0
+    total: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value <= 0:
+                raise ValueError(f"{name} is {value}: it must be above 0")
+
+    def pauses(self) -> Iterator[float]:
+        """Between the tries."""
+        for number in range(self.tries - 1):
+            yield min(60.0, self.pause * 2**number) * random.Random().uniform(0.5, 1.0)
+
+
+def read(location: str, patience: Patience = Patience()) -> bytes | None:
+    """A small file; None where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the URL's kind needs a package that is not installed.
+    """
+    files, path = _files(location, patience)
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+
+            def attempt(deadline: float) -> None:
+                # Not cat_file: it takes whatever a server sends, or unpacks what it sends compressed, into memory.
+                progress = Progress(location, _MAX_BESIDE, deadline, lambda: None)
+                files.get_file(path, file.name, callback=progress)
+
+            patiently(attempt, location, patience)
+            return Path(file.name).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def download(location: str, to: str, progress: Callback, patience: Patience) -> None:
+    """One try at a file, into another on this machine; `progress` is told of each piece, and may raise to end it."""
+    files, path = _files(location, patience)
+    files.get_file(path, to, callback=progress)
+
+
+def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | None]:
+    """What a server says of the version that a file has now, and its size in bytes; "" and None where it says nothing.
+
+    Raises:
+        OSError: the server does not answer, or has no such file.
+    """
+    files, path = _files(location, patience)
+
+    def attempt(deadline: float) -> dict[str, Any]:
+        files.invalidate_cache(path)  # of what an earlier request said
+        try:
+            return files.info(path)
+        except FileNotFoundError as error:
+            missing = error
+        raise (missing.__cause__ if _is_http(location) else None) or missing  # so says fsspec of HTTP, whatever it was
+
+    info = patiently(attempt, location, patience)
+    said = {mark: str(info[mark]).removeprefix("W/") for mark in _MARKS if info.get(mark) is not None}
+    size = info.get("size")
+    return " ".join(f"{mark}={value}" for mark, value in said.items()), size if isinstance(size, int) else None
+
+
+def patiently(attempt: Callable[[float], Any], location: str, patience: Patience) -> Any:
+    """What `attempt` returns, given the time (`time.monotonic`) at which it has to give up.
+
+    Raises:
+        FileNotFoundError, Refused, OSError: what cannot get better, at once.
+        GivenUp: the rest, when patience is at its end.
+    """
+    deadline = time.monotonic() + patience.total
+    pauses = patience.pauses()
+    while True:
+        try:
+            return attempt(deadline)
+        except Exception as error:
+            pause = next(pauses, None)
+            if isinstance(error.__cause__, PermissionError):  # aiohttp's own error around a refused redirect
+                raise error.__cause__ from error
+            if not _may_pass(error):
+                raise _as_os_error(error) from error
+            if pause is None or time.monotonic() + pause > deadline:
+                spent = time.monotonic() - deadline + patience.total
+                raise GivenUp(f"given up after {spent:.1f} s: {_words(error)}") from error
+            _log.warning("%s: %s; again in %.1f s", location, _words(error), pause)
+            time.sleep(pause)
+
+
+class Progress(Callback):
+    """Ends a transfer that grows too large or takes too long, and tells of one that goes on and on."""
+
+    def __init__(self, location: str, limit: int, deadline: float, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._location, self._limit, self._deadline, self._beat = location, limit, deadline, beat
+        self._told = time.monotonic()
+
+    def call(self, *args: Any, **kwargs: Any) -> None:
+        self._beat()
+        now = time.monotonic()
+        if max(self.size or 0, self.value) > self._limit:
+            raise TooLarge(f"it is larger than the {self._limit:,} bytes that there is room for")
+        if now > self._deadline:
+            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes came in the time that it has")
+        if now - self._told > _TELL_EVERY:
+            self._told = now
+            _log.warning("%s: %s of %s bytes so far", self._location, f"{self.value:,}", f"{self.size or 0:,}")
+
+
+def _files(location: str, patience: Patience) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(location, **_settings(location.partition("://")[0], patience))
+    except ImportError as error:
+        raise ValueError(f"{location} needs a package that is not installed: {error}") from error
+
+
+def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
+    """The limits in the words of each scheme's package; they do not try again by themselves, for it is done here."""
+    if _is_http(scheme):
+        from aiohttp import ClientTimeout
+
+        from diffvision.data.shards.redirects import client
+
+        # total: cat_file has no callback that could end it.
+        limits = ClientTimeout(total=patience.total, sock_connect=patience.connect, sock_read=patience.read)
+        return {"client_kwargs": {"timeout": limits}, "get_client": client}
+    if scheme == "s3":
+        once = {"total_max_attempts": 1}
+        return {"config_kwargs": {"connect_timeout": patience.connect, "read_timeout": patience.read, "retries": once}}
+    return {"requests_timeout": patience.read} if scheme == "gs" else {}
+
+
+def _is_http(location: str) -> bool:
+    return location.partition("://")[0] in ("http", "https")
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether to ask again could help: all but what is not there, is not allowed, or has no room."""
+    if isinstance(error, (FileNotFoundError, PermissionError, Refused, GivenUp, ValueError, TypeError, AttributeError)):
+        return False
+    status = getattr(error, "status", None)
+    return not isinstance(status, int) or status >= 500 or status in _AGAIN
+
+
+def _as_os_error(error: Exception) -> Exception:
+    return error if isinstance(error, OSError) else OSError(_words(error))
+
+
+def _words(error: Exception) -> str:
+    status = getattr(error, "status", None)
+    if status == 0:  # without an answer: too many redirects
+        return type(error).__name__
+    if isinstance(status, int):
+        return f"the server answers {status} {getattr(error, 'message', '')}".strip()
+    return str(error) or type(error).__name__

@@ -1,0 +1,290 @@
+"""What a user calls a data set -> the shards it has: a directory, tar files, patterns, URLs, or a list of these.
+
+Counts come from `manifest.json` beside the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
+`sizes.json` as OpenCLIP reads it ({name: samples}), else from the shards' own headers.
+"""
+
+import glob
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from diffvision.data.shards import remote
+
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = "diffvision-shards-1"
+SIZES = "sizes.json"
+REMOTE_SCHEMES = ("http", "https", "s3", "gs")
+PLAIN = (".tar",)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAX_SHARDS = 10_000_000
+_MAX_SAMPLES = 10_000_000  # of a shard; the order of a window of shards is in memory, whatever a manifest says
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard and what the manifest says of it; None where there is no manifest to say it.
+
+    Attributes:
+        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pinned`.
+    """
+
+    location: str
+    samples: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    version: str | None = None
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.location).name
+
+    @property
+    def remote(self) -> bool:
+        return is_remote(self.location)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is known which version is read, by that or by the sha256 of a remote one's content."""
+        return self.version is not None or (self.remote and self.sha256 is not None)
+
+
+def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
+    """The shards of a source, in a fixed order.
+
+    Args:
+        source: a directory; a tar; a pattern of local ones with `*`, `?` and `**` (folders at any depth), or with
+            braces (`expand_braces`), or with both; a URL; or a list of these. A `Shard` is taken as it is.
+
+    Raises:
+        ValueError: a command or unknown URL, nothing found, or a manifest that does not fit the directory.
+    """
+    if isinstance(source, Shard):
+        shards = [source]
+    elif not isinstance(source, (str, Path)):
+        shards = [shard for part in source for shard in find_shards(part)]
+    elif is_remote(location := checked_location(str(source))):
+        shards = _with_counts(expand_braces(location)) if is_shard(location) else _remote(location)
+    elif Path(location).is_dir():
+        shards = _directory(Path(location))
+    else:
+        shards = _with_counts([path for name in expand_braces(location) for path in _matching(name)])
+        missing = [shard.location for shard in shards if not Path(shard.location).is_file()]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}")
+    if not shards:
+        raise ValueError(f"no shards in {source}: expected .tar files")
+    return shards
+
+
+def _matching(pattern: str) -> list[str]:
+    """The shards that a local pattern matches, in natural order; a name without wildcards is itself.
+
+    Raises:
+        ValueError: it matches none.
+    """
+    if not glob.has_magic(pattern) or Path(pattern).exists():
+        return [pattern]
+    matches = sorted(glob.glob(pattern, recursive=True), key=natural)
+    if shards := [path for path in matches if is_shard(path)]:
+        return shards
+    others = f"; it matches {len(matches)} other files, first {matches[0]}" if matches else ""
+    raise ValueError(f"no shard matches {pattern}: expected .tar files{others}")
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file's name is that of a shard, plain or compressed."""
+    return name.endswith(PLAIN + COMPRESSED)
+
+
+def is_remote(location: str) -> bool:
+    return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
+
+
+def checked_location(location: str) -> str:
+    """The location itself, once it is known to be a path or a URL of an allowed scheme: never a command."""
+    allowed = "give a path, or a URL starting with " + ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+    if "::" in location:
+        raise ValueError(f"shard location {location!r} has '::' in it, which joins URLs: {allowed}; several as a list")
+    if location.startswith("-") or not location.strip() or "\0" in location:
+        raise ValueError(f"shard location {location!r} is not a path: {allowed}")
+    if _SCHEME.match(location) and not is_remote(location):
+        raise ValueError(f"shard location {location!r} has a scheme that is refused: {allowed}")
+    return location
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`{000000..000123}` and `{train,val}` written out, left to right; numbers keep their leading zeros."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [checked_location(pattern)]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    names = []
+    for choice in _choices(match[1]):
+        names += expand_braces(before + choice + after)
+        if len(names) > _MAX_SHARDS:
+            raise ValueError(f"shard pattern {pattern!r} stands for more than {_MAX_SHARDS:,} names")
+    return names
+
+
+def _choices(inside: str) -> list[str]:
+    if (numbers := _RANGE.fullmatch(inside)) is None:
+        return inside.split(",")
+    first, last = int(numbers[1]), int(numbers[2])
+    if last < first or last - first >= _MAX_SHARDS:
+        raise ValueError(f"shard range {{{inside}}} is empty or has more than {_MAX_SHARDS:,} numbers")
+    return [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key under which 2.tar comes before 10.tar."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _directory(directory: Path) -> list[Shard]:
+    present = [p for p in directory.iterdir() if is_shard(p.name)]
+    if wrong := [p for p in present if p.exists() and not p.is_file()]:
+        # To open a pipe waits for ever for somebody who writes to it, and a device has no end.
+        raise ValueError(f"shard {min(wrong)} is not a file: remove it")
+    names = sorted((p.name for p in present), key=natural)
+    counts = read_counts(directory)
+    if counts:
+        _compare(directory, set(counts), set(names))
+        return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
+    if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
+        number = _number(directory / "nshards.txt")
+        there = set(names)
+        if (missing := next((n for n in range(number) if f"{n}.tar" not in there), None)) is not None:
+            raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing}.tar is not there")
+        names = [f"{n}.tar" for n in range(number)]
+    return [Shard(str(directory / name)) for name in names]
+
+
+def _remote(directory: str) -> list[Shard]:
+    """The shards that the manifest at a URL lists: the files there cannot be."""
+    directory = directory.rstrip("/")
+    counts = read_counts(directory)
+    if not counts:
+        raise ValueError(f"{directory} has no {MANIFEST} or {SIZES}: name the shards, such as {directory}/{{0..9}}.tar")
+    return [Shard(f"{directory}/{name}", **fields) for name, fields in counts.items()]
+
+
+def _number(path: Path) -> int:
+    text = decoded(path.read_bytes(), path).strip()
+    if not text.isdecimal() or len(text) > 9:
+        raise ValueError(f"{path} does not hold a number of shards: {text[:40]!r}")
+    return int(text)
+
+
+def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
+    for problem, names in (("lists", listed - present), ("does not list", present - listed)):
+        if names:
+            where = "which is not there" if problem == "lists" else "which is there"
+            raise ValueError(
+                f"the manifest of {directory} {problem} {len(names)} shard(s), first {min(names)}, {where}: "
+                "mend the directory, or write it anew with diffvision.data.make.write_manifest"
+            )
+
+
+def _with_counts(locations: list[str]) -> list[Shard]:
+    counts: dict[str, dict[str, dict[str, Any]]] = {}
+    shards = []
+    for location in locations:
+        parent, _, name = location.rpartition("/")
+        if parent not in counts:
+            counts[parent] = read_counts(parent if is_remote(location) else Path(parent or "."))
+        shards.append(Shard(location, **counts[parent].get(name, {})))
+    return shards
+
+
+def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
+    """{shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else nothing."""
+    if (text := read_beside(directory, MANIFEST)) is not None:
+        manifest = _parsed(text, directory, MANIFEST)
+        if manifest.get("format") != MANIFEST_FORMAT:
+            raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
+        try:
+            fields = [(e["name"], e["samples"], e["bytes"], e["sha256"].lower()) for e in manifest["shards"]]
+        except (KeyError, TypeError, AttributeError):
+            wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
+            raise ValueError(f"{directory}/{MANIFEST} is not a manifest: expected {wanted}") from None
+        where = f"{directory}/{MANIFEST}"
+        if not fields:
+            raise ValueError(
+                f"{where} lists no shards: the directory's writing was cut short; write it again, or take what is "
+                "there with diffvision.data.make.write_manifest"
+            )
+        if repeated := [name for name, count in Counter(str(n) for n, *_ in fields).items() if count > 1]:
+            raise ValueError(f"{where} lists {repeated[0]} more than once: write it anew with write_manifest")
+        return {
+            _name(n, directory): {"samples": _count(s, n, "samples", where), "bytes": _count(b, n, "bytes", where)}
+            | {"sha256": h}
+            for n, s, b, h in fields
+        }
+    if (text := read_beside(directory, SIZES)) is not None:
+        sizes = _parsed(text, directory, SIZES)
+        where = f"{directory}/{SIZES}"
+        return {
+            _name(name, directory): {"samples": _count(sizes[name], name, "samples", where)}
+            for name in sorted(sizes, key=natural)
+        }
+    return {}
+
+
+def _count(value: object, name: str, of: str, where: str) -> int:
+    limit = _MAX_SAMPLES if of == "samples" else 1 << 62
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+        raise ValueError(
+            f"{where} says that {name} has {value!r} {of}: it must be a whole number, 0 to {limit:,}; "
+            "write it anew with diffvision.data.make.write_manifest"
+        )
+    return value
+
+
+def read_beside(directory: str | Path, name: str) -> str | None:
+    """A small text file of a local directory (a Path) or of one at a URL (a str); None where there is none.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    if isinstance(directory, Path):
+        data = path.read_bytes() if (path := directory / name).is_file() else None
+    else:
+        data = remote.read(f"{directory}/{name}")
+    return None if data is None else decoded(data, f"{directory}/{name}")
+
+
+def decoded(data: bytes, name: str | Path) -> str:
+    """The text of a file, with or without the mark that some editors put before UTF-8.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+
+
+def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{directory}/{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{directory}/{name} is not a JSON object")
+    return value
+
+
+def _name(name: object, directory: str | Path) -> str:
+    if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or name.startswith("-"):
+        raise ValueError(f"{directory} lists a shard named {name!r}: names there have no folders")
+    return name

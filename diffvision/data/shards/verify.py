@@ -1,0 +1,86 @@
+"""Is a local shard what its manifest says? Each version of a file is read whole once, and what was found is noted.
+
+The note lies beside the shard, or in the user's cache. It is true as long as the file's size, times and number on the
+disk are: a copy, even one that keeps its time of change, is read again. What changes on the disk behind the file
+system's back after that is found by `diffvision data check`, which reads everything.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diffvision.data.shards.locks import locked
+from diffvision.data.shards.sidecars import read_sidecar, sidecars, write_sidecar
+
+_BLOCK = 1 << 20
+_MAX_NOTE = 1 << 10  # bytes
+
+
+def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
+    """sha256 of a local file, from its note or read now; of several processes that ask, one reads.
+
+    Args:
+        progress: called with each MiB that is read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    notes = sidecars(path.absolute(), ".sha256")
+    if (known := _noted(notes, path)) is not None:
+        return known
+    with _alone(notes[-1]):
+        if (known := _noted(notes, path)) is not None:
+            return known
+        stamp = _stamp(path)
+        found = _read(path, progress)
+        if _stamp(path) == stamp:  # else it was written to meanwhile, and no note would be true
+            _note(notes, f"{stamp} {found}")
+        return found
+
+
+def _read(path: Path, progress: Callable[[], None]) -> str:
+    digest, block = hashlib.sha256(), bytearray(_BLOCK)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+            progress()
+    return digest.hexdigest()
+
+
+def _stamp(path: Path) -> str:
+    stat = os.stat(path)
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
+def _noted(notes: list[Path], path: Path) -> str | None:
+    stamp = _stamp(path)
+    for note in notes:
+        try:
+            told, _, found = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
+        except (OSError, ValueError):
+            continue
+        if told == stamp and len(found) == 64:
+            return found
+    return None
+
+
+def _note(notes: list[Path], line: str) -> None:
+    for note in notes:
+        if write_sidecar(note, lambda file: file.write(line.encode("ascii"))):
+            return
+
+
+@contextmanager
+def _alone(beside: Path) -> Iterator[None]:
+    """One process of this machine at a time; all of them at once where no lock can be kept."""
+    lock = beside.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError:
+        yield
+        return
+    with locked(lock):
+        yield

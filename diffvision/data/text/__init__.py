@@ -1,0 +1,1 @@
+"""Text: tokenizers, documents, token shards, the DataModule of language models."""

@@ -1,0 +1,125 @@
+"""Members of a sample -> documents: texts as they are, or the reason why one cannot be used."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from diffvision.data.images.decode import BadSample
+from diffvision.data.images.samples import Members, check_key
+
+MAX_DOCUMENT_BYTES = 64 << 20
+MAX_LINES_BYTES = 1 << 30
+"""Of one member with a document in each line, which is read whole."""
+
+
+@dataclass(kw_only=True)
+class DocumentAccount:
+    """What became of the documents of a source.
+
+    Attributes:
+        documents: that were used; `empty` ones and those `skipped`, by reason, are not among them.
+        examples: for each reason the first few, as "shard: key".
+    """
+
+    documents: int = 0
+    empty: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> int:
+        return sum(self.skipped.values())
+
+    @property
+    def seen(self) -> int:
+        return self.documents + self.empty + self.bad
+
+    def skip(self, reason: str, where: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < 3:
+            shown.append(where)
+
+    def summary(self) -> str:
+        """A line of counts, and one for each reason."""
+        lines = [f"{self._used()}, {self.empty:,} empty, {self.bad:,} skipped"]
+        for reason, count in sorted(self.skipped.items(), key=lambda entry: -entry[1]):
+            lines.append(f"  {count:,} x {reason}: {', '.join(self.examples.get(reason, []))}")
+        return "\n".join(lines)
+
+    def _used(self) -> str:
+        return f"{self.documents:,} documents"
+
+
+class TextMember:
+    """Reads the documents of a sample.
+
+    Args:
+        key: "txt": the member is one document; "json:FIELD": the text in a field of it is; "jsonl:FIELD": each line of
+            it is a JSON object with a document in that field. Members may have longer names, such as "page.txt".
+
+    Raises:
+        ValueError: another type of member, or a field missing or too many.
+    """
+
+    def __init__(self, key: str = "txt") -> None:
+        self.key = key
+        self._member, _, self._field = key.partition(":")
+        check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
+        self._lines = self._member.rpartition(".")[2] == "jsonl"
+
+    def documents(self, members: Members) -> Iterator[str | BadSample]:
+        """Each document, or why it cannot be used; an empty one is an empty text."""
+        size = members.size(self._member)
+        if size is None:
+            yield BadSample(f"missing text member {self._member!r}")
+        elif size > (MAX_LINES_BYTES if self._lines else MAX_DOCUMENT_BYTES):
+            yield BadSample("document too large")
+        else:
+            try:
+                data = members.read(self._member, size)
+            except BadSample as reason:
+                yield reason
+                return
+            parts = [line for line in data.split(b"\n") if line.strip()] if self._lines else [data]
+            yield from map(self._document, parts)
+
+    def _document(self, data: bytes) -> str | BadSample:
+        try:
+            text = data.decode("utf-8-sig")
+            found = text if not self._field else _field(text, self._field)
+            if isinstance(found, str):
+                found.encode()  # JSON can write half of a surrogate pair
+            return found
+        except UnicodeError:
+            return BadSample("text not UTF-8")
+
+
+def check_document(members: Members, member_type: str) -> int:
+    """A text member is what its type says; returns how many characters it has.
+
+    Raises:
+        BadSample: not UTF-8, not JSON, or empty.
+    """
+    try:
+        text = members.read(member_type, MAX_LINES_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadSample("text not UTF-8") from None
+    if not text.strip():
+        raise BadSample("empty document")
+    kind = member_type.rpartition(".")[2]
+    for record in text.split("\n") if kind == "jsonl" else [text] * (kind == "json"):
+        try:
+            json.loads(record.strip() or "0")
+        except (ValueError, RecursionError):
+            raise BadSample("damaged JSON") from None
+    return len(text)
+
+
+def _field(text: str, field: str) -> str | BadSample:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return BadSample("damaged JSON")
+    value = record.get(field) if isinstance(record, dict) else None
+    return value if isinstance(value, str) else BadSample(f"no text in JSON field {field!r}")

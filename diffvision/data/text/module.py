@@ -1,0 +1,185 @@
+"""The LightningDataModule of language models: shards of text or of tokens in, packed sequences out."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from diffvision.data.images.folders import EvaluationLoader
+from diffvision.data.images.module import of_model, rank_and_world
+from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sources import find_shards
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.watchdog import STALL_TIMEOUT
+from diffvision.data.text.documents import TextMember
+from diffvision.data.text.tokenize import cached_tokens, check_limits
+from diffvision.data.text.tokenizers import FILE, Tokenizer, load_tokenizer
+from diffvision.data.text.tokens import TokenSequence, TokenShards, are_tokens
+
+Source = str | Sequence[str]
+
+
+class TextData(pl.LightningDataModule):
+    """Packed sequences for next-token prediction; validation sees each sequence exactly once.
+
+    Shards of text are tokenised before the first epoch, on one process of each machine, into the user's cache.
+
+    Args:
+        train: shards of text or token shards: a directory, tar files, a brace pattern, URLs, or a list of these.
+        batch_size: sequences of a global batch, over all ranks.
+        length: tokens that the model reads of each sequence; a batch has one more, for the last to be predicted.
+        evaluation: shards to validate on, of either kind.
+        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name; None: that of the LightningModule
+            that is trained. Token shards bring their own.
+        num_workers: processes that read, on each rank; and that tokenise.
+        seed: with the epoch, all there is to the order of the sequences.
+        max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
+        text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
+        window: shards shuffled together.
+        documents: number each token's document, so that a model can keep attention inside of documents.
+        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
+        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
+            process is stuck.
+    """
+
+    def __init__(
+        self,
+        train: Source,
+        batch_size: int,
+        length: int,
+        evaluation: Source | None = None,
+        tokenizer: str | None = None,
+        *,
+        num_workers: int = 2,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        text_key: str = "txt",
+        window: int = 16,
+        documents: bool = False,
+        eval_batch_size: int | None = None,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        self.train, self.batch_size, self.length, self.evaluation = train, batch_size, length, evaluation
+        self.tokenizer, self.num_workers, self.seed, self.window = tokenizer, num_workers, seed, window
+        self.documents, self.eval_batch_size = documents, eval_batch_size
+        self.limits, self.text, self.stall_timeout = Limits(max_bad_fraction), TextMember(text_key), stall_timeout
+
+    @cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer: the one that is set, else the one that lies beside the token shards.
+
+        Raises:
+            ValueError: neither is there.
+        """
+        tokenizer = of_model(self, "tokenizer")
+        if tokenizer is not None:
+            return load_tokenizer(tokenizer)
+        if not are_tokens(self.train):
+            raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
+        shard = find_shards(self.train)[0]
+        if shard.remote:
+            raise ValueError(f"{self.train} is remote: set tokenizer, a local copy of the {FILE} beside the shards")
+        return load_tokenizer(Path(shard.location).parent)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in batches are below it."""
+        return self.text_tokenizer.vocab_size
+
+    def prepare_data(self) -> None:
+        """Tokenise what is not yet. Lightning calls this on one process of each machine, and lets the others wait."""
+        self._check_vocabulary()
+        for source in (self.train, self.evaluation):
+            if source is not None:
+                self._token_source(source)
+
+    def setup(self, stage: str | None = None) -> None:
+        self._check_vocabulary()
+
+    def train_dataloader(self) -> ShardLoader:
+        shards = self.token_shards(self.train)
+        rank, world_size = rank_and_world(self)
+        loader = ShardLoader(
+            shards,
+            self._kind(shards),
+            self.batch_size,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            rank=rank,
+            world_size=world_size,
+            window=self.window,
+            limits=self.limits,
+            stall_timeout=self.stall_timeout,
+        )
+        if self.trainer is not None:
+            loader.set_epoch(self.trainer.current_epoch)
+        return loader
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        if self.evaluation is None:
+            return []
+        shards = self.token_shards(self.evaluation)
+        rank, world_size = rank_and_world(self)
+        batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
+        kind = self._kind(shards)
+        return EvaluationLoader(
+            shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
+        )
+
+    def test_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> EvaluationLoader | list:
+        return self.val_dataloader()
+
+    def token_shards(self, source: Source) -> TokenShards:
+        """Shards as sequences of this length, tokenised if need be.
+
+        Raises:
+            ValueError: token shards of another tokenizer than the one that is set; see `TokenShards`.
+        """
+        shards = TokenShards(self._token_source(source), self.length)
+        check_limits(shards.account, self.limits)
+        tokenizer, account = self.text_tokenizer, shards.account
+        if (tokenizer.vocab_size, tokenizer.eos_id) != (account.vocab_size, account.eos_id) or (
+            tokenizer.fingerprint != account.fingerprint
+        ):
+            raise ValueError(
+                f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), "
+                f"{self.tokenizer or self.train} has {tokenizer.vocab_size} ({tokenizer.fingerprint}): "
+                "set the tokenizer that lies beside the token shards, or tokenise the text again"
+            )
+        return shards
+
+    def _token_source(self, source: Source) -> Any:
+        if are_tokens(source):
+            return source
+        tokenizer = self.text_tokenizer
+        return cached_tokens(ShardSet(source), tokenizer, self.text, num_workers=self.num_workers, limits=self.limits)
+
+    def _kind(self, shards: TokenShards) -> TokenSequence:
+        return TokenSequence(shards.account, documents=self.documents)
+
+    def _check_vocabulary(self) -> None:
+        """Before any work: are there ids that the model has no embedding for?"""
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        size = _vocabulary_of(module)
+        if size is not None and size < self.vocab_size:
+            raise ValueError(
+                f"the model has vocab_size {size}, the tokenizer {self.tokenizer or self.train} has {self.vocab_size} "
+                f"tokens: set the model's to {self.vocab_size} or more, or take the tokenizer that it was made for"
+            )
+
+
+def _vocabulary_of(module: Any) -> int | None:
+    """`vocab_size` of a LightningModule, of its config, or of its model's; None where it tells none."""
+    model = getattr(module, "model", None)
+    for owner in (module, getattr(module, "config", None), getattr(model, "config", None)):
+        size = getattr(owner, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return None

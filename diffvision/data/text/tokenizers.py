@@ -1,0 +1,241 @@
+"""Tokenizers of text: Hugging Face `tokenizers` files, tiktoken's names, byte-level BPE trained on one's own text.
+
+Text is only ever text: a special token's name written out in a document is encoded as the characters that it has, so no
+document can end itself. The end of a document is an id that only the data pipeline adds.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END = "<|endoftext|>"
+"""The end of a document in tokenizers trained here, GPT-2's and tiktoken's."""
+
+FILE = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"  # where Hugging Face says which of the special tokens ends a text
+_KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_BYTES = 256
+_MAX_VOCABULARY = 1 << 24
+
+
+class BadText(ValueError):
+    """A text that cannot be tokenised, and in `reason` what such texts of a corpus are counted under."""
+
+    def __init__(self, reason: str, told: str) -> None:
+        super().__init__(f"{reason}: {told}")
+        self.reason = reason
+
+
+def check_text(text: str) -> None:
+    """Raises:
+    BadText: the text has half of a surrogate pair, which is no character and cannot be written in UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadText(
+            "text not UTF-8",
+            f"character {error.start + 1} is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
+            "leave it out, or write the text in UTF-8",
+        ) from None
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        backend: of the `tokenizers` library; it is taken over and changed, so that it neither pads nor cuts, nor takes
+            text for special tokens.
+        eos: the token that ends a document; None finds it by name.
+
+    Attributes:
+        vocab_size: ids are below it.
+        eos_id: the id that ends a document. No text is ever encoded to it.
+
+    Raises:
+        ValueError: the vocabulary has no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos: str | None = None) -> None:
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if eos is None:
+            eos = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
+        if eos is None or eos not in vocabulary:
+            wanted = repr(eos) if eos else "any of " + ", ".join(_KNOWN_ENDS)
+            raise ValueError(
+                f"the tokenizer has no token for the end of a document, {wanted}: add one, or name its own"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend, self.eos = backend, eos
+        self.eos_id: int = vocabulary[eos]
+        self.vocab_size: int = max(vocabulary.values()) + 1  # not the number of tokens: ids may leave gaps
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"file": self._backend.to_str(), "eos": self.eos}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__init__(tokenizers.Tokenizer.from_str(state["file"]), state["eos"])  # type: ignore[misc]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with nothing added before or after.
+
+        Raises:
+            BadText: the text has half of a surrogate pair; or the tokenizer cannot but end a document with it.
+        """
+        check_text(text)
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return self._without_end(text) if self.eos_id in ids else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD. Special tokens are written out by name.
+
+        Raises:
+            ValueError: an id outside of the vocabulary.
+        """
+        ids = [int(number) for number in ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(number for number in ids if not 0 <= number < self.vocab_size)
+            raise ValueError(f"token id {wrong}: this tokenizer's lie between 0 and {self.vocab_size - 1}")
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with what the tokenizer does, not with where its file lies."""
+        return hashlib.sha256(f"{self._canonical()} {self.eos}".encode()).hexdigest()[:16]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write tokenizer.json: at this path, or in it where it is a directory."""
+        path = Path(path)
+        if path.is_dir():
+            path = path / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, json.loads(self._backend.to_str()))
+        if Tokenizer(tokenizers.Tokenizer.from_file(str(path))).eos != self.eos:
+            _write(path.with_name(_CONFIG), {"eos_token": self.eos})
+
+    def _canonical(self) -> str:
+        return json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
+
+    def _without_end(self, text: str) -> list[int]:
+        """Some tokenizers take the written name for the token whatever they are told: show it to them in two halves."""
+        ids: list[int] = []
+        for number, part in enumerate(text.split(self.eos)):
+            halves = ([self.eos[1:]] if number else []) + [part]
+            if number:
+                halves.insert(0, self.eos[:1])
+            for half in halves:
+                ids += self._backend.encode(half, add_special_tokens=False).ids
+        if self.eos_id in ids:
+            raise BadText(
+                "text that its tokenizer takes for the end of a document",
+                f"it has {self.eos!r} in it; leave that out, or take another tokenizer",
+            )
+        return ids
+
+
+def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
+    """A tokenizer.json, a directory that holds one, or a name of tiktoken's.
+
+    Raises:
+        ValueError: nothing there, a file that is no tokenizer, a tiktoken name that cannot be had on this machine.
+    """
+    from diffvision.data.text.tiktokens import TIKTOKENS, from_tiktoken
+
+    path = Path(source)
+    if path.is_dir():
+        path = path / FILE
+    if path.is_file():
+        return Tokenizer(_read(path), _told_end(path))
+    if str(source) in TIKTOKENS:
+        return Tokenizer(from_tiktoken(str(source)), END)
+    raise ValueError(
+        f"no tokenizer at {source}: give a tokenizer.json, a directory that holds one, or one of "
+        f"{', '.join(TIKTOKENS)}; `diffvision data tokenizer` trains one"
+    )
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{path} is not a file of the tokenizers library: {error}") from None
+
+
+def _write(path: Path, content: Any) -> None:
+    """A JSON file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)  # a link may have come with the folder
+    with part.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+    os.replace(part, path)
+
+
+def _told_end(path: Path) -> str | None:
+    """The end of a text that Hugging Face's settings beside the file name, if they do."""
+    beside = path.with_name(_CONFIG)
+    if not beside.is_file():
+        return None
+    try:
+        told: Any = json.loads(beside.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{beside} is not JSON, or nested too deeply: {error}") from None
+    token = told.get("eos_token") if isinstance(told, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2) of these texts; the same texts give the same.
+
+    Any text can be encoded, for every byte is a token. The end of a document is id 0. A small corpus may have fewer
+    pairs to merge than asked for: `vocab_size` of the result tells.
+
+    Raises:
+        ValueError: a vocabulary with no room for the bytes and the end of a document; no text; one that is not UTF-8.
+    """
+    least = _BYTES + 1
+    if not least <= vocab_size <= _MAX_VOCABULARY:
+        raise ValueError(f"vocab_size is {vocab_size}: it must be {least} (all bytes and {END}) to {_MAX_VOCABULARY:,}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    counted = _Counted(texts)
+    backend.train_from_iterator(counted, trainer)
+    if not counted.characters:
+        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
+    return Tokenizer(backend, END)
+
+
+class _Counted:
+    """Texts, and how many characters went by."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts, self.characters = iter(texts), 0
+
+    def __iter__(self) -> "_Counted":
+        return self
+
+    def __next__(self) -> str:
+        text = next(self._texts)
+        check_text(text)
+        self.characters += len(text)
+        return text

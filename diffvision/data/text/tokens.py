@@ -1,0 +1,319 @@
+"""Token shards: a corpus as one long run of token ids, and the sequences of any length that are read from it.
+
+A token shard is a WebDataset tar of one sample, an array of uint16 or uint32 (`000000.npy`): documents one after
+another, each followed by its tokenizer's end-of-document id. `tokens.json` beside the shards says whose ids they are,
+and the tokenizer itself lies there too. Sequence i of a shard is its tokens i*L .. i*L + L, so that consecutive ones
+share one token and every token but a shard's first is predicted exactly once. Nothing in the files depends on L. What
+is left at a shard's end is shorter than a sequence; it is counted.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diffvision.data.batches import TokenBatch
+from diffvision.data.images.decode import BadSample
+from diffvision.data.images.samples import Members
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.order import Sample
+from diffvision.data.shards.sources import Shard, find_shards, read_beside
+from diffvision.data.shards.storage import ShardMembers, ShardSet
+from diffvision.data.text.documents import DocumentAccount
+
+TOKENS = "tokens.json"
+TOKENS_FORMAT = "diffvision-tokens-1"
+MEMBER = "npy"
+_HEADER_BYTES = 4096  # numpy's is 128 for an array of one axis
+_READ_TOKENS = 1 << 16  # at a time, where documents are read one after another
+
+
+@dataclass
+class TokenAccount(DocumentAccount):
+    """What a corpus became: `tokens.json`.
+
+    Attributes:
+        vocab_size, eos_id: of the tokenizer.
+        fingerprint: of the tokenizer.
+        shards: {name: tokens}.
+        others: as `DocumentAccount`, of the text.
+    """
+
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
+    shards: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.shards.values())
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.vocab_size)
+
+    def _used(self) -> str:
+        return f"{self.documents:,} documents, {self.tokens:,} tokens"
+
+    def text(self) -> str:
+        return json.dumps({"format": TOKENS_FORMAT, **self.__dict__}, indent=1) + "\n"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Little-endian unsigned integers, of 2 bytes where that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def find_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
+    """{directory: its tokens.json, or None where there is none}.
+
+    Raises:
+        ValueError: a file of another format.
+    """
+    found: dict[str, TokenAccount | None] = {}
+    for shard in shards:
+        parent = _parent(shard)
+        if parent not in found:
+            text = read_beside(parent if shard.remote else Path(parent), TOKENS)
+            found[parent] = None if text is None else _parsed(text, f"{parent}/{TOKENS}")
+    return found
+
+
+def are_tokens(source: Any) -> bool:
+    """Whether shards hold tokens rather than text.
+
+    Raises:
+        ValueError: some do and others do not.
+    """
+    found = find_accounts(find_shards(source))
+    without = [parent for parent, account in found.items() if account is None]
+    if without and len(without) < len(found):
+        raise ValueError(f"{source} joins token shards and {without[0]}, which has no {TOKENS}: give either kind alone")
+    return not without
+
+
+def _parent(shard: Shard) -> str:
+    return shard.location.rpartition("/")[0] or "."
+
+
+def _parsed(text: str, where: str) -> TokenAccount:
+    try:
+        told = json.loads(text)
+        if told.pop("format", None) != TOKENS_FORMAT:
+            raise ValueError
+        account = TokenAccount(**told)
+        numbers = [account.vocab_size, account.documents, account.empty, *account.shards.values()]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: make the token shards anew") from None
+    return account
+
+
+def check_tokens(data: bytes, shard: Shard) -> int:
+    """The array of a token shard is what the tokens.json beside it says; returns how many tokens it has.
+
+    Raises:
+        BadSample: it is not.
+        ValueError: tokens.json is not there, or of another format.
+    """
+    account = find_accounts([shard])[_parent(shard)]
+    if account is None:
+        raise BadSample(f"token array without a {TOKENS}")
+    try:
+        tokens = np.load(BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError):  # the last: a header may claim any size
+        raise BadSample("damaged token array") from None
+    if tokens.dtype != account.dtype or tokens.shape != (account.shards.get(shard.name),):
+        raise BadSample(f"token array not as {TOKENS} says")
+    if len(tokens) and int(tokens.max()) >= account.vocab_size:
+        raise BadSample("token outside of the vocabulary")
+    return len(tokens)
+
+
+class TokenShards(ShardSet):
+    """Token shards as samples of `length + 1` tokens; a sample's row is the number of the sequence in its shard.
+
+    Args:
+        source: as `ShardSet`'s.
+        length: tokens that a model reads of each sequence.
+
+    Attributes:
+        account: of all the shards together.
+
+    Raises:
+        ValueError: as `ShardSet`; shards without a tokens.json, of more than one tokenizer, or too short.
+    """
+
+    def __init__(self, source: Any, length: int, cache: ShardCache | None = None) -> None:
+        if length < 1:
+            raise ValueError(f"length is {length} tokens: it must be at least 1")
+        super().__init__(source, cache)
+        self.length = length
+        accounts = find_accounts(self.shards)
+        self.account = _joined(accounts, str(source))
+        self._tokens = np.array([_told(shard, accounts[_parent(shard)]) for shard in self.shards], dtype=np.int64)
+        self._starts: dict[int, int] = {}  # shard -> byte in the tar at which its tokens begin
+        self.counts = np.maximum(0, self._tokens - 1) // length
+        if not self.counts.any():
+            raise ValueError(
+                f"{source} holds {self._tokens.sum():,} tokens in {len(self.shards)} shard(s): too few for one "
+                f"sequence of length {length} and the token after it; take a smaller length"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the length too, and with the tokenizer."""
+        return f"{super().fingerprint}-{self.length}-{self.account.fingerprint}"
+
+    @property
+    def beside(self) -> dict[str, int]:
+        used = self.counts * self.length + (self.counts > 0)
+        counts = {"tail_tokens": int((self._tokens - used).sum())}
+        return counts | {"skipped_documents": self.account.bad, "empty_documents": self.account.empty}
+
+    def members(self, sample: Sample) -> Members:
+        number, row = sample
+        super().members((number, 0))  # the shard can be read, and holds its array
+        return _Sequence(self, number, row)
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """The tokens of each document in order, without its end; shards cut documents, and these are whole again.
+
+        Raises:
+            ValueError: a shard is damaged.
+        """
+        kept: list[np.ndarray] = []
+        for number, shard in enumerate(self.shards):
+            for start in range(0, int(self._tokens[number]), _READ_TOKENS):
+                stop = min(start + _READ_TOKENS, int(self._tokens[number]))
+                try:
+                    piece = np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
+                except BadSample as reason:
+                    raise ValueError(f"{shard.location}: {reason}; make the token shards anew") from reason
+                if int(piece.max()) >= self.account.vocab_size:
+                    raise ValueError(f"{shard.location}: token outside of the vocabulary; make the token shards anew")
+                *whole, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
+                for part in whole:
+                    yield np.concatenate([*kept, part[:-1]])
+                    kept = []
+                kept.append(rest)
+        if any(map(len, kept)):
+            yield np.concatenate(kept)
+
+    def describe(self, sample: Sample) -> str:
+        return f"{self.shards[sample[0]].name}: sequence {sample[1]}"
+
+    def read_tokens(self, number: int, start: int, stop: int) -> bytes:
+        """Tokens start..stop-1 of a shard, as they lie in it.
+
+        Raises:
+            BadSample: the shard is cut short, or does not hold what tokens.json says.
+        """
+        if number not in self._starts:
+            self._starts[number] = self._start(number)
+        size = self.account.dtype.itemsize
+        return self.pread(number, self._starts[number] + start * size, (stop - start) * size)
+
+    def _start(self, number: int) -> int:
+        index = self.index(number)
+        place = index.place(0, MEMBER) if len(index) else None
+        if place is None:
+            raise BadSample("shard without tokens")
+        offset, size = place
+        file = BytesIO(ShardMembers(self, number, 0, index).read(MEMBER, _HEADER_BYTES))
+        try:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        except ValueError:
+            raise BadSample("damaged token array") from None
+        tokens, header = int(self._tokens[number]), file.tell()
+        if shape != (tokens,) or dtype != self.account.dtype or size != header + tokens * dtype.itemsize:
+            raise BadSample(f"token array not as {TOKENS} says")
+        return offset + header
+
+
+class _Sequence:
+    """`Members` of one sequence."""
+
+    def __init__(self, shards: TokenShards, number: int, row: int) -> None:
+        self._shards, self._number, self._row = shards, number, row
+
+    def size(self, member_type: str) -> int | None:
+        return (self._shards.length + 1) * self._shards.account.dtype.itemsize if member_type == MEMBER else None
+
+    def names(self) -> list[str]:
+        return [MEMBER]
+
+    def read(self, member_type: str, at_most: int) -> bytes:
+        if member_type != MEMBER:
+            raise KeyError(member_type)
+        start = self._row * self._shards.length
+        return self._shards.read_tokens(self._number, start, start + self._shards.length + 1)[:at_most]
+
+
+class TokenSequence:
+    """`TokenBatch`: sequences, and if asked the number of each token's document.
+
+    Args:
+        account: of the shards that the sequences come from.
+        documents: whether to number the documents of each row.
+    """
+
+    def __init__(self, account: TokenAccount, *, documents: bool = False) -> None:
+        self._dtype, self._vocab_size, self._eos_id = account.dtype, account.vocab_size, account.eos_id
+        self._documents = documents
+
+    def decode(self, members: Members) -> np.ndarray:
+        """Tokens [L + 1]; every one is in the vocabulary."""
+        tokens = np.frombuffer(members.read(MEMBER, members.size(MEMBER) or 0), self._dtype)
+        if int(tokens.max()) >= self._vocab_size:
+            raise BadSample("token outside of the vocabulary")
+        return tokens
+
+    def collate(self, items: list[np.ndarray]) -> TokenBatch:
+        tokens = np.stack(items).astype(np.int64)
+        batch: TokenBatch = {"tokens": torch.from_numpy(tokens)}
+        if self._documents:
+            ends = tokens == self._eos_id
+            batch["documents"] = torch.from_numpy(np.cumsum(ends, axis=1) - ends)
+        return batch
+
+
+def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount:
+    joined: TokenAccount | None = None
+    for parent, account in accounts.items():
+        if account is None:
+            raise ValueError(
+                f"{parent} has no {TOKENS}: it holds no token shards; `diffvision data tokenize` makes them"
+            )
+        if joined is None:
+            joined = TokenAccount(account.vocab_size, account.eos_id, account.fingerprint)
+        if (account.vocab_size, account.eos_id, account.fingerprint) != (
+            joined.vocab_size,
+            joined.eos_id,
+            joined.fingerprint,
+        ):
+            raise ValueError(
+                f"the token shards of {source} are of more than one tokenizer: vocabularies of {joined.vocab_size} "
+                f"({joined.fingerprint}) and, in {parent}, {account.vocab_size} ({account.fingerprint}); "
+                "tokenise them again with one"
+            )
+        joined.documents, joined.empty = joined.documents + account.documents, joined.empty + account.empty
+        for reason, count in account.skipped.items():
+            joined.skipped[reason] = joined.skipped.get(reason, 0) + count
+            joined.examples.setdefault(reason, account.examples.get(reason, []))
+    assert joined is not None  # a ShardSet has shards
+    return joined
+
+
+def _told(shard: Shard, account: TokenAccount | None) -> int:
+    if account is None or shard.name not in account.shards:
+        raise ValueError(f"{_parent(shard)}/{TOKENS} does not tell of {shard.name}: make the token shards anew")
+    return account.shards[shard.name]

@@ -1,0 +1,211 @@
+"""The paper's decoder with any attention of `diffvision.nn.ATTENTION`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from diffvision import ops
+from diffvision.models.language.cache import KVCache
+from diffvision.models.language.configuration import LanguageConfig
+from diffvision.nn import AttentionLayer, DiffAttention, build_attention
+from diffvision.nn.attention import Cache, Rotation
+from diffvision.nn.linear import Linear, linear
+from diffvision.nn.transformer import DecoderBlock, SwiGLU
+
+
+class LanguageModel(nn.Module):
+    """Decoder: embedding, pre-norm blocks with rotary attention and SwiGLU, RMSNorm, output projection; no biases.
+
+    Weights start as N(0, sqrt(2 / (5 dim))) (arXiv 1910.05895; 0.02 at a width of 1,000), the two projections back to
+    the residual stream divided by sqrt(2 depth) (GPT-2), V1's lambda vectors as N(0, 0.1), norms as 1. The paper gives
+    the lambda vectors' alone, and its code has no training: the rest is this repository's choice, one for all variants.
+
+    Attributes:
+        config: what the model is.
+        grad_checkpointing: recompute each block's activations in the backward pass.
+
+    Source: arXiv 2410.05258 section 2 and appendix D; microsoft/unilm Diff-Transformer.
+    """
+
+    def __init__(
+        self,
+        config: LanguageConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.config, self.grad_checkpointing = config, False
+        self.embed = nn.Embedding(config.vocab_size, config.dim, **made)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                build_attention(
+                    config.variant,
+                    config.dim,
+                    config.num_heads,
+                    config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    proj_bias=False,
+                    rotary=config.rotary_theta,
+                    depth=index,
+                    lambda_init=config.lambda_init,
+                    head_norm=config.uses_head_norm,
+                    **made,
+                ),
+                config.dim,
+                config.mlp_dim,
+                norm_eps=config.norm_eps,
+                **made,
+            )
+            for index in range(config.depth)
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **made)
+        self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False, **made)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all weights anew (see the class), also after `to_empty`."""
+        std, std_back = initial_std(self.config)
+        back = {id(part) for block in self.blocks for part in _back_to_the_stream(block)}
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                nn.init.normal_(module.weight, std=std_back if id(module) in back else std)
+            elif isinstance(module, nn.RMSNorm | DiffAttention):
+                module.reset_parameters()
+
+    @property
+    def head_weight(self) -> Float[Tensor, "vocab dim"]:
+        """The output projection's weight [vocab, dim]: the embedding's, if tied.
+
+        Raises:
+            ValueError: an adapter is around it, and would be left out by who multiplies with the weight.
+        """
+        name, layer = ("head", self.head) if self.head is not None else ("embed", self.embed)
+        if not isinstance(layer, nn.Linear | nn.Embedding):
+            raise ValueError(
+                f"{name} is wrapped in {type(layer).__module__}.{type(layer).__name__}, which its weight alone leaves "
+                "out: merge it (PEFT: merge_and_unload), or keep it from the output projection (exclude_modules)"
+            )
+        return layer.weight
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block's activations in the backward pass, for a third more time and much less memory."""
+        self.grad_checkpointing = enable
+
+    def forward(
+        self, tokens: Int[Tensor, "B N"], *, documents: Int[Tensor, "B N"] | None = None
+    ) -> Float[Tensor, "B N vocab"]:
+        """Logits of each token's successor, float32 or better; arguments as `hidden`."""
+        return self.logits(self.hidden(tokens, documents=documents))
+
+    def logits(self, hidden: Float[Tensor, "... dim"]) -> Float[Tensor, "... vocab"]:
+        """Logits [..., vocab] of what `hidden` gave, float32 or better."""
+        logits = linear(hidden, self.head_weight) if self.head is None else self.head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def hidden(
+        self,
+        tokens: Int[Tensor, "B N"],
+        *,
+        documents: Int[Tensor, "B N"] | None = None,
+        cache: KVCache | None = None,
+        padding: Int[Tensor, "B"] | None = None,
+    ) -> Float[Tensor, "B N dim"]:
+        """What the output projection is applied to [B, N, dim], the final norm included.
+
+        Args:
+            tokens: ids [B, N].
+            documents: number of each token's document: a token attends to those before it of the same number. Positions
+                run through the whole row.
+            cache: past tokens, which these follow; it takes these.
+            padding: [B] tokens at the left of each row that are none: nothing attends to them, and positions count
+                from behind them. With a cache, of the row that began in it.
+
+        Raises:
+            ValueError: more tokens than config.max_length or than the cache has room for; documents with a cache.
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        if end > self.config.max_length:
+            raise ValueError(
+                f"{end} tokens are over the model's max_length of {self.config.max_length}: shorten them, or make the "
+                "model with a larger max_length (and train it so)"
+            )
+        if documents is not None and cache is not None:
+            raise ValueError("documents with a cache: generation continues one document; leave documents out")
+        positions = torch.arange(start, end, device=tokens.device)
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+        if padding is not None:
+            real = (torch.arange(end, device=tokens.device) >= padding[:, None])[:, None, None]
+            mask = real if mask is None else mask & real
+        caches = None if cache is None else cache.layers
+        return self._through(tokens, mask, True, self._rotation(positions, padding), caches)
+
+    def step(
+        self,
+        tokens: Int[Tensor, "B N"],
+        positions: Int[Tensor, "N"] | Int[Tensor, "B N"],
+        cache: KVCache,
+        padding: Int[Tensor, "B"] | None = None,
+    ) -> Float[Tensor, "B N dim"]:
+        """`hidden` of tokens at given places of a cache, without any shape that depends on them: made to be compiled.
+
+        It attends over the cache's whole room under a mask. The caller keeps to the room, and counts with
+        `cache.advance`. Where each row has places of its own, the cache must write so (`KVCache` does not).
+        """
+        places = torch.arange(cache.capacity, device=tokens.device)
+        mask = (places <= positions[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
+        if padding is not None:
+            mask = mask & (places >= padding[:, None])[:, None, None]
+        caches = [layer.at(positions) for layer in cache.layers]
+        return self._through(tokens, mask, False, self._rotation(positions, padding), caches)
+
+    def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
+        return KVCache(self.attention_layers(), batch, capacity, dtype=dtype)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention of each block, in order."""
+        return [block.attn for block in self.blocks]  # type: ignore[misc]  # a ModuleList forgets what it holds
+
+    def _rotation(self, positions: Tensor, padding: Tensor | None) -> Rotation:
+        """The angles, once for all layers: [N, D / 2], or [B, 1, 1, N, D / 2] where rows have their own."""
+        if padding is not None:
+            positions = (positions - padding[:, None]).clamp(min=0)
+        if positions.ndim == 2:
+            positions = positions[:, None, None]
+        return ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
+
+    def _through(
+        self, tokens: Tensor, mask: Tensor | None, causal: bool, rotation: Rotation, caches: list[Any] | None
+    ) -> Tensor:
+        x = self.embed(tokens)
+        own: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
+        for block, cache in zip(self.blocks, own, strict=True):
+            if self.grad_checkpointing and self.training and cache is None:
+                x = checkpoint(block, x, mask, causal, rotation=rotation, use_reentrant=False)
+            else:
+                x = block(x, mask, causal, cache=cache, rotation=rotation)
+        return self.norm(x)
+
+    def extra_repr(self) -> str:
+        return f"variant={self.config.variant}, max_length={self.config.max_length}, tied={self.config.tied}"
+
+
+def initial_std(config: LanguageConfig) -> tuple[float, float]:
+    """Standard deviations that weights are drawn with: all, and the two projections back to the residual stream."""
+    std = math.sqrt(2 / (5 * config.dim))
+    return std, std / math.sqrt(2 * config.depth)
+
+
+def _back_to_the_stream(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+    assert isinstance(block, DecoderBlock)
+    assert isinstance(block.mlp, SwiGLU)
+    return block.attn.proj, block.mlp.down

@@ -1,0 +1,201 @@
+"""Text from a language model, token by token: prefill, then decoding with a cache."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from diffvision.models.language.decoder import LanguageModel
+
+# A compiled step is compiled anew for another room, so rooms come in steps of this many tokens.
+ROOM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen from its logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token (greedy).
+        top_k: only the k likeliest tokens; None for all.
+        top_p: only the likeliest tokens that together reach this probability, after top_k; None for all.
+
+    Raises:
+        ValueError: a value out of its range, or top_k or top_p with temperature 0, where they mean nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: it must be at least 1, or None for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, or None for all tokens")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
+            raise ValueError("top_k and top_p choose among drawn tokens, and temperature 0 draws none: set temperature")
+
+    def probabilities(self, logits: Float[Tensor, "... vocab"]) -> Float[Tensor, "... vocab"]:
+        """What tokens are drawn with; temperature must be above 0, and near 0 the likeliest tokens share all."""
+        least_divisor = torch.finfo(logits.dtype).tiny  # a smaller one is 0 where such numbers are flushed
+        logits = logits - logits.amax(-1, keepdim=True)  # first: the quotients may overflow, and then do so downwards
+        logits = logits / max(self.temperature, least_divisor)
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            ranked, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+            over = ranked.cumsum(-1) - ranked >= self.top_p  # those before it reach top_p already
+            logits = logits.masked_fill(over.scatter(-1, order, over), -torch.inf)
+        return logits.softmax(-1)
+
+    def choose(self, logits: Float[Tensor, "B vocab"], generator: torch.Generator | None = None) -> Int[Tensor, "B"]:
+        """A token for each row."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]] | Int[Tensor, "B N"],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
+    vocab_size: int | None = None,
+    generator: torch.Generator | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    compile: bool = False,
+) -> list[list[int]]:
+    """Continues each prompt, all in one batch.
+
+    Args:
+        model: in evaluation mode or not, it is run in that; on its own device.
+        prompts: ids of each prompt, of unequal lengths as they come, or [B, N].
+        max_new_tokens: most tokens for each.
+        temperature: as `Sampling`.
+        top_k: as `Sampling`.
+        top_p: as `Sampling`.
+        stop: tokens that end a continuation; they are not part of it.
+        vocab_size: only tokens below it are made: a tokenizer's, where the model's is larger (rounded up).
+        generator: of the draws, on the model's device; torch's own if None.
+        on_token: called with (index of the prompt, token) as each is made, for streaming.
+        compile: compile the decoding step (a minute at the first call for a model and room).
+
+    Returns:
+        The new tokens of each prompt.
+
+    Raises:
+        ValueError: no prompt, an empty one, one with tokens outside of the vocabulary, or one that leaves no room for
+            max_new_tokens within the model's max_length; a vocab_size that is not within the model's; a value that
+            `Sampling` refuses.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    rows = _rows(prompts)
+    _check(model, rows, max_new_tokens, vocab_size)
+    device = model.embed.weight.device
+    tokens, padding = _left_padded(rows, device)
+    length = tokens.shape[1]
+    room = length + max_new_tokens
+    past = model.new_cache(len(rows), -(-room // ROOM) * ROOM if compile else room)
+    decode = _compiled_step() if compile else None
+    new: list[list[int]] = [[] for _ in rows]
+    running = set(range(len(rows)))
+    hidden = model.hidden(tokens, cache=past, padding=padding)
+    for position in range(length, room):
+        chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
+        _note(chosen.tolist(), new, running, stop, on_token)
+        if not running or position == room - 1:
+            break
+        if decode is None:
+            hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
+        else:
+            hidden = decode(model, chosen[:, None], torch.tensor([position], device=device), past, padding)
+            past.advance(1)
+    return new
+
+
+def _note(
+    tokens: list[int],
+    new: list[list[int]],
+    running: set[int],
+    stop: Collection[int],
+    on_token: Callable[[int, int], None] | None,
+) -> None:
+    """Adds a step's tokens to the prompts that still run, and takes those that stop out of them."""
+    for index in sorted(running):
+        token = tokens[index]
+        if token in stop:
+            running.discard(index)
+            continue
+        new[index].append(token)
+        if on_token is not None:
+            on_token(index, token)
+
+
+def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    """The ids of each prompt."""
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2 or prompts.is_floating_point():
+            raise ValueError(
+                f"prompts are a tensor {list(prompts.shape)} of {prompts.dtype}: give whole numbers [B, N], one prompt "
+                "as prompt[None]"
+            )
+        return prompts.tolist()
+    if any(isinstance(row, int) for row in prompts):
+        raise ValueError("prompts are numbers: give the ids of each prompt, one prompt as [prompt]")
+    return [[int(token) for token in row] for row in prompts]
+
+
+def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int, vocab_size: int | None) -> None:
+    config = model.config
+    if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"vocab_size is {vocab_size}: it must be 1 to the model's {config.vocab_size}, or None for all tokens"
+        )
+    if not rows:
+        raise ValueError("there is no prompt: give at least one")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {index} is empty: give it a token, such as the end-of-document token")
+        if (total := len(row) + max_new_tokens) > config.max_length:
+            raise ValueError(
+                f"prompt {index} has {len(row)} tokens, and {max_new_tokens} new ones make {total}, "
+                f"over the model's max_length of {config.max_length}: shorten the prompt or lower max_new_tokens"
+            )
+        if min(row) < 0 or max(row) >= config.vocab_size:
+            raise ValueError(
+                f"prompt {index} has tokens from {min(row)} to {max(row)}, and the model's vocabulary of "
+                f"{config.vocab_size} ends at {config.vocab_size - 1}: use the tokenizer that it was trained with"
+            )
+
+
+def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, N] that end together, and the padding [B] at their left; None if there is none."""
+    longest = max(len(row) for row in rows)
+    padding = [longest - len(row) for row in rows]
+    tokens = torch.tensor([[0] * pad + row for pad, row in zip(padding, rows, strict=True)], device=device)
+    return tokens, torch.tensor(padding, device=device) if any(padding) else None
+
+
+def _step(model: LanguageModel, *given: Any) -> Tensor:
+    return model.step(*given)
+
+
+@cache
+def _compiled_step() -> Any:
+    """`LanguageModel.step` compiled, for all models: one kept in a model could not be pickled with it."""
+    return torch.compile(_step, fullgraph=True)

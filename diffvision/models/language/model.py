@@ -1,0 +1,225 @@
+"""Language models by name, and their checkpoints.
+
+`LanguageConfig` and the sizes are in `language_config.py`, the model in `decoder.py`; all may be imported from here.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diffvision.models import int8
+from diffvision.models.architecture import KEY, check, metadata, recorded
+from diffvision.models.files import read_json, refuse_urls, unreadable
+from diffvision.models.language.configuration import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
+from diffvision.models.language.decoder import LanguageModel
+
+__all__ = [
+    "FAMILIES",
+    "SIZES",
+    "LanguageConfig",
+    "LanguageModel",
+    "Size",
+    "config",
+    "create",
+    "load",
+    "model_names",
+    "save",
+    "tokenizer_beside",
+]
+
+_TOKENIZER = "tokenizer.json"
+
+
+def create(name: str, **overrides: Any) -> LanguageModel:
+    """The model `name` with new weights; arguments and errors as `config`."""
+    return LanguageModel(config(name, **overrides))
+
+
+def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> None:
+    """Writes config.json and model.safetensors, and tokenizer.json if there is one, for `load`.
+
+    Args:
+        model: whose weights are written in their own dtype, or in eight bits (`int8.quantise`).
+        directory: made if it is not there; files of these names in it are replaced.
+        tokenizer: a file to copy, with the tokenizer_config.json beside it if there is one, or an object with
+            `save(path)`; its vocabulary must fit.
+
+    Raises:
+        ValueError: a tokenizer with more tokens than the model has.
+    """
+    size = getattr(tokenizer, "vocab_size", None)
+    if size is not None and size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {size} tokens and the model {model.config.vocab_size}: they do not belong together"
+        )
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, str | Path):
+        _copy_tokenizer(Path(tokenizer), folder)
+    elif tokenizer is not None:
+        tokenizer.save(folder / _TOKENIZER)
+    plain = int8.split(model.state_dict())
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain.items()}
+    save_file(state, folder / "model.safetensors", metadata=metadata(model))
+    values = {"diffvision": "language", **dataclasses.asdict(model.config)}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def load(
+    path: str | Path,
+    map_location: torch.device | str = "cpu",
+    *,
+    variant: str | None = None,
+    vocab_size: int | None = None,
+) -> LanguageModel:
+    """The model of a checkpoint, in evaluation mode and in the dtype that was saved.
+
+    Args:
+        path: directory that `save` wrote, or a Lightning checkpoint of our language training.
+        map_location: where to.
+        variant: the variant that is expected, if one is.
+        vocab_size: the vocabulary that is expected (a tokenizer's), if one is.
+
+    Raises:
+        FileNotFoundError: no such checkpoint. ValueError: it is none of ours, it is damaged, its weights are not those
+            of its configuration, or it has not the expected variant or vocabulary; map_location is no device here.
+    """
+    refuse_urls(path, "checkpoint")
+    path = Path(path)
+    _check_device(map_location)
+    values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path, map_location)
+    try:
+        found = LanguageConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} has a configuration that is none of a language model: {error}") from error
+    _check_weights(path, state, found)
+    expected = (variant or found.variant, vocab_size or found.vocab_size)
+    if expected != (found.variant, found.vocab_size):
+        raise ValueError(
+            f"checkpoint {path} is of variant {found.variant!r} with a vocabulary of {found.vocab_size}, not of "
+            f"variant {expected[0]!r} with a vocabulary of {expected[1]}: use a model and a tokenizer that fit it"
+        )
+    with torch.device("meta"):
+        model = LanguageModel(found)
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
+    if KEY in about:  # older files have the configuration, of which the model is built
+        check(about, model, f"checkpoint {path}")
+    return model.eval()
+
+
+def tokenizer_beside(checkpoint: str | Path) -> Path | None:
+    """The tokenizer.json of a checkpoint: in its folder, beside a .ckpt file, or where its training had it.
+
+    Args:
+        checkpoint: as `load` takes.
+
+    Returns:
+        The file; None if none lies there and the one of the training is no more, or was not a file.
+
+    Raises:
+        FileNotFoundError: no such checkpoint. ValueError: it is damaged.
+    """
+    refuse_urls(checkpoint, "checkpoint")
+    path = Path(checkpoint)
+    beside = (path if path.is_dir() else path.parent) / _TOKENIZER
+    if beside.is_file():
+        return beside
+    recorded = None if path.is_dir() else _content(path, "meta").get("diffvision")
+    named = recorded.get("tokenizer") if isinstance(recorded, dict) else None
+    if not isinstance(named, str):
+        return None
+    found = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
+    return found if found.is_file() else None
+
+
+def _check_device(device: torch.device | str) -> None:
+    """ValueError if nothing can be put there; else the readers' errors would read as those of a damaged file."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} is not here ({first}): give cpu, or one that torch finds") from error
+
+
+def _copy_tokenizer(file: Path, folder: Path) -> None:
+    told = file.with_name("tokenizer_config.json")  # which token ends a document
+    copied = [(file, folder / _TOKENIZER), *([(told, folder / told.name)] if told.is_file() else [])]
+    for source, target in copied:
+        if source.resolve() != target.resolve():
+            shutil.copyfile(source, target)
+
+
+Read = tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]
+"""A configuration, weights, and what else was recorded with them."""
+
+
+def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
+    """What `save` wrote."""
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no {name} in {folder}: give a directory that holds a saved language model")
+    try:
+        values = read_json(folder / "config.json")
+        state = load_file(folder / "model.safetensors", device=str(map_location))
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
+    if values.pop("diffvision", None) != "language":
+        raise ValueError(f'{folder / "config.json"} has no "diffvision": "language": it is not one of our models')
+    return values, int8.joined(state), recorded(folder / "model.safetensors")
+
+
+def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
+    """What is in a checkpoint of our language training."""
+    content = _content(path, map_location)
+    hyper = content.get("hyper_parameters")
+    values = hyper.get("config") if isinstance(hyper, dict) else None
+    if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"checkpoint {path} is none of our language training: it has no hyper_parameters.config")
+    state = {
+        name.removeprefix("model.").removeprefix("_orig_mod."): value
+        for name, value in content["state_dict"].items()
+        if name.startswith("model.")
+    }
+    about = content.get("diffvision")
+    return values, state, about if isinstance(about, dict) else {}
+
+
+def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
+    """What a .ckpt file holds, tensors and plain values; none if that is not a dictionary."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
+        raise unreadable(path, error) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
+    """ValueError if the weights are of another variant, vocabulary or depth than their configuration says."""
+    names = {name.rpartition(".attn.")[2] for name in state}
+    telling = {"lambda_q1": "v1", "lambda_proj.weight": "v2", "dex": "dex"}
+    variant = next((kind for name, kind in telling.items() if name in names), "standard")
+    vocabulary = state["embed.weight"].shape[0] if "embed.weight" in state else named.vocab_size
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    if depth != named.depth:
+        raise ValueError(
+            f"checkpoint {path} has weights of depth {depth}, and a configuration of depth {named.depth}: they do not "
+            "fit"
+        )
+    if (variant, vocabulary) != (named.variant, named.vocab_size):
+        raise ValueError(
+            f"checkpoint {path} has weights of variant {variant!r} with a vocabulary of {vocabulary}, and a "
+            f"configuration of variant {named.variant!r} with a vocabulary of {named.vocab_size}: they do not fit"
+        )

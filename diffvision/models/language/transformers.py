@@ -1,0 +1,263 @@
+"""The language models as Hugging Face ones (`pip install diffvision[hf]`): `generate`, `save_pretrained`, Auto classes.
+
+Importing this module registers the classes, so that `AutoModelForCausalLM.from_pretrained` finds them; nothing else of
+the package imports transformers for it.
+
+    python -c "from diffvision.models.language.transformers import export; export('checkpoint', 'hugging_face')"
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedTokenizerFast
+from transformers.cache_utils import Cache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from diffvision.models import language
+from diffvision.models.language.configuration import LanguageConfig
+from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.language.end_tokens import ENDS, told_end
+from diffvision.models.language.transformers_decoder import (
+    CLASSES,
+    DiffTransformerConfig,
+    DiffTransformerModel,
+    DiffTransformerPreTrainedModel,
+    keep_weights,
+    record,
+)
+from diffvision.nn.linear import Linear
+
+
+class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
+    """A `LanguageModel` of any variant as a causal language model of transformers.
+
+    Its weights are those of the `LanguageModel`, under "model."; a tied output projection is not saved.
+    `diffvision.models.language.generation` is the faster way to generate, and equals `generate` in what is likeliest.
+
+    `output_attentions` gives the map that each head's values are weighted with, [B, H, N, L] in float32 or better: in
+    V1 and V2 the difference of two softmax maps, `A1 - lambda A2`, whose rows sum to `1 - lambda` and may be negative.
+    `attn_implementation` "sdpa", the default, leaves the choice of a kernel to `ops.diff_attention`; with "eager", or
+    where maps are asked for, they are computed explicitly.
+
+    Args:
+        config: what the model is.
+        body: a model of ours whose parts these are; by default one with new weights.
+
+    Attributes:
+        model: the decoder.
+        lm_head: the output projection, which shares the embedding's weight where they are tied.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012  (as the base class has it)
+
+    def __init__(self, config: DiffTransformerConfig, body: LanguageModel | None = None) -> None:
+        super().__init__(config)
+        body = LanguageModel(config.to_diffvision()) if body is None else body
+        self.model = DiffTransformerModel(config, body)
+        if body.head is None:
+            self.lm_head: nn.Linear = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+            self.lm_head.weight = body.head_weight
+        else:
+            self.lm_head = body.head
+        keep_weights(self)
+        self.post_init()
+
+    @classmethod
+    def from_diffvision(cls, model: LanguageModel, **others: Any) -> "DiffTransformerForCausalLM":
+        """Around the parts of a model of ours, which stay where they are; `to_diffvision` is the way back.
+
+        Args:
+            model: taken as it is, its weights not copied.
+            **others: of the configuration: eos_token_id, pad_token_id, ...
+        """
+        config = DiffTransformerConfig.from_diffvision(model.config, dtype=model.embed.weight.dtype, **others)
+        return cls(config, model).train(model.training)
+
+    def to_diffvision(self) -> LanguageModel:
+        """A model of ours of these very parts, whose weights are not copied."""
+        with torch.device("meta"):
+            model = LanguageModel(self.config.to_diffvision())
+        model.embed, model.norm = self.model.embed, self.model.norm
+        if model.head is not None:
+            model.head = self.lm_head  # type: ignore[assignment]  # an adapter may be around it
+        for block, part in zip(model.blocks, self.model.blocks, strict=True):
+            block.norm1, block.attn, block.norm2, block.mlp = part.norm1, part.attn, part.norm2, part.mlp
+        return model.train(self.training)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B N"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "B N"] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "B N dim"] | None = None,
+        labels: Int[Tensor, "B N"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of each token's successor, float32 or better, and the loss if there are labels.
+
+        Args:
+            input_ids: as `DiffTransformerModel.forward`, like all that is not named here.
+            attention_mask: likewise.
+            position_ids: likewise.
+            past_key_values: likewise.
+            inputs_embeds: likewise.
+            labels: input_ids themselves, -100 where there is no loss; shifted within.
+            use_cache: as above.
+            logits_to_keep: logits of the last so many tokens only (0: of all), or of those that an index names.
+            **kwargs: as `DiffTransformerModel.forward`, and for the loss `num_items_in_batch` (transformers' Trainer
+                gives it) and `shift_labels`.
+
+        Raises:
+            ValueError: labels with logits_to_keep, or what `DiffTransformerModel.forward` refuses.
+        """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("labels with logits_to_keep: a loss needs all logits; leave one of them out")
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers only warns; here the tokens that fit would be lost with the first that does not."""
+        host: Any = super()  # whose own protocol for self mypy does not find here
+        host._validate_generated_length(generation_config, *args, **kwargs)
+        if (wanted := generation_config.max_length) > self.config.max_position_embeddings:
+            raise ValueError(
+                f"prompt and new tokens make {wanted}, over the model's max_length of "
+                f"{self.config.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
+            )
+
+
+class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
+    """A class of each row, from its last token; as `LlamaForSequenceClassification`."""
+
+
+class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
+    """A class of each token; as `LlamaForTokenClassification`."""
+
+
+class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):
+    """Where an answer begins and ends; as `LlamaForQuestionAnswering`."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts another embedding in its place."""
+        self.model.set_input_embeddings(value)
+
+
+def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
+    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer, its architecture recorded.
+
+    A program that knows nothing of this package loads the folder with `trust_remote_code=True`: a file of one line in
+    it imports this module, which must be installed. lm-eval-harness, for one:
+
+        lm_eval --model hf --model_args pretrained=DIRECTORY,trust_remote_code=True --tasks ...
+
+    Args:
+        checkpoint: directory of a saved language model, or a checkpoint of our training (.ckpt).
+        directory: made if it is not there.
+        tokenizer: tokenizer.json, or a directory that holds one; by default the one beside the checkpoint, or the one
+            of its training. Without any there is a warning, and the folder has none.
+        eos: token that ends a document; by default the one that tokenizer_config.json beside the tokenizer names, or
+            <|endoftext|> or another of the usual names.
+
+    Raises:
+        FileNotFoundError, ValueError: no such checkpoint or tokenizer, or a damaged one; the tokenizer has no such
+            token, or more tokens than the model.
+    """
+    write(language.load(checkpoint), checkpoint, directory, tokenizer, eos=eos)
+
+
+def write(
+    model: LanguageModel, checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None
+) -> None:
+    """As `export`, of a model that was loaded from the checkpoint already."""
+    file = language.tokenizer_beside(checkpoint) if tokenizer is None else _tokenizer_file(Path(tokenizer))
+    ends: dict[str, int] = {}
+    if file is None:
+        warnings.warn(f"no tokenizer beside {checkpoint}: the folder has none; name one with tokenizer", stacklevel=3)
+    else:
+        words = _tokenizer(file, model.config, eos)
+        ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
+        words.save_pretrained(directory)
+    DiffTransformerForCausalLM.from_diffvision(model, **ends).save_pretrained(directory)
+    record(directory)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {path}: give a tokenizer.json, or a directory that holds one")
+    return file
+
+
+def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTrainedTokenizerFast:
+    try:
+        vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{file} is not a file of the tokenizers library: {error}") from None
+    eos = eos or told_end(file, vocabulary) or ENDS[0]
+    if eos not in vocabulary:
+        raise ValueError(f"{file} has no token {eos!r} that ends a document: name its own with eos")
+    if (size := max(vocabulary.values()) + 1) > config.vocab_size:
+        raise ValueError(f"{file} has {size} tokens and the model {config.vocab_size}: they do not belong together")
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(file),
+        eos_token=eos,
+        pad_token=eos,
+        padding_side="left",
+        split_special_tokens=True,  # text is only text, as in our own tokenizers
+        model_max_length=config.max_length,
+    )
+
+
+def register() -> None:
+    """Makes the classes known to transformers' Auto classes; done when this module is imported."""
+    for auto, name in CLASSES.items():
+        key = DiffTransformerConfig.model_type if auto == "AutoConfig" else DiffTransformerConfig
+        getattr(transformers, auto).register(key, globals()[name], exist_ok=True)
+    # In files the output projection is where `LanguageModel` has it.
+    renaming = WeightRenaming(r"^model\.head\.weight", "lm_head.weight")
+    register_checkpoint_conversion_mapping(DiffTransformerForCausalLM.__name__, [renaming], overwrite=True)
+
+
+register()

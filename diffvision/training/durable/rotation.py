@@ -1,0 +1,100 @@
+"""A checkpoint that makes way for a newer one is deleted once a step at the newer weights was finite."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from diffvision.training.durable.checkpoints import TEMPORARY, record_path
+
+
+class Rotation:
+    """What ModelCheckpoint removes and what a save replaces, until the next step.
+
+    One step that is too large leaves weights that are finite and useless: all steps after it are skipped, while
+    checkpoints of these weights take the place of the good ones. So a checkpoint that is to go gets a temporary name
+    first. A finite step, whose gradient was taken at the newer weights, deletes it; a skipped one gives its name back,
+    and whatever was saved before stays for as long as steps are skipped.
+
+    Args:
+        skipping: the last step was skipped.
+
+    Attributes:
+        kept: checkpoints that are on the disk only because steps are skipped.
+    """
+
+    def __init__(self, *, skipping: bool = False) -> None:
+        self.skipping = skipping
+        self.kept: list[Path] = []
+        self._aside: list[tuple[Path, Path]] = []  # a temporary name, and the one before
+        self._saved: set[Path] = set()  # while steps were skipped
+
+    # --- what the StepGuard reports ---
+
+    def step_finite(self) -> None:
+        """The weights that were saved last are of use: delete what they took the place of."""
+        for path in [temporary for temporary, _ in self._aside] + self.kept:
+            path.unlink(missing_ok=True)
+            record_path(path).unlink(missing_ok=True)
+        self.skipping, self.kept, self._aside = False, [], []
+        self._saved.clear()
+
+    def step_skipped(self) -> None:
+        """They may be useless: keep what was there before."""
+        self.skipping = True
+        for temporary, path in self._aside:
+            self.kept.append(_moved(temporary, _free_name(path)))
+        self._aside = []
+
+    # --- what DurableCheckpointIO does ---
+
+    def saved(self, path: Path) -> None:
+        if self.skipping:
+            self._saved.add(path)
+            self.kept = [kept for kept in self.kept if kept != path]
+
+    def before_replacing(self, path: Path) -> None:
+        """Keep a second name of a file over which another is written; without hard links it cannot be kept."""
+        if path in self._saved:
+            return
+        temporary = self._temporary(path)
+        with suppress(OSError):
+            if record_path(path).exists():
+                os.link(record_path(path), record_path(temporary))
+            os.link(path, temporary)
+            self._put_aside(temporary, path)
+
+    def removing(self, path: Path) -> bool:
+        """Whether a checkpoint that is to be removed stays until the next step."""
+        if path in self._saved or not path.is_file():
+            return False
+        if self.skipping:
+            self.kept.append(path)
+        else:
+            self._put_aside(_moved(path, self._temporary(path)), path)
+        return True
+
+    def _put_aside(self, temporary: Path, path: Path) -> None:
+        self._aside.append((temporary, path))
+        if self.skipping:
+            self.step_skipped()
+
+    def _temporary(self, path: Path) -> Path:
+        """A name that the next start of a killed run removes."""
+        return path.with_name(TEMPORARY.format(f"{os.getpid()}-aside{len(self._aside)}"))
+
+
+def _moved(path: Path, to: Path) -> Path:
+    """Rename a checkpoint, with its record."""
+    path.rename(to)
+    with suppress(FileNotFoundError):
+        record_path(path).rename(record_path(to))
+    return to
+
+
+def _free_name(path: Path) -> Path:
+    """Its name, or where another file has that, one which says that it is of before steps were skipped."""
+    names = (path.with_stem(f"{path.stem}-before-skipped" + (f"-v{n}" if n else "")) for n in count())
+    return path if not path.exists() else next(name for name in names if not name.exists())

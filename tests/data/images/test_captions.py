@@ -1,0 +1,132 @@
+"""Strangers' captions and the tokenizers that they meet."""
+
+import pickle
+import time
+
+import open_clip
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from diffvision.data import ImageText
+from diffvision.data.images.captions import BoundedCache, text_only
+from diffvision.data.images.decode import MAX_CAPTION, BadSample, clean_caption, is_blank
+
+MARKS = {
+    "literal": "a <end_of_text> b",
+    "upper": "a <START_OF_TEXT> b",
+    "escaped": "a &lt;end_of_text&gt; b",
+    "escaped six times": "a &amp;amp;amp;amp;amp;lt;end_of_text&amp;amp;amp;amp;amp;gt; b",
+    "full width": "a ＜end_of_text＞ b",
+    "control character": "a <end_\x01of_text> b",
+    "terminal escape": "a <end_\x1b[0mof_text> b",
+}
+SCRIPTS = {
+    "NUL": "a\0b",
+    "bidi override": "a\u202ecba",
+    "zero width": "a\u200bb\ufeff",
+    "right to left": "שלום عالم",
+    "joined emoji": "👩‍👩‍👧 at home",
+    "combining": "e\u0301" + "\u0301" * 200,
+    "endless": "x" * 1_000_000,
+    "many words": "a red cat " * 100_000,
+}
+
+
+@pytest.fixture(scope="module")
+def clip():
+    return open_clip.get_tokenizer("ViT-B-32")
+
+
+def check_row(row, tokenizer):
+    """Fixed length, one start, one end, nothing behind it."""
+    ids = row.tolist()
+    assert len(ids) == 77
+    assert ids[0] == tokenizer.sot_token_id
+    assert ids.count(tokenizer.sot_token_id) == ids.count(tokenizer.eot_token_id) == 1
+    assert not any(ids[ids.index(tokenizer.eot_token_id) + 1 :])
+    assert max(ids) == tokenizer.eot_token_id  # where OpenCLIP's models read the text's features
+
+
+@pytest.mark.parametrize("caption", MARKS.values(), ids=MARKS)
+def test_a_mark_in_a_caption_is_text(clip, caption):
+    (row,) = text_only(clip)([clean_caption(caption)])
+    check_row(row, clip)
+    assert "of" in clip.decode([t for t in row.tolist() if t])  # "end of text" is still there
+
+
+def test_the_same_captions_end_where_their_writer_chose_with_openclips_own(clip):
+    ends = [(clip([caption]) == clip.eot_token_id).sum().item() for caption in MARKS.values()]
+    assert ends == [2, 1, 2, 2, 2, 2, 2]  # the second has a second start instead
+
+
+@pytest.mark.parametrize("caption", SCRIPTS.values(), ids=SCRIPTS)
+def test_captions_of_any_kind_have_one_end_and_take_no_time(clip, caption):
+    start = time.perf_counter()
+    cleaned = clean_caption(caption)
+    (row,) = text_only(clip)([cleaned])
+    assert time.perf_counter() - start < 1.0  # 4.5 s for a word of 16,000 letters where nothing cuts it
+    assert len(cleaned) <= MAX_CAPTION
+    check_row(row, clip)
+
+
+@pytest.mark.parametrize("nothing", ["", " \t\n", "\u3000", "&nbsp;", "&nbsp; &#160;", "\x01\x02", "\u200b", "\ufeff"])
+def test_what_no_tokenizer_would_keep_is_an_empty_caption(nothing):
+    assert is_blank(nothing)
+    with pytest.raises(BadSample, match="empty caption"):
+        clean_caption(nothing)
+
+
+@pytest.mark.parametrize("value", [None, 3, 2.5, b"a cat", ["a cat"]])
+def test_what_is_no_text_is_a_typed_error(value):
+    with pytest.raises(TypeError, match=f"a caption is text, not {type(value).__name__}"):
+        clean_caption(value)
+
+
+def test_half_a_surrogate_pair_is_no_text():
+    with pytest.raises(BadSample, match="caption not UTF-8"):
+        clean_caption("a \ud800 cat")  # JSON can hold it
+
+
+def test_tokens_are_openclips_and_the_cache_is_bounded(clip, monkeypatch):
+    words = [f"{a}{b}ing" for a in "bcdfghklmnprst" for b in ("aver", "oll", "und", "ixel", "ump", "ark")]
+    captions = [" ".join(words[i : i + 6]) for i in range(0, len(words), 3)] + ["Tom's CAFÉ & 12 cats", "a_b-c!"]
+    own = text_only(clip)
+    assert text_only(own) is own
+    own.cache = BoundedCache(16)
+    assert torch.equal(own(captions), clip(captions))
+    assert torch.equal(own(captions, context_length=9), clip(captions, context_length=9))
+    assert 8 <= len(own.cache) <= 16
+    assert len(clip.cache) > 84 > len(BoundedCache(16))  # its own is as it was: it keeps every word
+    assert "<end_of_text>" in clip.cache
+    copied = pickle.loads(pickle.dumps(own))
+    assert torch.equal(copied(captions), clip(captions))
+    with pytest.raises(ValueError, match="room for at least 2"):
+        BoundedCache(1)
+
+
+def test_training_batches_take_marks_for_text_whoever_gives_the_tokenizer(clip):
+    kind = ImageText(None, None, clip)
+    batch = kind.collate([(torch.zeros(3, 1, 1), MARKS["full width"])])
+    check_row(batch["text"][0], clip)
+
+
+def test_tokenizers_of_hugging_face(tmp_path):
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=letters)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    bpe.train_from_iterator(["a cat and a dog"], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="</s>")
+    wrapped = open_clip.tokenizer.HFTokenizer.__new__(open_clip.tokenizer.HFTokenizer)
+    wrapped.__dict__ |= {"tokenizer_mode": "", "context_length": 12, "strip_sep_token": False, "tokenizer": fast}
+    wrapped.clean_fn = open_clip.tokenizer.get_clean_fn("whitespace")
+    own, mark = text_only(wrapped), fast.eos_token_id
+    assert mark in wrapped(["a </s> b a cat and a dog and"])[0]
+    assert mark not in own(["a </s> b a cat and a dog and"])[0]
+    assert torch.equal(own(["a cat and"]), wrapped(["a cat and"]))
+
+
+def test_other_tokenizers_are_left_as_they_are(corpus):
+    assert text_only(corpus.tokenize) is corpus.tokenize

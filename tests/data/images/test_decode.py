@@ -1,0 +1,232 @@
+import io
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffvision.data.images.decode import (
+    BadSample,
+    clean_caption,
+    decode_image,
+    decode_label,
+    decode_text,
+    json_field,
+    open_image,
+    to_rgb,
+)
+
+
+def encoded(image, form="PNG", **settings):
+    data = io.BytesIO()
+    image.save(data, form, **settings)
+    return data.getvalue()
+
+
+def pixel(data, at=(0, 0)):
+    image = decode_image(data)
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "expected"),
+    [
+        ("RGB", (10, 20, 30), (10, 20, 30)),
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, (255, 255, 255)),
+        ("LA", (40, 255), (40, 40, 40)),
+        ("LA", (40, 0), (255, 255, 255)),
+        ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
+        ("RGBA", (10, 20, 30, 0), (255, 255, 255)),  # transparent shows white
+        ("RGBA", (0, 0, 0, 128), (127, 127, 127)),
+        ("I;16", 65535, (255, 255, 255)),
+        ("I;16", 32896, (128, 128, 128)),  # not clipped to white
+        ("I;16", 257, (1, 1, 1)),
+    ],
+)
+def test_png_of_every_mode(mode, colour, expected):
+    assert pixel(encoded(Image.new(mode, (3, 2), colour))) == expected
+
+
+def test_palette_with_and_without_transparency():
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 10, 10, 10, 10, 200])
+    image.putpixel((1, 0), 1)
+    assert pixel(encoded(image)) == (200, 10, 10)
+    assert pixel(encoded(image, transparency=1), at=(1, 0)) == (255, 255, 255)
+    assert pixel(encoded(Image.new("RGB", (1, 1), (5, 6, 7)), transparency=(5, 6, 7))) == (255, 255, 255)
+
+
+def test_cmyk_jpeg():
+    red = pixel(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=95))
+    assert red[0] > 245
+    assert max(red[1:]) < 10
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_wider_grey_is_rescaled_by_its_range(mode):
+    values = np.array([[-1000.0, 0.0, 1000.0]]).astype(np.int32 if mode == "I" else np.float32)
+    assert np.asarray(to_rgb(Image.fromarray(values)))[0, :, 0].tolist() == [0, 128, 255]
+    flat = Image.fromarray(np.full((1, 1), np.nan, np.float32)) if mode == "F" else Image.new("I", (1, 1), 0)
+    assert to_rgb(flat).getpixel((0, 0)) == (0, 0, 0)
+
+
+def test_exif_orientation_is_applied_and_broken_exif_ignored():
+    image = Image.new("RGB", (4, 2))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode_image(encoded(image, "JPEG", exif=exif)).size == (2, 4)
+    assert decode_image(encoded(image, "JPEG", exif=b"Exif\0\0MM nonsense")).size == (4, 2)
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_first_frame_of_an_animation(form):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], form, save_all=True, append_images=frames[1:], lossless=True)
+    assert pixel(data) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5000)])
+def test_thin_images_are_images(size):
+    assert decode_image(encoded(Image.new("RGB", size))).size == size
+
+
+def huge_png(side):
+    """A valid header that asks for side x side pixels, and next to nothing behind it."""
+
+    def chunk(kind, data):
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def text_bomb():
+    image = encoded(Image.new("RGB", (2, 2)))
+    text = b"k\0\0" + zlib.compress(bytes(80 << 20))
+    chunk = len(text).to_bytes(4, "big") + b"zTXt" + text + zlib.crc32(b"zTXt" + text).to_bytes(4, "big")
+    return image[:33] + chunk + image[33:]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty image"),
+        (b"\xff", "not a JPEG, PNG or WebP image"),
+        (b"just text", "not a JPEG, PNG or WebP image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a JPEG, PNG or WebP image"),
+        (encoded(Image.new("RGB", (9, 9)), "GIF"), "not a JPEG, PNG or WebP image"),
+        (encoded(Image.new("RGB", (9, 9)), "TIFF"), "not a JPEG, PNG or WebP image"),
+        (encoded(Image.effect_noise((64, 64), 50), "JPEG")[:900], "truncated image"),
+        (encoded(Image.effect_noise((64, 64), 50), "PNG")[:900], "truncated image"),
+        (huge_png(9000), "image too large"),  # more than our limit
+        (huge_png(12_000), "image too large"),  # PIL warns
+        (huge_png(40_000), "image too large"),  # PIL refuses
+        (encoded(Image.new("L", (300_000, 1))), "image too elongated"),
+        (encoded(Image.new("L", (2, 10_001))), "image too elongated"),
+        (huge_png(0), "not a JPEG, PNG or WebP image"),
+        (text_bomb(), "damaged image"),
+    ],
+    ids=[
+        "empty",
+        "byte",
+        "text",
+        "eps",
+        "gif",
+        "tiff",
+        "cut-jpeg",
+        "cut-png",
+        "large",
+        "larger",
+        "largest",
+        "wide",
+        "high",
+        "0x0",
+        "text-bomb",
+    ],
+)
+def test_bad_images_have_their_reason(data, reason):
+    with pytest.raises(BadSample) as error:
+        decode_image(data)
+    assert str(error.value) == reason
+
+
+def test_flipped_bits_of_a_png_are_noticed():
+    data = bytearray(encoded(Image.effect_noise((32, 32), 50)))
+    data[200] ^= 0xFF
+    with pytest.raises(BadSample):
+        decode_image(bytes(data))
+
+
+def test_opening_reads_the_header_only():
+    image = open_image(encoded(Image.new("L", (5, 6)))[:60])
+    assert (image.format, image.size, image.mode) == ("PNG", (5, 6), "L")
+
+
+def test_captions_are_stripped_cut_and_never_empty():
+    assert clean_caption("  a cat \n") == "a cat"
+    assert clean_caption("x" * 1_000_000) == "x" * 1000
+    for nothing in ("", " \t\n", "\u3000"):
+        with pytest.raises(BadSample, match="empty caption"):
+            clean_caption(nothing)
+
+
+@pytest.mark.parametrize("text", ["👩‍👩‍👧", "שלום", "e\u0301", "a\u202eb"])
+def test_captions_of_any_script_pass(text):
+    assert clean_caption(decode_text(text.encode())) == text
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "a <end_of_text> b",
+        "a <START_OF_TEXT> b",
+        "a &lt;end_of_text&gt; b",
+        "a &amp;lt;end_of_text&amp;gt; b",
+        "<end_of_text>",
+    ],
+)
+def test_the_tokenizers_marks_are_disarmed(caption):
+    import html
+
+    cleaned = clean_caption(caption)
+    for _ in range(3):
+        assert "<" not in cleaned
+        cleaned = html.unescape(cleaned)
+    assert clean_caption("fish &amp; chips <3") == "fish &amp; chips <3"
+
+
+def test_text_is_utf8_with_a_tail_that_may_be_cut():
+    assert decode_text("naïve".encode()[:3], cut=True) == "na"
+    assert decode_text(b"\xef\xbb\xbfmark\0") == "mark "
+    for data in (b"\xff\xfe", "naïve".encode()[:3], b"\xed\xa0\x80"):
+        with pytest.raises(BadSample, match="caption not UTF-8"):
+            decode_text(data)
+
+
+def test_json_fields():
+    assert json_field(b'{"caption": "a cat"}', "caption") == "a cat"
+    assert json_field(b'{"caption": ["a", "b"]}', "caption") == ["a", "b"]
+    for data in (b"{}", b"[]", b'{"caption": 3}', b'{"caption": []}', b'{"caption": null}', b'{"caption": ["a", 1]}'):
+        with pytest.raises(BadSample, match="no caption in JSON field"):
+            json_field(data, "caption")
+    for data in (b"", b"{", b"\xff", b"[" * 100_000):
+        with pytest.raises(BadSample, match="damaged JSON"):
+            json_field(data, "caption")
+
+
+def test_labels():
+    assert decode_label(b" 12\n") == 12
+    for data in (b"", b"cat", b"1.5", b"-1", b"9" * 30, b" " * 100 + b"3"):
+        with pytest.raises(BadSample, match="label"):
+            decode_label(data)
+
+
+def test_scans_without_end_are_not_decoded():
+    """Each goes over the whole image: a hundred kilobytes of them take half a minute at 64 million pixels."""
+    data = encoded(Image.new("L", (64, 64)), "JPEG", progressive=True)
+    table = data.rindex(b"\xff\xc4")
+    assert decode_image(data[:-2] + data[table:-2] * 20 + data[-2:]).size == (64, 64)
+    with pytest.raises(BadSample, match="too many scans"):
+        decode_image(data[:-2] + data[table:-2] * 1000 + data[-2:])

@@ -1,0 +1,151 @@
+import numpy as np
+import pytest
+import torch
+
+from diffvision.data import BadDataError, EvaluationFolder, Limits, find_folders
+from diffvision.data.images.module import to_float
+from diffvision.data.shards.writer import write_tar
+
+LENIENT = Limits(1.0)
+
+
+def folder_of(path, corpus, samples, *, shards=2, split="test", dataset_type=None):
+    """A folder as clip_benchmark_export_wds leaves it: no manifest."""
+    (path / split).mkdir(parents=True)
+    for number, part in enumerate(np.array_split(np.array(samples, dtype=object), shards)):
+        write_tar(path / split / f"{number}.tar", list(part))
+    (path / split / "nshards.txt").write_text(str(shards))
+    if dataset_type:
+        (path / "dataset_type.txt").write_text(dataset_type + "\n")
+    else:
+        (path / "classnames.txt").write_text("cat\ndog \n\nbird\n")
+        (path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\nthe {c}\n")
+    return path
+
+
+def labelled(corpus, count):
+    return [{"__key__": f"s{n:07d}", "png": corpus.png(n), "cls": str(n % 4)} for n in range(count)]
+
+
+def captioned(corpus, count):
+    return [{"__key__": f"s{n}", "png": corpus.png(n), "txt": f"right {n}\nwrong {n}\n"} for n in range(count)]
+
+
+def test_a_classification_folder(corpus, tmp_path):
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 25), shards=12))
+    assert (folder.name, folder.task, folder.splits) == ("pets", "zero_shot", ["test"])
+    assert folder.classnames == ["cat", "dog", "", "bird"]  # a blank line keeps its number
+    assert folder.templates == ["a photo of a {c}.", "the {c}"]
+    batches = folder.batches(to_float, batch_size=10)
+    assert len(batches) == 3
+    read = list(batches)
+    assert [len(batch["label"]) for batch in read] == [10, 10, 5]
+    assert [n for batch in read for n in corpus.numbers(batch["image"])] == list(range(25))
+    assert torch.cat([batch["label"] for batch in read]).tolist() == [n % 4 for n in range(25)]
+    assert (batches.report.seen, batches.report.bad, batches.report.tail) == (25, 0, 0)
+    assert len(list(batches)) == 3  # again
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 30])
+def test_each_sample_exactly_once_and_in_order_over_ranks(corpus, tmp_path, world_size, num_workers):
+    if num_workers and world_size == 30:
+        pytest.skip("thirty ranks with processes of their own take long and show nothing more")
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 25)))
+    seen = []
+    for rank in range(world_size):
+        batches = folder.batches(to_float, batch_size=4, rank=rank, world_size=world_size, num_workers=num_workers)
+        seen += [n for batch in batches for n in corpus.numbers(batch["image"])]
+        assert batches.report.remaining == 0
+    assert seen == list(range(25))
+
+
+def test_a_retrieval_folder(corpus, tmp_path):
+    folder = EvaluationFolder(folder_of(tmp_path / "flickr8k", corpus, captioned(corpus, 7), dataset_type="Retrieval"))
+    assert (folder.name, folder.task, folder.classnames, folder.templates) == ("flickr8k", "retrieval", [], [])
+    batch = next(iter(folder.batches(to_float, batch_size=3)))
+    assert batch["captions"] == [[f"right {n}", f"wrong {n}"] for n in range(3)]
+    assert batch["image"].shape == (3, 3, 2, 2)
+
+
+def test_folders_called_after_their_task_have_their_parents_name(corpus, tmp_path, monkeypatch):
+    folder_of(tmp_path / "mine" / "composition", corpus, captioned(corpus, 3), dataset_type="retrieval")
+    folder_of(tmp_path / "mine" / "retrieval", corpus, captioned(corpus, 3), dataset_type="retrieval")
+    folder_of(tmp_path / "mine" / "zero_shot", corpus, labelled(corpus, 3))
+    folder_of(tmp_path / "deeper" / "still" / "pets", corpus, labelled(corpus, 3))
+    folder_of(tmp_path / "sugar", corpus, captioned(corpus, 3), dataset_type="composition")
+    found = [(folder.name, folder.task) for folder in find_folders(tmp_path)]
+    expected = [("pets", "zero_shot"), ("mine", "composition"), ("mine", "retrieval"), ("mine", "zero_shot")]
+    assert found == [*expected, ("sugar", "composition")]
+    assert [folder.task for folder in find_folders(tmp_path / "mine" / "zero_shot")] == ["zero_shot"]
+    monkeypatch.chdir(tmp_path / "mine" / "retrieval")
+    assert find_folders(".")[0].name == "mine"
+
+
+def test_bad_samples_are_left_out_and_counted(corpus, tmp_path):
+    samples = labelled(corpus, 10)
+    samples[3]["png"] = samples[3]["png"][:50]
+    samples[4]["cls"] = "cat"
+    del samples[9]["cls"]
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, samples))
+    batches = folder.batches(to_float, batch_size=3, limits=LENIENT)
+    seen = [corpus.numbers(batch["image"]) for batch in batches]
+    assert seen == [[0, 1, 2], [5], [6, 7, 8]]
+    missing = "missing label: the sample has png, none of them cls, txt, json"
+    assert batches.report.skipped == {"truncated image": 1, "label is not a class number": 1, missing: 1}
+    with pytest.raises(BadDataError, match="bad samples"):
+        list(folder.batches(to_float))
+
+
+def test_blank_captions_keep_their_place(corpus, tmp_path):
+    samples = captioned(corpus, 2)
+    samples[0]["txt"], samples[1]["txt"] = "first\n\nthird", "\n \n"
+    folder = EvaluationFolder(folder_of(tmp_path / "f", corpus, samples, dataset_type="retrieval"))
+    batches = folder.batches(to_float, limits=LENIENT)
+    assert [batch["captions"] for batch in batches] == [[["first", "", "third"]]]
+    assert batches.report.skipped == {"empty caption": 1}
+
+
+def test_what_is_no_evaluation_folder(corpus, tmp_path):
+    with pytest.raises(ValueError, match="no evaluation folder at or under"):
+        find_folders(tmp_path)
+    with pytest.raises(ValueError, match="is no evaluation folder"):
+        EvaluationFolder(tmp_path)
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 3)))
+    with pytest.raises(ValueError, match="has no split 'val': it has test"):
+        folder.batches(to_float, split="val")
+    with pytest.raises(ValueError, match="no transform"):
+        folder.batches()
+    (tmp_path / "pets" / "dataset_type.txt").write_text("multilabel")
+    with pytest.raises(ValueError, match="says 'multilabel': only classification"):
+        EvaluationFolder(tmp_path / "pets")
+
+
+def test_a_bound_folder_needs_no_transform(corpus, tmp_path):
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 3)))
+    bound = folder.bound(lambda image: to_float(image) * 0)
+    assert next(iter(bound.batches()))["image"].sum() == 0
+    assert folder.transform is None
+
+
+def test_evaluating_leaves_the_random_state_alone(corpus, tmp_path):
+    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 8)))
+    state = torch.get_rng_state()
+    list(folder.batches(to_float))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_class_names_are_lines_and_nothing_else(corpus, tmp_path):
+    path = folder_of(tmp_path / "pets", corpus, labelled(corpus, 5))
+    (path / "classnames.txt").write_bytes("\ufeffcat\r\ndog\u2028hound\r\nbird\x0bwing\n".encode())
+    assert EvaluationFolder(path).classnames == ["cat", "dog\u2028hound", "bird\x0bwing"]
+
+
+@pytest.mark.parametrize(
+    "name", ["classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt", "test/nshards.txt"]
+)
+def test_a_text_that_is_not_utf_8_is_named(corpus, tmp_path, name):
+    path = folder_of(tmp_path / "pets", corpus, labelled(corpus, 5))
+    (path / name).write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 \(.* at byte 3\): save it as UTF-8"):
+        list(EvaluationFolder(path).batches(to_float))

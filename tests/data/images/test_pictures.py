@@ -1,0 +1,314 @@
+"""Pictures as people have them: every kind of source gives the same pictures, packed and where they lie."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffvision.data.images.folders import EvaluationFolder, PictureFolder, find_folders
+from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
+from diffvision.data.images.picture_set import PictureSet
+from diffvision.data.images.pictures import find_pictures, is_pictures
+from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
+from diffvision.data.make import make
+from diffvision.data.shards.loader import ShardLoader
+
+KINDS = ("cat", "dog", "red_fox")
+
+
+def write(path, number):
+    """A picture whose first pixel says which one it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (number, 100, 200)).save(path)
+
+
+def number(image):
+    return round(float(image[0, 0, 0]) * 255)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """train/ and val/, a folder for each class, thirty pictures: number n is of class n % 3."""
+    for n in range(30):
+        split = "val" if n % 5 == 4 else "train"
+        write(tmp_path / "pets" / split / KINDS[n % 3] / f"photo.{n:02d}.png", n)
+    (tmp_path / "pets/train/cat/notes.txt").write_text("of nothing")
+    (tmp_path / "pets/.DS_Store").write_text("x")
+    return tmp_path / "pets"
+
+
+@pytest.fixture
+def captioned(tmp_path):
+    """Twelve pictures in a folder, without anything that says what they show."""
+    for n in range(12):
+        write(tmp_path / "photos" / f"{n}.png", n)
+    return tmp_path / "photos"
+
+
+def labels_read(pictures):
+    kind = ImageLabel(ImageMember(to_float))
+    items = [kind.decode(PictureSet(pictures).members((0, row))) for row in range(len(pictures))]
+    return {number(image): label for image, label in items}
+
+
+def captions_read(pictures):
+    members = [PictureSet(pictures).members((0, row)) for row in range(len(pictures))]
+    return {number(ImageMember(to_float)(m)): CaptionMember().all(m) for m in members}
+
+
+def test_a_folder_for_each_class(tree):
+    training = find_pictures(tree)
+    assert training.classnames == KINDS
+    assert labels_read(training) == {n: n % 3 for n in range(30) if n % 5 != 4}
+    assert labels_read(find_pictures(tree, "validation")) == {n: n % 3 for n in range(4, 30, 5)}
+    assert labels_read(find_pictures(tree / "val")) == labels_read(find_pictures(tree, "validation"))
+    with pytest.raises(ValueError, match="has no split 'test': it has train, validation"):
+        find_pictures(tree, "test")
+    write(tree / "train/loose.png", 1)
+    with pytest.raises(ValueError, match=r"images in no class and without captions, first loose\.png: put each into"):
+        find_pictures(tree)
+
+
+def test_splits_number_their_classes_alike(tmp_path):
+    for split, kinds in (("train", KINDS), ("val", KINDS[1:])):
+        for n, kind in enumerate(kinds):
+            for copy in range(4):
+                write(tmp_path / "pets" / split / kind / f"{copy}.png", n)
+    validation = find_pictures(tmp_path / "pets", "validation")
+    assert (validation.classnames, sorted(set(validation.labels.tolist()))) == (KINDS, [1, 2])
+    data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "pets/val"), num_workers=0, num_classes=3)
+    assert [label for batch in data.val_dataloader() for label in batch["label"].tolist()] == [1] * 4 + [2] * 4
+    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / "pets"))
+    folder = EvaluationFolder(tmp_path / "made")
+    assert folder.classnames == ["cat", "dog", "red fox"]
+    assert [n for _, n in read_in_order(folder, "test")] == [1] * 4 + [2] * 4
+    write(tmp_path / "others/cow/1.png", 1)
+    data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "others"), num_workers=0, num_classes=3)
+    with pytest.raises(ValueError, match="classes that are not among the 3 of the training data or the model: cow"):
+        data.val_dataloader()
+
+
+def test_folders_that_are_no_classes(tree, tmp_path):
+    (tree / "train/empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):
+        find_pictures(tree)
+    (tree / "train/empty").rmdir()
+    (tree / "train/kitten").symlink_to(tree / "train/cat")
+    with pytest.raises(ValueError, match="has the same folder as the classes cat and kitten: remove the link"):
+        find_pictures(tree)
+    write(tmp_path / "coco/train2017/1.png", 1)
+    (tmp_path / "coco/annotations").mkdir()
+    (tmp_path / "coco/annotations/captions_train2017.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"give annotations/captions_train2017\.json as the source"):
+        find_pictures(tmp_path / "coco")
+    (tree / "val/prices.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"has prices\.csv next to its images: give the table"):
+        find_pictures(tree / "val")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: its first line names the columns"),
+        ("image,caption\n", "has no rows"),
+        ("image;caption\n1.png;a\n", "has semicolons between its columns"),
+        ("1.png,a\n", "or write a first line that names the columns"),
+    ],
+)
+def test_tables_of_another_kind(captioned, content, message):
+    (captioned / "t.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        find_pictures(captioned / "t.csv")
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
+def test_tables(captioned, ending):
+    rows = [{"file": f"{n}.png", "what it shows": f"picture {n}", "kind": KINDS[n % 3]} for n in range(12)]
+    table = captioned / f"table.{ending}"
+    if ending == "jsonl":
+        table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif ending == "parquet":
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(table))
+    else:
+        separator = {"csv": ",", "tsv": "\t"}[ending]
+        table.write_text("\n".join(separator.join(row) for row in [list(rows[0]), *(row.values() for row in rows)]))
+    columns = {"caption": "what it shows", "label": "kind"}
+    for pictures in (find_pictures(table, columns=columns), find_pictures(captioned, table=table, columns=columns)):
+        assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
+        assert labels_read(pictures) == {n: n % 3 for n in range(12)}
+        assert pictures.classnames == KINDS
+    with pytest.raises(ValueError, match=r"none of them is called caption or label; name one with columns"):
+        find_pictures(table)
+    with pytest.raises(ValueError, match=r"none of them is called 'kin' \(label\)"):
+        find_pictures(table, columns={"label": "kin"})
+    with pytest.raises(ValueError, match="columns has images: it takes image, caption, label"):
+        find_pictures(table, columns={"images": "file"})
+
+
+def test_a_table_in_the_folder_is_taken_by_its_name(captioned):
+    (captioned / "metadata.csv").write_text("file_name,label\n" + "\n".join(f"{n}.png,{n % 3}" for n in range(12)))
+    assert labels_read(find_pictures(captioned)) == {n: n % 3 for n in range(12)}
+
+
+@pytest.mark.parametrize("cell", ["../secret.png", "/etc/passwd"])
+def test_a_parquet_cannot_name_files_outside_its_folder(captioned, cell):
+    rows = [{"file": cell, "caption": "a"}]
+    pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(captioned / "t.parquet"))
+    pictures = find_pictures(captioned / "t.parquet")
+    with pytest.raises(ValueError, match="is not a path inside"):
+        pictures.read(0)
+
+
+def test_coco_captions_of_which_training_draws_one(tmp_path):
+    for n in range(4):
+        write(tmp_path / "train2017" / f"{n:012d}.png", n)
+    images = [{"id": n, "file_name": f"{n:012d}.png"} for n in range(4)]
+    annotations = [{"image_id": n, "caption": f"{word}\n{n}"} for n in range(4) for word in ("one", "two", "three")]
+    (tmp_path / "annotations").mkdir()
+    table = tmp_path / "annotations/captions_train2017.json"
+    table.write_text(json.dumps({"images": images, "annotations": annotations}))
+    pictures = find_pictures(table)
+    assert captions_read(pictures) == {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
+    assert pictures.caption_key == "json:caption"
+    drawn = {CaptionMember(pictures.caption_key).one(PictureSet(pictures).members((0, 2))) for _ in range(50)}
+    assert drawn == {"one 2", "two 2", "three 2"}
+    table.write_text('{"images": []}')
+    with pytest.raises(ValueError, match="is not a file of COCO's captions"):
+        find_pictures(table)
+
+
+def test_a_dataset_that_datasets_saved(tree, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    files = sorted((tree / "train").rglob("*.png"))
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(KINDS))})
+    rows = {"img": [str(file) for file in files], "label": [KINDS.index(file.parent.name) for file in files]}
+    split = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": split, "test": split.select(range(3))}).save_to_disk(tmp_path / "saved")
+    pictures = find_pictures(tmp_path / "saved")
+    assert labels_read(pictures) == {n: n % 3 for n in range(30) if n % 5 != 4}
+    assert pictures.classnames == KINDS
+    assert len(find_pictures(tmp_path / "saved", "test")) == 3
+    assert pictures.fingerprint == find_pictures(tmp_path / "saved").fingerprint
+
+
+def test_without_datasets_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r'pip install "diffvision\[data\]"'):
+        find_pictures(tmp_path / "t.parquet")
+
+
+def test_a_torchvision_dataset(tmp_path):
+    raw = tmp_path / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 20), ("t10k", 10)):
+        images = np.full((count, 28, 28), 7, dtype=np.uint8)
+        header = np.array([0x803, count, 28, 28], dtype=">i4").tobytes()
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        labels = np.array([0x801, count], dtype=">i4").tobytes()
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(labels + bytes(n % 10 for n in range(count)))
+    source = f"torchvision:FashionMNIST:{tmp_path}"
+    pictures = find_pictures(source)
+    assert len(pictures) == 20
+    assert pictures.classnames[0] == "T-shirt/top"
+    assert pictures.labels.tolist() == [n % 10 for n in range(20)]
+    assert number(ImageMember(to_float)(PictureSet(pictures).members((0, 3)))) == 7
+    assert PictureFolder(source).name == "FashionMNIST"
+    assert len(PictureFolder(source).pictures("test")) == 10
+    with pytest.raises(ValueError, match="Nothing is downloaded here; once, by yourself: python -c"):
+        find_pictures(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
+    with pytest.raises(ValueError, match="torchvision has no dataset 'Fashion' in a folder"):
+        find_pictures(f"torchvision:Fashion:{tmp_path}")
+
+
+def test_what_img2dataset_leaves(tmp_path):
+    for n in range(6):
+        write(tmp_path / "files" / f"{n // 3:05d}" / f"{n:09d}.jpg", n)
+        (tmp_path / "files" / f"{n // 3:05d}" / f"{n:09d}.txt").write_text(f"picture {n}")
+        (tmp_path / "files" / f"{n // 3:05d}" / f"{n:09d}.json").write_text("{}")
+    (tmp_path / "files/00000.parquet").write_bytes(b"PAR1")
+    pictures = find_pictures(tmp_path / "files")
+    assert [captions for (captions,) in pictures.captions] == [f"picture {n}" for n in range(6)]
+
+
+def test_an_epoch_is_exact_and_bad_pictures_are_counted(tree):
+    (tree / "train/dog/broken.png").write_bytes((tree / "train/dog/photo.01.png").read_bytes()[:45])
+    data = ImageLabelData(str(tree), batch_size=5, num_workers=0, max_bad_fraction=0.1, num_classes=3)
+    loader = data.train_dataloader()
+    epochs = [[number(image) for batch in loader for image in batch["image"]] for _ in range(2)]
+    assert loader.report.seen + loader.report.bad + loader.report.tail == len(find_pictures(tree)) == 25
+    assert loader.report.summary().splitlines()[1:] == [f"  1 x truncated image: {tree}/train: dog/broken.png"]
+    assert all(set(epoch) <= {n for n in range(30) if n % 5 != 4} for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    again = ImageLabelData(str(tree), batch_size=5, num_workers=2, max_bad_fraction=0.1, num_classes=3)
+    assert [number(image) for batch in again.train_dataloader() for image in batch["image"]] == epochs[0]
+    with pytest.raises(ValueError, match=r"has 3 classes, the model 2: set model\.num_classes"):
+        ImageLabelData(str(tree), batch_size=5, num_classes=2).train_dataloader()
+    with pytest.raises(ValueError, match="has labels and no captions: train on them with ImageLabelData"):
+        ImageTextData(str(tree), batch_size=5, tokenizer=torch.tensor).train_dataloader()
+
+
+def test_a_resumed_epoch_goes_on_where_it_was(tree):
+    def loader():
+        kind = ImageLabel(ImageMember(to_float))
+        return ShardLoader(PictureSet(find_pictures(tree)), kind, 5, num_workers=0)
+
+    first = loader()
+    batches = iter(first)
+    next(batches)
+    state, rest = first.state_dict(), [batch["label"].tolist() for batch in batches]
+    second = loader()
+    second.load_state_dict(state)
+    assert [batch["label"].tolist() for batch in second] == rest
+    (tree / "train/cat/photo.00.png").rename(tree / "train/cat/photo.000.png")
+    with pytest.raises(ValueError, match="cannot resume: shards was"):
+        loader().load_state_dict(state)
+
+
+def read_in_order(folder, split):
+    batches = list(folder.batches(to_float, split=split))
+    return [(number(image), int(n)) for b in batches for image, n in zip(b["image"], b["label"], strict=True)]
+
+
+def test_evaluation_where_they_lie_and_packed_are_the_same(tree, tmp_path, capsys):
+    folder = find_folders(f"animals={tree}")[0]
+    assert (folder.name, folder.task, folder.splits) == ("animals", "zero_shot", ["test", "train"])
+    assert folder.classnames == ["cat", "dog", "red fox"]
+    assert folder.templates == ["a photo of a {c}."]
+    assert make("evaluation", str(tmp_path / "made/zoo"), source=str(tree), templates=["a {c}"]) == 0
+    assert "test: 6 samples, left out 0" in capsys.readouterr().out
+    packed = EvaluationFolder(tmp_path / "made/zoo")
+    assert (packed.name, packed.task, packed.splits) == ("zoo", "zero_shot", ["test", "train"])
+    assert (packed.classnames, packed.templates) == (folder.classnames, ["a {c}"])
+    for split in folder.splits:
+        ours, theirs = (read_in_order(each, split) for each in (folder, packed))
+        assert ours == theirs
+    with pytest.raises(ValueError, match=r"template 'a cat' has no \{c\}"):
+        make("evaluation", str(tmp_path / "other"), source=str(tree), templates=["a cat"])
+
+
+def test_retrieval_of_captions(captioned, tmp_path):
+    (captioned / "captions.csv").write_text("file,caption\n" + "\n".join(f"{n}.png,picture {n}" for n in range(12)))
+    folder = find_folders(captioned)[0]
+    assert (folder.name, folder.task) == ("photos", "retrieval")
+    captions = [text for batch in folder.batches(to_float) for text in batch["captions"]]
+    assert captions == [[f"picture {n}"] for n in range(12)]
+    make("evaluation", str(tmp_path / "made"), source=str(captioned))
+    assert EvaluationFolder(tmp_path / "made").task == "retrieval"
+    with pytest.raises(ValueError, match="cannot be used for 'zero_shot'"):
+        PictureFolder(captioned, task="zero_shot")
+
+
+def test_packed_for_training_classes_are_mixed(tree, tmp_path):
+    make("folder", str(tmp_path / "packed"), source=str(tree), per_shard=8)
+    assert (tmp_path / "packed/classnames.txt").read_text().split("\n")[:3] == list(KINDS)
+    assert not is_pictures(tmp_path / "packed")
+    loader = ImageLabelData(str(tmp_path / "packed"), batch_size=8, num_workers=0).train_dataloader()
+    first = loader.shards.index(0)
+    labels = [int(loader.shards.pread(0, *first.place(row, "cls"))) for row in range(len(first))]
+    assert len(set(labels)) > 1
+    kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
+    assert kind.image.keys[0] == "jpg"

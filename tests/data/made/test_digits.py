@@ -1,0 +1,167 @@
+"""The embedded data sets: what they promise of captions, folders and digits."""
+
+import re
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from diffvision.data import EvaluationFolder, find_folders
+from diffvision.data.images.decode import decode_image
+from diffvision.data.images.module import to_float
+from diffvision.data.made import digits
+from diffvision.data.made.digits import (
+    DIGIT_ONLY,
+    INK,
+    PAPER,
+    UNSEEN_TEMPLATES,
+    WITH_COLOURS,
+    WORDS,
+    Digits,
+    caption,
+    draw,
+    load_split,
+    make_digits,
+)
+from diffvision.data.made.scenes import Scene, compose, draw_scene, make_scenes
+
+
+def samples_of(directory):
+    tars = sorted(map(str, directory.glob("*.tar")))
+    return list(webdataset.WebDataset(tars, shardshuffle=False, empty_check=False))
+
+
+def numbers_in(key):
+    """Which of scikit-learn's digits a sample shows, by its key."""
+    return {int(n) for n in re.findall(r"(?<!\d)\d{4}(?!\d)", key)}
+
+
+@pytest.fixture(scope="module", params=["digits", "digit-scenes"])
+def made(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("made") / request.param
+    make = {"digits": make_digits, "digit-scenes": make_scenes}[request.param]
+    make(directory, copies=1, seed=0)
+    return directory
+
+
+def test_train_and_test_never_share_a_digit_whatever_the_seed():
+    train, test = load_split()
+    assert (len(train), len(test)) == (1400, 397)
+    assert sorted([*train.numbers, *test.numbers]) == list(range(1797))
+    both = np.concatenate([train.images, test.images]).reshape(1797, -1)
+    assert len(np.unique(both, axis=0)) == 1797  # no drawing comes twice
+    assert set(test.labels) == set(range(10))
+
+
+def test_made_folders_share_no_digit_with_training(made):
+    _, test = load_split()
+    held_out = set(test.numbers.tolist())
+    trained = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / "train")))
+    assert trained == set(range(1797)) - held_out
+    for part in ("zero_shot/test", "retrieval/test", "composition/test"):
+        shown = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / part)))
+        assert shown
+        assert shown <= held_out
+    probes = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / "zero_shot" / "train")))
+    assert probes <= trained
+
+
+def test_made_folders_are_found_and_read_whole(made):
+    folders = {folder.task: folder for folder in find_folders(made)}
+    assert sorted(folders) == ["composition", "retrieval", "zero_shot"]
+    assert {folder.name for folder in folders.values()} == {made.name}
+    zero_shot = folders["zero_shot"]
+    assert (zero_shot.splits, zero_shot.classnames) == (["test", "train"], list(WORDS))
+    assert all("{c}" in template for template in zero_shot.templates)
+    labels = [label for batch in zero_shot.batches(to_float) for label in batch["label"].tolist()]
+    assert labels == load_split()[1].labels.tolist()
+    for batch in folders["composition"].batches(to_float):
+        for right, wrong in batch["captions"]:
+            assert right != wrong
+            words = [[w for w in caption.split() if w not in ("a", "an")] for caption in (right, wrong)]
+            assert sorted(words[0]) == sorted(words[1])  # the same words in another order, but for the articles
+            assert sum(a != b for a, b in zip(*words, strict=True)) == 2
+    captions = [c for batch in folders["retrieval"].batches(to_float) for (c,) in batch["captions"]]
+    assert len(set(captions)) == len(captions) > 200
+
+
+def test_templates_of_evaluation_are_not_those_of_training():
+    trained = {template.replace("{digit}", "{c}") for template in (*WITH_COLOURS, *DIGIT_ONLY)}
+    assert not trained & set(UNSEEN_TEMPLATES)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Forty training digits and thirty for testing, of all classes."""
+    small = [Digits(d.images[:n], d.labels[:n], d.numbers[:n]) for d, n in zip(load_split(), (40, 30), strict=True)]
+    monkeypatch.setattr(digits, "load_split", lambda: small)
+
+
+def test_made_data_is_a_function_of_the_seed(few, tmp_path):
+    def manifests(name, seed):
+        make_digits(tmp_path / name, copies=1, seed=seed)
+        return {p.relative_to(tmp_path / name): p.read_text() for p in (tmp_path / name).rglob("manifest.json")}
+
+    first = manifests("a", 1)
+    assert manifests("b", 1) == first  # to the byte: the manifests have the hashes
+    other = manifests("c", 2)
+    assert all(other[path] != first[path] for path in first)
+
+
+def test_copies_set_the_size_and_shards_are_not_overwritten(few, tmp_path):
+    make_digits(tmp_path / "d", copies=9)
+    samples = samples_of(tmp_path / "d" / "train")
+    assert len(samples) == 360
+    assert len({sample["__key__"] for sample in samples}) == 360
+    assert {"png", "txt", "cls"} <= set(samples[0])
+    plain = sum(not any(colour in sample["txt"].decode() for colour in INK) for sample in samples)
+    assert 0 < plain < 360  # some captions name the colours, some only the digit
+    for sample in samples:
+        assert WORDS[int(sample["cls"])] in sample["txt"].decode()
+    with pytest.raises(ValueError, match="has shards already"):
+        make_digits(tmp_path / "d")
+
+
+def test_a_digit_is_drawn_in_the_colours_its_caption_names():
+    train, _ = load_split()
+    rng = np.random.default_rng(0)
+    which = int(np.flatnonzero(train.labels == 0)[0])
+    image = decode_image(draw(train.images[which], "red", "blue", rng))
+    assert image.size == (32, 32)
+    pixels = np.asarray(image).reshape(-1, 3).astype(int)
+    assert np.abs(pixels - PAPER["blue"]).max(axis=1).min() <= 14
+    assert np.abs(pixels - INK["red"]).max(axis=1).min() <= 30
+    text = caption("{a_colour} {digit} on {a_background} background", 7, "red", "orange")
+    assert text == "a red seven on an orange background"
+
+
+def test_scenes_say_what_they_show():
+    train, _ = load_split()
+    seven, three = (int(np.flatnonzero(train.labels == label)[0]) for label in (7, 3))
+    places = ((17, 32), (47, 32))
+    scene = Scene((seven, three), (7, 3), ("red", "blue"), places, "{0} to the left of {1}")
+    assert scene.caption() == "a red seven to the left of a blue three"
+    assert scene.caption(colours=False) == "a seven to the left of a three"
+    assert scene.swapped().caption() == "a blue seven to the left of a red three"
+    image = np.asarray(decode_image(draw_scene(scene, train, np.random.default_rng(0)))).astype(int)
+    assert image.shape == (64, 64, 3)
+    redness, blueness = image[..., 0] - image[..., 2], image[..., 2] - image[..., 0]
+    assert redness[:, :32].max() > 120 > redness[:, 32:].max()
+    assert blueness[:, 32:].max() > 120 > blueness[:, :32].max()
+
+
+def test_scenes_have_one_to_three_digits_of_different_labels_and_colours():
+    train, _ = load_split()
+    rng = np.random.default_rng(0)
+    scenes = [compose(train, (1, 2, 3), rng) for _ in range(200)]
+    assert {len(scene.digits) for scene in scenes} == {1, 2, 3}
+    assert all(len(set(s.labels)) == len(set(s.colours)) == len(s.digits) for s in scenes)
+    assert all(compose(train, (2,), rng, first=5).digits.count(5) == 1 for _ in range(20))
+
+
+def test_evaluation_images_have_the_size_of_training(made):
+    size = {"digits": 32, "digit-scenes": 64}[made.name]
+    batch = next(iter(EvaluationFolder(made / "zero_shot").batches(to_float)))
+    assert batch["image"].shape[2:] == (size, size)
+    assert Image.MAX_IMAGE_PIXELS is not None  # PIL's own guard is left as it is

@@ -1,0 +1,446 @@
+"""Order, resumption and account of the training loader."""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from torch.utils.data import get_worker_info
+
+from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
+from diffvision.data.shards.loader import BatchReader, Request
+
+LENIENT = Limits(max_bad_fraction=1.0)
+
+
+@pytest.fixture(scope="module")
+def two_epochs(corpus, whole):
+    loader = corpus.loader(whole, seed=3, window=4)
+    return [corpus.read(loader), corpus.read(loader)]
+
+
+def test_an_epoch_has_every_sample_but_the_tail_once(two_epochs, corpus, whole):
+    for batches in two_epochs:
+        assert [len(batch) for batch in batches] == [10] * 10
+        numbers = Counter(n for batch in batches for n in batch)
+        assert set(numbers.values()) == {1}
+        assert set(numbers) <= set(range(103))
+    assert two_epochs[0] != two_epochs[1]
+    assert two_epochs[0] != corpus.read(corpus.loader(whole, seed=4, window=4))
+
+
+def joined(parts):
+    """The batches of each rank -> global batches."""
+    return [[number for part in slices for number in part] for slices in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_order_does_not_depend_on_workers(corpus, whole, two_epochs, num_workers):
+    loader = corpus.loader(whole, seed=3, window=4, num_workers=num_workers)
+    assert len(loader) == 10
+    assert [corpus.read(loader), corpus.read(loader)] == two_epochs
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_ranks_share_the_same_global_batches(corpus, whole, two_epochs, world_size):
+    loaders = [corpus.loader(whole, seed=3, window=4, rank=r, world_size=world_size) for r in range(world_size)]
+    assert {len(loader) for loader in loaders} == {10}
+    for expected in two_epochs:
+        parts = [corpus.read(loader) for loader in loaders]
+        assert joined(parts) == expected
+
+
+def test_a_batch_names_its_samples_also_where_workers_read_them(corpus, whole, two_epochs):
+    loader = corpus.loader(whole, seed=3, window=4, rank=1, world_size=2)
+    names = loader.names(1, 7)
+    assert [int(name.split(": ")[1]) for name in names] == two_epochs[1][7][5:]
+    assert all(name.split(": ")[0].endswith(".tar") for name in names)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs, num_workers):
+    loader = corpus.loader(whole, seed=3, window=4, num_workers=num_workers)
+    loader.sampler.set_epoch(1)  # as Lightning does
+    assert corpus.read(loader) == two_epochs[1]
+    assert loader.epoch == 2
+    loader.set_epoch(0)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    assert corpus.read(loader) == two_epochs[0]  # a new iteration of an epoch that was left begins it again
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 7, 9, 10, 13])
+@pytest.mark.parametrize(("num_workers", "world_size"), [(0, 1), (2, 1), (0, 2)])
+def test_resumption_is_exact_on_other_workers_and_ranks(corpus, whole, two_epochs, consumed, num_workers, world_size):
+    first = corpus.loader(whole, seed=3, window=4, num_workers=2 if consumed == 7 else 0)
+    if consumed > 10:
+        list(first)
+    iterator = iter(first)
+    for _ in range(consumed % 10 if consumed != 10 else 10):
+        next(iterator)
+    state = first.state_dict()
+    assert all(isinstance(value, (int, str)) for value in state.values())  # loads with weights_only=True
+    del iterator
+
+    loaders = [
+        corpus.loader(whole, seed=3, window=4, num_workers=num_workers, rank=r, world_size=world_size)
+        for r in range(world_size)
+    ]
+    parts = []
+    for loader in loaders:
+        loader.load_state_dict(state)
+        loader.set_epoch(consumed // 10)  # Lightning's call: the place stays
+        assert len(loader) == 10
+        parts.append(corpus.read(loader))
+    resumed = joined(parts)
+    assert resumed == (two_epochs[0] + two_epochs[1])[consumed : (consumed // 10 + 1) * 10]
+    report = loaders[0].report
+    assert report.before == consumed % 10 * 10
+    assert report.remaining == 0
+
+
+def test_an_epoch_restored_at_its_end_is_accounted_for_and_not_begun_again(corpus, whole, two_epochs):
+    first, again = corpus.loader(whole, seed=3, window=4), corpus.loader(whole, seed=3, window=4)
+    list(first)
+    again.load_state_dict(state := first.state_dict())
+    again.set_epoch(0)  # Lightning's call, where only the epoch's end is still to be done
+    assert (again.report.epoch, again.report.before, again.report.remaining) == (0, 100, 0)
+    assert again.state_dict() == state
+    again.set_epoch(1)
+    assert corpus.read(again) == two_epochs[1]
+
+
+def test_states_of_other_runs_are_refused(corpus, whole):
+    state = corpus.loader(whole, seed=3).state_dict()
+    for settings in ({"seed": 4}, {"batch_size": 5}, {"window": 3}):
+        with pytest.raises(ValueError, match=f"cannot resume: {next(iter(settings))} was"):
+            corpus.loader(whole, **{"seed": 3, **settings}).load_state_dict(state)
+    with pytest.raises(ValueError, match="cannot resume: samples was 103 and is 10 now"):
+        corpus.loader(str(whole / "000000.tar"), seed=3).load_state_dict(state)
+
+
+def test_batch_sizes_that_cannot_be(corpus, whole):
+    with pytest.raises(ValueError, match="batch_size 10 is that of all ranks: it must be a multiple of 4"):
+        corpus.loader(whole, world_size=4)
+    with pytest.raises(ValueError, match="batch_size is 0: it counts the samples of a batch, 1 or more"):
+        corpus.loader(whole, batch_size=0)
+    with pytest.raises(ValueError, match="num_workers is -1: it counts processes, 0 to read in this one"):
+        corpus.loader(whole, num_workers=-1)
+    with pytest.raises(ValueError, match="103 samples: fewer than one global batch of 104"):
+        corpus.loader(whole, batch_size=104)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        corpus.loader(whole, rank=2, world_size=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Augmentation
+
+
+def noisy(image):
+    """A transform that uses all three generators."""
+    return torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))]).reshape(3, 1, 1)  # noqa: NPY002
+
+
+def augmented(loader):
+    return {
+        int(number): image.flatten().tolist()
+        for batch in loader
+        for number, image in zip(batch["text"][:, 0], batch["image"], strict=True)
+    }
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_sample(corpus, whole):
+    def epoch(number, seed=0, **settings):
+        loader = corpus.loader(whole, transform=noisy, seed=seed, **settings)
+        loader.set_epoch(number)
+        return augmented(loader)
+
+    random.seed(1)
+    first = epoch(0)
+    assert len({tuple(v) for v in first.values()}) == len(first)
+    assert epoch(0, num_workers=2) == first
+    again = epoch(0, batch_size=20)
+    assert all(again[n] == first[n] for n in first.keys() & again.keys())
+    assert not {tuple(v) for v in epoch(1).values()} & {tuple(v) for v in first.values()}
+    assert not {tuple(v) for v in epoch(0, seed=1).values()} & {tuple(v) for v in first.values()}
+
+
+def test_the_process_keeps_its_own_random_state(corpus, whole):
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
+    expected = [drawn(), drawn()]
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
+    found = [drawn()]
+    next(iter(corpus.loader(whole, transform=noisy)))
+    assert [*found, drawn()] == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad samples
+
+
+def spoil(sample):
+    """Every seventh sample is bad, each in another way."""
+    number = int(sample["__key__"])
+    ways = {
+        3: {"png": b""},
+        10: {"png": sample["png"][:50]},
+        17: {"png": b"hello"},
+        24: {"txt": " \n"},
+        31: {"txt": b"\xff\xfe\xfa"},
+        38: {"png": None},
+        45: {"txt": None},
+        52: {"png": sample["png"], "txt": ""},
+    }
+    changed = sample | ways.get(number, {})
+    return {k: v for k, v in changed.items() if v is not None}
+
+
+BAD = {3, 10, 17, 24, 31, 38, 45, 52}
+REASONS = {
+    "empty image": 1,
+    "truncated image": 1,
+    "not a JPEG, PNG or WebP image": 1,
+    "empty caption": 2,
+    "caption not UTF-8": 1,
+    "missing image: the sample has cls, txt, none of them jpg, jpeg, png, webp": 1,
+    "missing caption: the sample has cls, png, none of them txt, json": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def spoiled(corpus, tmp_path_factory):
+    return corpus.write(tmp_path_factory.mktemp("spoiled") / "shards", count=103, change=spoil)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_samples_are_counted_and_their_places_filled(corpus, spoiled, num_workers):
+    loader = corpus.loader(spoiled, num_workers=num_workers, limits=LENIENT)
+    for epoch in range(3):
+        batches = corpus.read(loader)
+        report = loader.report
+        order = [s * 10 + r for s, r in loader.order(epoch).samples(0, 103)]
+        in_tail = BAD & set(order[100:])
+        assert all(len(batch) == len(set(batch)) == 10 for batch in batches)
+        assert not BAD & {n for batch in batches for n in batch}
+        assert report.bad == report.substituted == len(BAD - in_tail)
+        assert report.seen + report.bad + report.tail == report.total == 103
+        if not in_tail:
+            assert report.skipped == REASONS
+        for reason, examples in report.examples.items():
+            assert len(examples) <= 3, reason
+            assert all(int(example.split(": ")[1]) in BAD for example in examples)
+    assert "empty caption: 0000" in report.summary()
+    assert report.as_dict()["skipped"] == report.bad
+
+
+def test_a_substitute_is_the_sample_of_the_same_slot_one_batch_further(corpus, spoiled):
+    loader = corpus.loader(spoiled, limits=LENIENT)
+    batches = corpus.read(loader)
+    order = [s * 10 + r for s, r in loader.order(0).samples(0, 103)]
+    for place, number in enumerate(order[:100]):
+        given = batches[place // 10][place % 10]
+        if number not in BAD:
+            assert given == number
+        elif place + 10 < 103 and order[place + 10] not in BAD:
+            assert given == order[place + 10]
+
+
+def test_substitutes_do_not_depend_on_ranks(corpus, spoiled):
+    one = corpus.loader(spoiled, limits=LENIENT)
+    two = [corpus.loader(spoiled, limits=LENIENT, rank=r, world_size=2) for r in range(2)]
+    expected, parts = corpus.read(one), [corpus.read(loader) for loader in two]
+    assert [a + b for a, b in zip(*parts, strict=True)] == expected
+    assert two[0].report.skipped + two[1].report.skipped == one.report.skipped
+    assert sum(loader.report.seen for loader in two) == one.report.seen
+
+
+def test_too_many_bad_samples_stop_the_run_with_a_summary(corpus, spoiled):
+    with pytest.raises(BadDataError, match=r"(?s)limit is 1\.00% of 103.*1 x .*0000\d\d\.tar: 0000\d\d"):
+        corpus.read(corpus.loader(spoiled))
+    limits = Limits(max_bad_fraction=0.04)  # 4.12 samples
+    loader = corpus.loader(spoiled, limits=limits)
+    with pytest.raises(BadDataError, match=r"[5-8] bad samples: the limit is 4"):
+        corpus.read(loader)
+    with pytest.raises(ValueError, match="max_bad_fraction is 2"):
+        Limits(max_bad_fraction=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_hundred_in_a_row_stop_even_a_lenient_run(corpus, tmp_path, num_workers):
+    source = corpus.write(tmp_path / "s", count=300, per_shard=100, change=lambda s: s | {"png": b"x"})
+    with pytest.raises(BadDataError, match="100 bad samples in a row"):
+        corpus.read(corpus.loader(source, batch_size=150, limits=LENIENT, num_workers=num_workers))
+    with pytest.raises(BadDataError, match="nothing good to take their place"):
+        corpus.read(corpus.loader(source, batch_size=50, limits=LENIENT, num_workers=num_workers))
+
+
+def test_nothing_good_in_a_slot_is_an_end_too(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", count=10, change=lambda s: s | {"png": b"x"} if s["cls"] == "4" else s)
+    with pytest.raises(BadDataError, match="nothing good to take"):
+        corpus.read(corpus.loader(source, batch_size=10, limits=LENIENT))
+
+
+def test_a_failing_transform_is_no_bad_sample(corpus, whole):
+    def broken(image):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug") as error:
+        next(iter(corpus.loader(whole, transform=broken)))
+    assert "while making the sample 0000" in error.value.__notes__[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged shards
+
+
+def shorten(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def test_a_truncated_shard_loses_its_own_samples_and_no_others(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", count=100)
+    shorten(source / "000004.tar", 512 * 6 * 3 + 600)  # 3 samples of cls, png, txt, then part of a fourth
+    with pytest.warns(UserWarning, match=r"000004\.tar has 9,816 bytes, its manifest says"):
+        loader = corpus.loader(source, limits=LENIENT)
+    batches = corpus.read(loader)  # asserts that image and caption belong together
+    assert {n for b in batches for n in b} == set(range(100)) - set(range(43, 50))
+    report = loader.report
+    assert report.skipped == {"missing caption: the sample has cls, none of them txt, json": 1, "truncated shard": 6}
+    assert report.seen + report.bad + report.tail == 100
+
+
+def test_a_damaged_shard_without_a_manifest_is_refused(corpus, tmp_path):
+    """Nothing says how many samples it had: they would be missing from every epoch, and counted nowhere."""
+    source = corpus.write(tmp_path / "s", count=40, manifest=False)
+    shorten(source / "000001.tar", 512 * 6 * 3 + 1100)
+    scrambled = bytearray((source / "000003.tar").read_bytes())
+    scrambled[512 * 6 * 2 : 512 * 6 * 2 + 512] = bytes(range(256)) * 2
+    (source / "000003.tar").write_bytes(scrambled)
+    with pytest.raises(ValueError, match=r"2 of 4 shards are damaged") as error:
+        ShardSet(source)
+    assert "000001.tar after 4 samples" in str(error.value)
+    assert "000003.tar after 2 samples" in str(error.value)
+    # The way out that the message names: somebody says what there is.
+    counts = {"000000.tar": 10, "000001.tar": 4, "000002.tar": 10, "000003.tar": 2}
+    (source / "sizes.json").write_text(json.dumps(counts))
+    loader = corpus.loader(source, limits=LENIENT)
+    assert {n for b in corpus.read(loader) for n in b} <= set(range(40)) - set(range(13, 20)) - set(range(32, 40))
+    (source / "sizes.json").unlink()
+    (source / "000002.tar").write_text("<html>404</html>")
+    with pytest.raises(ValueError, match=r"000002\.tar is not a tar file"):
+        ShardSet(source)
+
+
+def test_a_shard_that_vanishes_or_turns_into_a_directory_is_counted(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", count=100)
+    loader = corpus.loader(source, limits=LENIENT)
+    (source / "000002.tar").unlink()
+    (source / "000003.tar").unlink()
+    (source / "000003.tar").mkdir()
+    batches = corpus.read(loader)
+    assert loader.report.skipped == {"unreadable shard": 20}
+    assert {n for b in batches for n in b} == set(range(100)) - set(range(20, 40))
+
+
+def test_more_samples_than_the_manifest_says_is_an_error(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", count=20)
+    (source / "000000.tar").write_bytes(
+        corpus.write(tmp_path / "t", 30, per_shard=30).joinpath("000000.tar").read_bytes()
+    )
+    with pytest.warns(UserWarning, match="manifest says"):
+        loader = corpus.loader(source)
+    with pytest.raises(ValueError, match=r"holds 30 samples, its manifest or .* says 10"):
+        corpus.read(loader)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Safety and neighbours
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("ending", ["pkl", "pyd", "pth", "pickle", "npy", "x.pyd", "PYD"])
+def test_nothing_is_ever_unpickled(corpus, tmp_path, ending):
+    import pickle
+
+    trace = tmp_path / "ran"
+    payload = pickle.dumps(Payload(trace))
+    source = corpus.write(tmp_path / "s", count=10, change=lambda s: s | {ending: payload})
+    assert len(corpus.read(corpus.loader(source))) == 1
+    disguised = corpus.write(tmp_path / "d", count=10, change=lambda s: s | {"png": payload, "txt": payload})
+    with pytest.raises(BadDataError):
+        corpus.read(corpus.loader(disguised))
+    assert not trace.exists()
+
+
+def test_keys_that_climb_out_are_only_names(corpus, tmp_path):
+    source = corpus.write(
+        tmp_path / "s", 10, change=lambda s: s | {"__key__": f"../../../{tmp_path}/evil{s['__key__']}"}
+    )
+    assert len(corpus.read(corpus.loader(source))) == 1
+    assert {p.name for p in tmp_path.iterdir()} <= {"s", "user-cache"}
+
+
+def test_our_shards_are_ordinary_webdataset_shards(corpus, whole):
+    seen = list(webdataset.WebDataset([str(p) for p in sorted(whole.glob("*.tar"))], shardshuffle=False))
+    assert [sample["__key__"] for sample in seen] == [f"{n:06d}" for n in range(103)]
+    assert seen[50]["txt"] == b"sample 50"
+
+
+def test_shards_of_webdataset_without_manifest_or_index(corpus, whole, tmp_path):
+    with webdataset.ShardWriter(str(tmp_path / "%d.tar"), maxcount=40, verbose=0) as writer:
+        for number in range(103):
+            sample = corpus.sample(number)
+            writer.write({k: v.encode() if k in ("txt", "cls") else v for k, v in sample.items()})
+    loader = corpus.loader(tmp_path)
+    assert loader.shards.counts.tolist() == [40, 40, 23]
+    assert len({n for batch in corpus.read(loader) for n in batch}) == 100
+
+
+class OneWorker:
+    """Sees whether it is made in a worker."""
+
+    def decode(self, members):
+        return get_worker_info() is not None
+
+    def collate(self, items):
+        return items
+
+
+def test_workers_end_at_once_even_when_their_loader_is_collected_as_garbage(corpus, whole):
+    import gc
+    import time
+
+    loader = corpus.loader(whole, num_workers=2)
+    list(loader)
+    loader.circle = loader
+    start = time.monotonic()
+    del loader
+    gc.collect()
+    assert time.monotonic() - start < 4.5
+
+
+def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
+    import pickle
+
+    shards = ShardSet(whole)
+    reader = BatchReader(shards, corpus.kind(), corpus.loader(whole).order, seed=0, limits=Limits())
+    batch, _ = reader[Request(0, 0, 5)]
+    copy = pickle.loads(pickle.dumps(ShardSet.__getstate__(shards)))
+    assert not copy["_open"]
+    assert len(batch["image"]) == 5
+    loader = ShardLoader(shards, OneWorker(), 50, num_workers=1)
+    assert next(iter(loader)) == [True] * 50

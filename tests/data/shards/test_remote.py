@@ -1,0 +1,196 @@
+"""Servers that stall, fail, cut off and come back, on this machine and with small limits."""
+
+import http.server
+import threading
+import time
+
+import pytest
+
+from diffvision.data.shards import remote
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.remote import Patience, read, stamp
+from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sources import Shard
+
+QUICK = Patience(connect=1.0, read=0.2, tries=4, pause=0.05, total=5.0)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers each request for the file with the next of `answers`, the last one for ever."""
+
+    daemon_threads = True
+
+    def __init__(self, data, answers):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.data, self.answers, self.times = data, list(answers), []
+
+    @property
+    def shard(self):
+        return Shard(f"http://127.0.0.1:{self.server_port}/000000.tar")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.times.append(time.monotonic())
+        answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        if isinstance(answer, int):
+            self.send_response(answer)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        if answer != "cut without length":
+            self.send_header("Content-Length", str(len(server.data)))
+        self.end_headers()
+        half = len(server.data) // 2
+        if answer == "good":
+            self.wfile.write(server.data)
+        elif answer == "drips":
+            for start in range(0, len(server.data), 64):
+                self.wfile.write(server.data[start : start + 64])
+                time.sleep(0.05)
+        else:
+            self.wfile.write(server.data[:half])
+            if answer == "stall":
+                time.sleep(1.0)
+        self.close_connection = True
+
+    def do_HEAD(self):
+        self.send_response(405)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serving(whole):
+    servers = []
+
+    def start(*answers):
+        servers.append(Server((whole / "000000.tar").read_bytes(), answers))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return ShardCache(tmp_path / "cache", patience=QUICK)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [(500, 503, 429, "good"), ("stall", "good"), ("cut", "cut", "good")],
+    ids=["errors", "stalls", "cut-off"],
+)
+def test_what_may_pass_is_asked_for_again_with_growing_pauses(serving, cache, whole, answers, caplog):
+    server = serving(*answers)
+    assert cache.fetch(server.shard).read_bytes() == (whole / "000000.tar").read_bytes()
+    assert len(server.times) == len(answers)
+    gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
+    for number, gap in enumerate(gaps):
+        assert gap >= 0.025 * 2**number  # at least half of the pause
+    assert len(caplog.records) == len(answers) - 1
+    assert all("again in 0." in record.message for record in caplog.records)
+    assert not list(cache.directory.glob("*.part"))
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, "000000.tar"), (403, "403 Forbidden"), (401, "401 Unauthorized")])
+def test_what_cannot_pass_is_an_error_at_once(serving, cache, status, error):
+    server = serving(status)
+    with pytest.raises(OSError, match=f"cannot fetch shard http.*{error}"):
+        cache.fetch(server.shard)
+    assert len(server.times) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(500, "the server answers 500"), ("stall", "imeout"), ("cut", "payload is not completed")],
+)
+def test_patience_ends(serving, cache, answer, error):
+    server = serving(answer)
+    start = time.monotonic()
+    with pytest.raises(OSError, match=f"given up after .* s: .*{error}"):
+        cache.fetch(server.shard)
+    assert time.monotonic() - start < 3
+    assert len(server.times) == QUICK.tries
+    assert not list(cache.directory.glob("*.tar")) + list(cache.directory.glob("*.part"))
+
+
+def test_a_body_that_comes_in_drops_is_ended_in_the_time_that_a_file_has(serving, tmp_path):
+    cache = ShardCache(tmp_path, patience=Patience(read=1.0, tries=3, pause=0.05, total=0.8))
+    beats = []
+    cache.progress = lambda: beats.append(time.monotonic())
+    start = time.monotonic()
+    with pytest.raises(OSError, match="given up after"):
+        cache.fetch(serving("drips").shard)
+    assert time.monotonic() - start < 2
+    assert len(beats) > 5  # it did come: a loader that waits is not stalled
+
+
+def test_half_a_shard_without_a_length_is_told_by_the_manifest(serving, cache, whole):
+    data = (whole / "000000.tar").read_bytes()
+    server = serving("cut without length", "good")
+    shard = Shard(server.shard.location, samples=10, bytes=len(data))
+    assert cache.fetch(shard).read_bytes() == data
+    assert len(server.times) == 2
+
+
+def test_small_files_are_waited_for_too(serving, whole):
+    server = serving(503, "stall", "good")
+    assert read(server.shard.location, QUICK) == (whole / "000000.tar").read_bytes()
+    assert read(serving(404).shard.location, QUICK) is None
+    with pytest.raises(OSError, match="given up after"):
+        read(serving(503).shard.location, QUICK)
+
+
+def test_an_unreadable_shard_is_asked_for_less_and_less(corpus, serving, tmp_path, monkeypatch):
+    """Its samples are counted at once; or an epoch would wait for each of them."""
+    server = serving(500)
+    cache = ShardCache(tmp_path, patience=Patience(tries=1, pause=0.01, total=5))
+    good = corpus.write(tmp_path / "s", 90)
+    (tmp_path / "s" / "sizes.json").write_text("{}")
+    shards = [str(p) for p in sorted(good.glob("*.tar"))]
+    monkeypatch.setattr("diffvision.data.shards.sources.read_counts", lambda directory: {"000000.tar": {"samples": 10}})
+    loader = corpus.loader([*shards[1:], server.shard.location], cache=cache, limits=Limits(1.0))
+    corpus.read(loader)
+    corpus.read(loader)
+    assert loader.report.skipped == {"unreadable shard": 10}
+    assert len(server.times) <= 4  # a thread fetches ahead
+
+
+def test_patience_that_cannot_be():
+    with pytest.raises(ValueError, match="tries is 0: it must be above 0"):
+        Patience(tries=0)
+    pauses = [pause for _ in range(20) for pause in Patience(tries=12).pauses()]
+    assert max(pauses) <= 60
+    assert len(set(pauses)) > 100  # no two readers come back together
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said", "same", "other"),
+    [
+        ("s3", {"ETag": '"a"', "LastModified": 1, "size": 5}, {"StorageClass": "COLD"}, {"ETag": '"b"'}),
+        ("gs", {"generation": "7", "etag": "x", "size": 5}, {"etag": "y", "updated": 2}, {"generation": "8"}),
+        ("https", {"ETag": '"a"', "Last-Modified": "x", "size": 5}, {"ETag": 'W/"a"'}, {"Last-Modified": "y"}),
+        ("http", {"size": 5}, {"mimetype": "x"}, {"size": 6}),
+    ],
+)
+def test_a_version_is_what_the_store_says_of_the_content(scheme, said, same, other, monkeypatch):
+    class Store:
+        info = staticmethod(lambda path: told)
+        invalidate_cache = staticmethod(lambda path: None)
+
+    monkeypatch.setattr(remote, "_files", lambda location, patience: (Store, location))
+    stamps = []
+    for more in ({}, same, other):
+        told = said | more
+        stamps.append(stamp(f"{scheme}://bucket/0.tar"))
+    assert stamps[0] == stamps[1] != stamps[2]
+    assert stamps[0][1] == 5

@@ -1,0 +1,232 @@
+import json
+import os
+
+import pytest
+
+from diffvision.data.check import check_shards
+from diffvision.data.shards.sources import Shard, checked_location, expand_braces, find_shards
+from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.data.text.tokens import are_tokens
+
+
+def touch(directory, *names):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_bytes(b"")
+    return directory
+
+
+def names(source):
+    return [shard.name for shard in find_shards(source)]
+
+
+def test_braces():
+    assert expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
+    assert expand_braces("{b,a}/{0..1}.tar") == ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]
+    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xa", "xb2"]
+    assert expand_braces("plain.tar") == ["plain.tar"]
+    for bad in ("{3..1}.tar", "{0..99999999999}.tar"):
+        with pytest.raises(ValueError, match="range"):
+            expand_braces(bad)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "pipe:touch ran",
+        "pipe:curl https://example.org/a.tar",
+        "PIPE:touch ran",
+        "a.tar::pipe:touch ran",
+        "a.tar::b.tar",
+        "-rf.tar",
+        "",
+        " ",
+        "file:///etc/passwd",
+        "ftp://example.org/a.tar",
+        "sftp://example.org/a.tar",
+        "hf://user/a.tar",
+        "python:os.system('touch ran')",
+        "a\0.tar",
+        "{pipe:touch ran,b}.tar",
+        "{-a,b}.tar",
+    ],
+)
+def test_commands_and_unknown_schemes_are_refused(location, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"shard location .*give a path, or a URL starting with http://, https://"):
+        find_shards(location)
+    with pytest.raises(ValueError, match="shard location"):
+        find_shards([location])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_environment_variables_are_not_looked_into(monkeypatch):
+    monkeypatch.setenv("WDS_X", "pipe:touch ran")
+    with pytest.raises(ValueError, match="do not exist"):
+        find_shards("${X}.tar")
+
+
+def test_paths_and_known_urls_pass():
+    for location in ("a.tar", "./pipe:a.tar", "/a/b c#?.tar", "https://x.org/a.tar", "s3://b/a.tar", "gs://b/a.tar"):
+        assert checked_location(location) == location
+    assert Shard("s3://bucket/a.tar").remote
+    assert not Shard("s3/a.tar").remote
+
+
+def test_a_directory_in_natural_order(tmp_path):
+    touch(tmp_path, "10.tar", "9.tar", "2.tar.gz", "readme.txt", "3.tar.part")
+    assert names(tmp_path) == ["2.tar.gz", "9.tar", "10.tar"]
+    assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
+
+
+def test_wildcards(tmp_path):
+    touch(tmp_path, "part-10.tar", "part-9.tar", "other.tar", "part-1.txt")
+    touch(tmp_path / "a" / "b", "part-2.tar.gz")
+    touch(tmp_path / "[x]", "0.tar")
+    assert names(f"{tmp_path}/*.tar") == ["other.tar", "part-9.tar", "part-10.tar"]
+    assert names(f"{tmp_path}/**/part-*") == ["part-2.tar.gz", "part-9.tar", "part-10.tar"]
+    assert names(f"{tmp_path}/{{part-?,other}}.tar") == ["part-9.tar", "other.tar"]
+    assert names(f"{tmp_path}/[x]") == names(f"{tmp_path}/[x]/0.tar") == ["0.tar"]  # as it is called
+    with pytest.raises(ValueError, match=r"no shard matches .*/none-\*\.tar: expected \.tar files$"):
+        find_shards(f"{tmp_path}/none-*.tar")
+    with pytest.raises(ValueError, match=r"it matches 1 other files, first .*part-1\.txt"):
+        find_shards(f"{tmp_path}/*.txt")
+    (tmp_path / "sizes.json").write_text(json.dumps({"part-9.tar": 7}))
+    assert [shard.samples for shard in find_shards(f"{tmp_path}/part-*.tar")] == [7, None]
+
+
+def test_nothing_there_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no shards in"):
+        find_shards(tmp_path)
+    touch(tmp_path, "0.tar")
+    with pytest.raises(ValueError, match=r"2 of 3 shards .* do not exist, first .*1\.tar"):
+        find_shards(str(tmp_path / "{0..2}.tar"))
+
+
+def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"1.tar": 5, "0.tar": 4}))
+    assert [shard.samples for shard in find_shards(tmp_path)] == [4, 5]
+    told = [{"name": f"{n}.tar", "samples": n, "bytes": 0, "sha256": "x"} for n in (1, 0)]
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": told}))
+    assert [(shard.name, shard.samples, shard.sha256) for shard in find_shards(tmp_path)] == [
+        ("1.tar", 1, "x"),
+        ("0.tar", 0, "x"),
+    ]
+    assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its own name
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"format": "other", "shards": []}', "has format 'other'"),
+        ('{"format": "diffvision-shards-1"}', "is not a manifest"),
+        ('{"format": "diffvision-shards-1", "shards": [{"name": "0.tar"}]}', "is not a manifest"),
+    ],
+)
+def test_a_manifest_that_is_none(tmp_path, manifest, message):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=message):
+        find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "3", None, True, [1]])
+def test_counts_that_are_none_are_refused_with_the_files_name(tmp_path, count):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": count}))
+    with pytest.raises(ValueError, match=r"sizes\.json says that 0\.tar has .* samples: it must be a whole number"):
+        find_shards(tmp_path)
+    for field in ("samples", "bytes"):
+        shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | {field: count}
+        (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": [shard]}))
+        with pytest.raises(ValueError, match=rf"manifest\.json says that 0\.tar has .* {field}: it must be"):
+            find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../0.tar", "/etc/0.tar", "-0.tar", ".."])
+def test_a_manifest_cannot_point_elsewhere(tmp_path, name):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({name: 1}))
+    with pytest.raises(ValueError, match="have no folders"):
+        find_shards(tmp_path)
+
+
+def test_a_manifest_that_does_not_fit_the_directory(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar")
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1}))
+    with pytest.raises(ValueError, match=r"does not list 1 shard\(s\), first 1\.tar, which is there: .*write_manifest"):
+        find_shards(tmp_path)
+    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1, "1.tar": 1, "2.tar": 1}))
+    with pytest.raises(ValueError, match=r"lists 1 shard\(s\), first 2\.tar, which is not there"):
+        find_shards(tmp_path)
+
+
+def test_clip_benchmarks_nshards(tmp_path):
+    touch(tmp_path, "0.tar", "1.tar", "2.tar")
+    (tmp_path / "nshards.txt").write_text("2\n")
+    assert names(tmp_path) == ["0.tar", "1.tar"]
+    (tmp_path / "nshards.txt").write_text("4")
+    with pytest.raises(ValueError, match=r"says 4 shards, but 3\.tar is not there"):
+        find_shards(tmp_path)
+    (tmp_path / "nshards.txt").write_text("many")
+    with pytest.raises(ValueError, match=r"nshards\.txt does not hold a number"):
+        find_shards(tmp_path)
+
+
+def test_pipes_and_devices_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "0.tar")
+    with pytest.raises(ValueError, match=r"0\.tar is not a file"):
+        find_shards(tmp_path)
+    assert [found.problems for found in check_shards(tmp_path, 0)] == [["not a file"]]
+    (tmp_path / "0.tar").unlink()
+    (tmp_path / "0.tar").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"0\.tar is not a file"):
+        find_shards(tmp_path)
+
+
+def test_numbers_that_no_memory_holds_are_refused(tmp_path):
+    (tmp_path / "0.tar").touch()
+    (tmp_path / "nshards.txt").write_text("3000000000")
+    with pytest.raises(ValueError, match="does not hold a number of shards"):
+        find_shards(tmp_path)
+    (tmp_path / "sizes.json").write_text('{"0.tar": 1000000000000}')
+    with pytest.raises(ValueError, match="0 to 10,000,000"):
+        find_shards(tmp_path)
+    (tmp_path / "sizes.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not JSON"):
+        find_shards(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "sizes.json", "nshards.txt", "tokens.json"])
+def test_a_file_that_is_not_utf_8_is_named(name, tmp_path, serve):
+    touch(tmp_path, "0.tar")
+    (tmp_path / name).write_bytes('{"format": "é"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is not UTF-8 \(.* at byte 12\): save it as UTF-8"):
+        are_tokens(tmp_path)
+    if name != "tokens.json":
+        with pytest.raises(ValueError, match=f"{name} is not UTF-8"):
+            check_shards(tmp_path)
+    if name.endswith(".json"):
+        url, _ = serve(tmp_path)
+        with pytest.raises(ValueError, match=f"{url}/{name} is not UTF-8"):
+            are_tokens(f"{url}/0.tar")
+
+
+def test_the_mark_that_editors_put_before_utf_8_is_not_content(tmp_path):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_bytes(b'\xef\xbb\xbf{"0.tar": 7}')
+    assert find_shards(tmp_path) == [Shard(str(tmp_path / "0.tar"), samples=7)]
+
+
+def test_json_that_is_nested_too_deep_is_named(tmp_path):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "tokens.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tokens.json is not of the format"):
+        are_tokens(tmp_path)
+    train_tokenizer(["a b"], 257).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,396 @@
+"""Shards that are not what they were, or not what is said of them: never a wrong pair, never a loss without a word."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import tarfile
+import warnings
+
+import numpy as np
+import pytest
+
+from diffvision.data import Limits, ShardSet
+from diffvision.data.images.decode import BadSample
+from diffvision.data.make import check
+from diffvision.data.shards import storage
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.index import shard_index
+from diffvision.data.shards.remote import Patience
+from diffvision.data.shards.sources import Shard
+from diffvision.data.shards.writer import write_manifest, write_tar
+
+LENIENT = Limits(max_bad_fraction=1.0)
+EACH = 10
+
+
+def crossed(data, *, samples=EACH):
+    """A tar of the same size whose first captions have changed places with those of their neighbours."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(data)) as source:
+        members = source.getmembers()
+        names = [member.name for member in members]
+        captions = [number for number, name in enumerate(names[: 3 * samples]) if name.endswith(".txt")]
+        order = list(range(len(names)))
+        for first, second in zip(captions[::2], captions[1::2], strict=False):
+            order[first], order[second] = second, first
+        blocks = [data[member.offset : member.offset + 1024] for member in members]
+        target.write(b"".join(blocks[number] for number in order))
+    return target.getvalue() + data[len(target.getvalue()) :]
+
+
+def overwrite(path, data):
+    """In place: the file stays the same one."""
+    with open(path, "r+b") as file:
+        file.write(data)
+        file.truncate()
+
+
+def rest(corpus, batches):
+    """The numbers of the batches that are left, images and captions in agreement."""
+    for batch in batches:
+        assert corpus.numbers(batch["image"]) == batch["text"][:, 0].tolist()
+        yield from batch["text"][:, 0].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Changed during a run
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_shard_that_is_overwritten_is_compared_with_its_manifest_again(corpus, tmp_path, num_workers):
+    source = corpus.write(tmp_path / "s", 60)
+    loader = corpus.loader(source, limits=LENIENT, num_workers=num_workers)
+    batches = iter(loader)
+    next(batches)  # all shards are open: they are shuffled together
+    for path in sorted(source.glob("*.tar"))[:3]:
+        overwrite(path, crossed(path.read_bytes()))
+    list(rest(corpus, batches))
+    report = loader.report
+    assert set(report.skipped) == {"shard not as its manifest says (sha256)"}
+    assert 0 < report.bad <= 30
+    assert report.seen + report.bad == report.total == 60
+
+
+def test_a_shard_that_is_overwritten_with_the_same_is_read_on(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 60)
+    loader = corpus.loader(source)
+    batches = iter(loader)
+    seen = next(batches)["text"][:, 0].tolist()
+    for number, path in enumerate(sorted(source.glob("*.tar"))):
+        data = path.read_bytes()
+        if number % 2:
+            path.unlink()
+            path.write_bytes(data)
+        else:
+            overwrite(path, data)
+            os.utime(path, ns=(1, number))
+    path.chmod(0o400)
+    (tmp_path / "link").hardlink_to(path)
+    seen += rest(corpus, batches)
+    assert sorted(seen) == list(range(60))
+    assert loader.report.bad == 0
+
+
+def test_a_shard_that_is_being_written_is_no_cut_one(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 60)
+    loader = corpus.loader(source, limits=LENIENT)
+    batches = iter(loader)
+    next(batches)
+    for path in sorted(source.glob("*.tar"))[:3]:
+        overwrite(path, crossed(path.read_bytes())[:-12000])
+    list(rest(corpus, batches))
+    assert set(loader.report.skipped) == {"shard not as its manifest says (bytes)"}
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counted, reopened):
+    source = corpus.write(tmp_path / "s", 60, manifest=False)
+    if counted:
+        (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(6)}))
+    loader = corpus.loader(source, window=1, limits=LENIENT)
+    batches = iter(loader)
+    next(batches)
+    for path in source.glob("*.tar"):
+        overwrite(path, crossed(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
+        list(rest(corpus, batches))
+    first = loader.order(0).samples(0, 1)[0][0]
+    if reopened:
+        loader.shards._close(first)  # as when more shards are open than may be
+    with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
+        loader.shards.members((first, 0)).read("png", 100)
+
+
+def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 60)
+    loader = corpus.loader(source, limits=LENIENT)
+    batches = iter(loader)
+    seen = next(batches)["text"][:, 0].tolist()
+    for path in source.glob("*.tar"):
+        data = crossed(path.read_bytes())
+        path.unlink()
+        path.write_bytes(data)
+    seen += rest(corpus, batches)
+    assert sorted(seen) == list(range(60))
+    shards = loader.shards
+    for number in range(6):
+        shards._close(number)  # as when more shards are open than may be
+        with pytest.raises(BadSample, match="shard not as its manifest says"):
+            shards.members((number, 0))
+
+
+def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
+    """What the process that started it found out was of another version of the file."""
+    source = corpus.write(tmp_path / "s", 60)
+    shards = ShardSet(source)
+    for number in range(6):
+        shards.members((number, 0)).read("txt", 10)
+    for path in source.glob("*.tar"):
+        data = crossed(path.read_bytes())
+        path.unlink()
+        path.write_bytes(data)
+    copy = ShardSet.__new__(ShardSet)
+    copy.__dict__.update(shards.__getstate__())
+    for number in range(6):
+        with pytest.raises(BadSample, match="shard not as its manifest says"):
+            copy.members((number, 0))
+
+
+def replaced(path, data):
+    """By another file of this name, size and time of change."""
+    before, part = path.stat(), path.with_suffix(".part")
+    part.write_bytes(data)
+    assert part.stat().st_size == before.st_size
+    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(part, path)
+
+
+def reopened(shards, *, worker):
+    """A shard set that has to open its shards again; in a worker it is an unpickled copy."""
+    if worker:
+        return pickle.loads(pickle.dumps(shards))
+    for number in list(shards._open):
+        shards._close(number)
+    return shards
+
+
+@pytest.mark.parametrize("worker", [False, True])
+@pytest.mark.parametrize("counted", ["headers", "sizes", "sizes, not opened"])
+def test_without_a_manifest_another_file_must_hold_the_same(corpus, tmp_path, counted, worker):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    if counted != "headers":
+        (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(2)}))
+    shards = ShardSet(source)
+    for number in range(0 if counted.endswith("opened") else 2):
+        shards.members((number, 0)).read("txt", 10)
+    path = source / "000001.tar"
+    replaced(path, path.read_bytes())
+    path.chmod(0o400)
+    shards = reopened(shards, worker=worker)
+    assert shards.members((1, 0)).read("txt", 100) == b"sample 10"
+    replaced(path, crossed(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read, and no manifest"):
+        reopened(shards, worker=worker).members((1, 0))
+
+
+def test_a_stale_sidecar_does_not_vouch_for_another_file(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 100, per_shard=100, manifest=False)
+    path = source / "000000.tar"
+    shards = ShardSet(source)
+    replaced(path, crossed(path.read_bytes()))  # its last bytes, which the sidecar must agree with, are the same
+    with pytest.raises(ValueError, match=r"000000\.tar was changed after it was first read, and no manifest"):
+        shards.members((0, 50))
+
+
+def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manifest_again(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 20)
+    shards = ShardSet(source)
+    path, members = source / "000001.tar", shards.members((1, 0))
+    before = path.stat()
+    overwrite(path, path.read_bytes().replace(b"sample 10", b"another10"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+        members.read("txt", 100)
+    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+        shards.members((1, 0))
+
+
+def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypatch):
+    url, _ = serve(corpus.write(tmp_path / "s", 20))
+    shards = ShardSet(url, ShardCache(tmp_path / "cache"))
+    members = shards.members((1, 0))
+    monkeypatch.setattr(storage, "sha256_of", None)
+    opened = shards._open[1]
+    for path in (tmp_path / "cache").glob("*.tar"):
+        os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    assert members.read("txt", 100) == b"sample 10"
+    assert shards._open[1] is opened
+
+
+def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    url, _ = serve(source)
+    shards = ShardSet([f"{url}/000000.tar", f"{url}/000001.tar"], ShardCache(tmp_path / "cache"))
+
+    def fetched_again():
+        for number in list(shards._open):
+            shards._close(number)
+        for path in (tmp_path / "cache").glob("*.tar"):
+            path.unlink()
+
+    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    fetched_again()
+    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    fetched_again()
+    overwrite(source / "000001.tar", crossed((source / "000001.tar").read_bytes()))
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read"):
+        shards.members((1, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Another shard than the manifest's
+
+
+def test_a_whole_shard_that_is_shorter_is_another_one(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 60)
+    other = [corpus.sample(number) | {"__key__": f"{number - 900:06d}"} for number in range(920, 930)]
+    write_tar(source / "000002.tar", [{k: v for k, v in sample.items() if k != "cls"} for sample in other])
+    with pytest.warns(UserWarning, match="its manifest says"):
+        loader = corpus.loader(source, limits=LENIENT)
+    seen = {number for batch in corpus.read(loader) for number in batch}
+    assert seen == set(range(60)) - set(range(20, 30))
+    assert loader.report.skipped == {"shard not as its manifest says (bytes)": 10}
+    (source / "manifest.json").unlink()
+    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees: nothing more is known
+    assert 929 in {number for batch in corpus.read(loader) for number in batch}
+
+
+def test_a_whole_shard_with_fewer_samples_than_were_counted_is_another_one(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 60)
+    (source / "manifest.json").unlink()
+    write_tar(source / "000002.tar", [corpus.sample(number) for number in range(900, 905)])
+    loader = corpus.loader(source, limits=LENIENT)
+    seen = {number for batch in corpus.read(loader) for number in batch}
+    assert seen == set(range(60)) - set(range(20, 30))
+    assert loader.report.skipped == {"shard not as its manifest says (samples)": 10}
+
+
+def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tmp_path):
+    """Before zeros inside of a tar were seen, `write_manifest` recorded what lies before them."""
+    source = corpus.write(tmp_path / "s", 60)
+    path = source / "000002.tar"
+    data = bytearray(path.read_bytes())
+    data[9 * 3072 : 9 * 3072 + 512] = bytes(512)
+    path.write_bytes(data)
+    manifest = json.loads((source / "manifest.json").read_text())
+    manifest["shards"][2] |= {"samples": 9, "sha256": hashlib.sha256(data).hexdigest()}
+    (source / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"000002\.tar is damaged after 9 samples, and was so when its manifest was"):
+        corpus.read(corpus.loader(source))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# False sidecars
+
+
+def forged(path):
+    """Exchange the captions of the first two samples in the index next to a shard."""
+    shard_index(path)
+    place = path.parent / ".index" / f"{path.name}.npz"
+    with np.load(place) as kept:
+        content = dict(kept)
+    column = content["types"].tolist().index("txt")
+    for name in ("offsets", "sizes"):
+        content[name][column, [0, 1]] = content[name][column, [1, 0]]
+    np.savez(place, **content)
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_a_forged_index_gives_no_wrong_pair(corpus, tmp_path, manifest):
+    source = corpus.write(tmp_path / "s", 60, manifest=manifest)
+    forged(source / "000002.tar")
+    with pytest.raises(
+        ValueError, match=r"000002\.tar does not hold 00002[01]\.txt .*000002\.tar\.npz was not true of it"
+    ):
+        corpus.read(corpus.loader(source))
+    loader = corpus.loader(source)  # the index was made anew
+    assert sorted(n for batch in corpus.read(loader) for n in batch) == list(range(60))
+
+
+def test_the_index_of_another_tar_of_the_same_size_and_time_gives_no_wrong_pair(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 100, per_shard=100, manifest=False)
+    path = source / "000000.tar"
+    shard_index(path)
+    before, data = path.stat(), path.read_bytes()
+    overwrite(path, crossed(data))  # captions and images apart: these are other samples
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(ValueError, match="was not true of it: it has been made anew"):
+        corpus.read(corpus.loader(source, limits=LENIENT))
+
+
+def test_check_finds_a_false_index_and_makes_it_anew(corpus, tmp_path, capsys):
+    source = corpus.write(tmp_path / "s", 60)
+    forged(source / "000002.tar")
+    assert check(str(source)) == 1
+    assert "was not true of it" in " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+    assert check(str(source)) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What tells shards from others
+
+
+def other_content(corpus, directory, **settings):
+    """The same names, counts and keys; other samples."""
+    return corpus.write(
+        directory, change=lambda s: corpus.sample(int(s["__key__"]) + 100) | {"__key__": s["__key__"]}, **settings
+    )
+
+
+def longer(corpus, directory, **settings):
+    """The same names, counts and keys; captions of another length."""
+    return corpus.write(directory, change=lambda s: s | {"txt": f"a {s['txt']}"}, **settings)
+
+
+@pytest.mark.parametrize("known", ["sha256", "members", "ends"])
+def test_a_run_does_not_resume_on_other_content(corpus, tmp_path, known):
+    def made(make, name):
+        directory = make(tmp_path / name, count=40, manifest=known != "members")
+        if known == "ends":
+            (directory / "manifest.json").unlink()
+        return directory
+
+    other = longer if known == "members" else other_content
+    here, there = made(corpus.write, "here"), made(lambda *args, **kw: other(corpus, *args, **kw), "there")
+    moved = made(corpus.write, "moved")
+    state = corpus.loader(here).state_dict()
+    assert state["content"].startswith(f"{known}:")
+    corpus.loader(moved).load_state_dict(state)
+    assert ShardSet(here).fingerprint == ShardSet(there).fingerprint
+    with pytest.raises(ValueError, match=rf"cannot resume: the shards have the names .* other content \({known}:"):
+        corpus.loader(there).load_state_dict(state)
+
+
+def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 40, manifest=False)
+    state = corpus.loader(source).state_dict()
+    write_manifest(source)
+    with pytest.warns(UserWarning, match="the checkpoint knows their members, now their sha256 are known"):
+        corpus.loader(source).load_state_dict(state)
+    del state["content"]  # as earlier versions wrote it
+    loader = corpus.loader(source)
+    with pytest.warns(UserWarning, match="the checkpoint knows their names and counts, now their sha256"):
+        loader.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader.load_state_dict(loader.state_dict())
+
+
+def test_of_distant_shards_the_content_is_what_is_known(corpus, whole, tmp_path, monkeypatch):
+    shards = [Shard("http://127.0.0.1:9/0.tar", samples=10), Shard("http://127.0.0.1:9/1.tar", samples=3)]
+    monkeypatch.setattr(storage, "find_shards", lambda source: shards)
+    assert ShardSet("x", ShardCache(patience=Patience(tries=1))).content.startswith("names:")

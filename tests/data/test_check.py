@@ -1,0 +1,256 @@
+import io
+import json
+import os
+import re
+import tarfile
+
+import pytest
+import torch
+
+from diffvision.data import ShardSet
+from diffvision.data.check import Keys, check_shards, shard_stats
+from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.make import check, stats, write_manifest
+from diffvision.data.shards.writer import write_evaluation_split
+from tests.data.conftest import Corpus
+
+
+@pytest.fixture
+def shards(corpus, tmp_path):
+    return corpus.write(tmp_path / "data" / "train", 40)
+
+
+def problems(directory):
+    return {result.path.name: result.problems for result in check_shards(directory, 1) if result.problems}
+
+
+def test_whole_shards_pass(shards, capsys):
+    results = check_shards(shards.parent)
+    assert [(r.path.name, r.samples, r.good, r.ok) for r in results] == [
+        (f"00000{n}.tar", 10, 10, True) for n in range(4)
+    ]
+    assert check(str(shards.parent)) == 0
+    assert "problems" not in capsys.readouterr().out
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_every_kind_of_damage_is_named(shards, capsys):
+    flip(shards / "000000.tar", -600)  # in the zeros behind the last member: only the hash can tell
+    os.truncate(shards / "000001.tar", 512 * 20)
+    (shards / "000002.tar").unlink()
+    (shards / "000009.tar").write_bytes((shards / "000003.tar").read_bytes())
+    (shards / "nshards.txt").write_text("7")
+    found = problems(shards)
+    assert found["000000.tar"][-1] == "sha256 is not the manifest's"
+    assert any("tar is damaged" in p for p in found["000001.tar"])
+    assert "4 samples, the manifest says 10" in found["000001.tar"]
+    assert found["000002.tar"] == ["in the manifest, but not there"]
+    assert found["000009.tar"] == ["not in the manifest"]
+    assert found["nshards.txt"] == ["says '7', but there are 4 shards"]
+    assert "000003.tar" not in found
+    assert check(str(shards)) == 1
+    assert "sha256 is not" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_anywhere_is_found(shards):
+    for at in (10, 600, 1600, 9000):
+        original = (shards / "000000.tar").read_bytes()
+        flip(shards / "000000.tar", at)
+        assert not check_shards(shards, 1)[0].ok
+        (shards / "000000.tar").write_bytes(original)
+
+
+def test_samples_are_decoded_and_counted_by_reason(corpus, tmp_path):
+    ways = {1: {"png": b"x"}, 2: {"txt": ""}, 3: {"cls": "cat"}, 4: {"png": None}, 5: {"txt": None, "cls": None}}
+
+    def spoil(sample):
+        changed = sample | ways.get(int(sample["__key__"]), {})
+        return {k: v for k, v in changed.items() if v is not None}
+
+    source = corpus.write(tmp_path / "s", 10, change=spoil)
+    (result,) = check_shards(source)
+    assert not result.problems
+    assert (result.read, result.good) == ("caption_key txt", 6)
+    image = "missing image: the sample has cls, txt, none of them jpg, jpeg, png, webp"
+    assert result.bad == {
+        "not a JPEG, PNG or WebP image": 1,
+        "empty caption": 1,
+        image: 1,
+        "missing caption: the sample has png, none of them txt, json": 1,
+    }
+    assert result.examples["empty caption"] == "000002"
+    (result,) = check_shards(source, keys=Keys(label_key="cls"))
+    assert (result.read, result.good) == ("label_key cls", 6)
+    assert result.bad == {
+        "not a JPEG, PNG or WebP image": 1,
+        "label is not a class number": 1,
+        image: 1,
+        "missing label: the sample has png, none of them cls, txt, json": 1,
+    }
+    with pytest.raises(ValueError, match="caption_key and label_key belong to different trainings"):
+        Keys(caption_key="txt", label_key="cls")
+
+
+def test_elongated_images_are_bad_here_as_in_training(corpus, tmp_path):
+    wide = corpus.png(0, size=(300_000, 1))
+    source = corpus.write(tmp_path / "s", 2, change=lambda s: s | {"png": wide} if s["__key__"] == "000001" else s)
+    (result,) = check_shards(source)
+    assert (result.good, result.bad) == (1, {"image too elongated": 1})
+
+
+def test_keys_that_come_twice_are_a_problem(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 10, change=lambda s: s | {"__key__": "same"})
+    assert problems(source) == {"000000.tar": ["1 keys come more than once, first 'same': members apart?"]}
+
+
+def test_stats(shards, capsys, corpus):
+    (own,) = shard_stats(shards.parent).values()
+    assert (own.samples, own.members) == (40, {"png": 40, "txt": 40, "cls": 40})
+    assert own.sizes == {(2, 2): 40}
+    assert own.modes == {"PNG RGB": 40}
+    assert sorted(own.caption_lengths) == [8] * 10 + [9] * 30
+    assert own.labels == dict.fromkeys(range(10), 4)
+    assert own.bytes == sum(p.stat().st_size for p in shards.glob("*.tar"))
+    assert stats(str(shards.parent)) == 0
+    printed = capsys.readouterr().out
+    assert "PNG RGB 40" in printed
+    rows = {line.split("│")[1].strip() for line in printed.splitlines() if "│" in line}
+    assert rows >= {"samples", "width"}
+    assert not rows & {"texts", "tokens"}
+    with pytest.raises(ValueError, match=r"do not exist, first .*none"):
+        stats(str(shards / "none"))
+    (shards / "none").mkdir()
+    with pytest.raises(ValueError, match=r"no shards .* in or under"):
+        stats(str(shards / "none"))
+
+
+def tar(path, *samples):
+    """A shard of samples (key, {member type: bytes}), whose members are named key.type, whatever the key is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as file:
+        for key, members in samples:
+            for member_type, data in members.items():
+                member = tarfile.TarInfo(f"{key}.{member_type}")
+                member.size = len(data)
+                file.addfile(member, io.BytesIO(data))
+    return path
+
+
+IMAGE = Corpus.png(3)
+GOOD = [(f"good{n}", {"png": IMAGE, "txt": b"a caption"}) for n in range(3)]
+ODD = {
+    "text": [("a", {"png": IMAGE})],
+    "two images": [("a", {"0.jpg": IMAGE, "1.jpg": IMAGE, "txt": b"a"})],
+    "json without text": [("a", {"png": IMAGE, "json": b'{"caption": "a"}'})],
+    "few keys with dots": [(f"photo.{n}", {"png": IMAGE, "txt": b"a"}) for n in range(4)],
+    "keys that begin with a dot": [(f".{n}", {"png": IMAGE, "txt": b"a"}) for n in range(2)],
+    "images of other types": [("a", {"bmp": IMAGE, "txt": b"a"})],
+    "repeated": [GOOD[2], GOOD[2]],
+    "members apart": [("a", {"png": IMAGE}), ("b", {"txt": b"b"}), ("a", {"txt": b"a"})],
+    "macOS": [("._good0", {"png": b"\0"}), ("a", {"PNG": IMAGE, "TXT": b"a"})],
+    "blank and damaged": [("a", {"png": IMAGE, "txt": b" "}), ("b", {"png": IMAGE[:40], "txt": b"b"})],
+    "no member that is read": [("a", {"pkl": b"a"}), ("b", {"mp4": b"a", "txt": b"b"})],
+    "names of folders": [("x.y/a", {"png": IMAGE, "txt": b"a"}), ("x/y/b", {"jpeg": IMAGE, "txt": b"b"})],
+}
+
+
+def account(source, **settings):
+    """(seen, skipped by reason) of an epoch of training."""
+    kind = ImageLabelData if settings.keys() & {"label_key"} else ImageTextData
+    data = kind(str(source), 1, num_workers=0, max_bad_fraction=1, **settings)
+    data.tokenizer = lambda captions: torch.zeros(len(captions), 1)
+    loader = data.train_dataloader()
+    for _ in loader:
+        pass
+    return loader.report.seen, loader.report.skipped
+
+
+@pytest.mark.filterwarnings("ignore:.*begin with a dot")
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+@pytest.mark.parametrize("odd", ODD)
+def test_check_and_training_count_the_same(odd, ending, tmp_path):
+    tar(tmp_path / f"0.{ending}", *GOOD, *ODD[odd])
+    (result,) = check_shards(tmp_path, 0)
+    assert result.samples == result.good + result.bad.total()
+    assert (result.good, result.bad) == account(tmp_path)
+
+
+def test_check_takes_the_keys_of_training(tmp_path):
+    samples = [
+        (f"{n}", {"a.jpg": IMAGE, "json": json.dumps({"alt": "a", "label": label}).encode()})
+        for n, label in enumerate([0, "7", "cat", True, None])
+    ]
+    tar(tmp_path / "0.tar", *samples)
+    for keys, good in (({"caption_key": "json:alt"}, 5), ({"label_key": "json:label"}, 2)):
+        keys["image_key"] = "a.jpg"
+        (result,) = check_shards(tmp_path, 0, Keys(**keys))
+        assert (result.good, result.bad) == account(tmp_path, **keys)
+        assert result.good == good
+    assert sorted(result.bad) == [
+        "JSON field 'label' is not a class number: write numbers, or pack pictures with a table of class names "
+        "(`diffvision data make folder --captions`)",
+        "no class number in JSON field 'label'",
+    ]
+    (result,) = check_shards(tmp_path, 0)
+    assert (result.read, result.good) == ("label_key json:label", 0)
+    reason = (
+        "missing image: the sample has a.jpg, json; set image_key, or rename the members: a key ends at the first dot"
+    )
+    assert result.bad[reason] == 2
+
+
+def test_json_alone_is_read_by_training_and_check_without_a_setting(tmp_path):
+    tar(tmp_path / "0.tar", *[(f"{n}", {"png": IMAGE, "json": b'{"caption": ["", "a"]}'}) for n in range(4)])
+    (result,) = check_shards(tmp_path, 0)
+    assert (result.read, result.good) == ("caption_key json:caption", 4)
+    assert account(tmp_path) == (4, {})
+
+
+def test_keys_with_dots_are_refused(tmp_path, capsys):
+    """64 images were one sample, and good."""
+    tar(tmp_path / "0.tar", *[(f"photo.{n:04}", {"jpg": IMAGE, "txt": b"a"}) for n in range(64)])
+    (result,) = check_shards(tmp_path, 0)
+    (problem,) = result.problems
+    assert problem.startswith("keys with dots: its members are of 128 types (0000.jpg, 0000.txt, 0001.jpg, ...)")
+    assert "rename the members" in problem
+    assert result.good == 0
+    with pytest.raises(ValueError, match=r"0\.tar has keys with dots: its members are of 128 types .*; rename"):
+        account(tmp_path)
+    with pytest.raises(ValueError, match=r"keys with dots"):
+        write_manifest(tmp_path)
+    assert check(str(tmp_path), 0) == 1
+    assert "keys with dots" in " ".join(capsys.readouterr().out.split())
+
+
+def test_keys_that_begin_with_a_dot_are_named(tmp_path):
+    tar(tmp_path / "0.tar", *GOOD, (".a", {"png": IMAGE, "txt": b"a"}), ("._b", {"png": b"\0"}))
+    (problem,) = problems(tmp_path)["0.tar"]
+    expected = "2 members are in no sample, for their names begin with a dot, first '.a.png'; rename"
+    assert problem.startswith(expected)
+    with pytest.warns(UserWarning, match=re.escape(expected)):
+        ShardSet(tmp_path)
+
+
+def test_check_takes_what_training_takes(shards, corpus, tmp_path, serve):
+    url, _ = serve(shards)
+    sources = [f"{shards}/*.tar", f"{shards.parent}/**/00000{{0..3}}.tar", url, f"{url}/{{000000..000003}}.tar"]
+    for source in [*sources, [f"{shards}/00000{n}.tar" for n in range(4)]]:
+        results = check_shards(source, 1)
+        assert [(r.path.name, r.good, r.ok) for r in results] == [(f"00000{n}.tar", 10, True) for n in range(4)]
+    assert check(f"{shards}/*.tar", 1) == 0
+
+
+def test_the_samples_of_an_evaluation_folder_are_read_as_evaluation_does(corpus, tmp_path):
+    samples = [{"png": IMAGE, "txt": "", "cls": "1"}, {"png": IMAGE, "txt": "a", "cls": "cat"}]
+    folder = tmp_path / "pets"
+    write_evaluation_split(folder / "test", [{"__key__": f"{n}", **s} for n, s in enumerate(samples)])
+    (result,) = check_shards(tmp_path, 0)
+    assert (result.read, result.bad) == ("zero_shot", {"label is not a class number": 1})
+    (folder / "dataset_type.txt").write_text("retrieval")
+    (result,) = check_shards(tmp_path, 0)
+    assert (result.read, result.bad) == ("retrieval", {"empty caption": 1})

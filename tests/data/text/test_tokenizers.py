@@ -1,0 +1,197 @@
+"""Tokenizers: exact round trips, text that stays text, files that say where the end of a document is."""
+
+import json
+import pickle
+import re
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+
+from diffvision.data.text.tiktokens import _byte_names, converted
+from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
+
+TEXTS = [
+    "def add(first, second):\n    return first + second\n",
+    "the end of the text, and the text of the end\n",
+    "Größe 東京 \U0001f600 \x00 \r\n\t tabs",
+]
+MERGED = [" t", "nd", "he", " the", "co", "ex", "end", "eco", "fi", "of"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS * 3, 300)
+
+
+def test_links_that_came_with_a_folder_are_not_written_through(tmp_path):
+    other, tokenizer = tmp_path / "notes.txt", train_tokenizer(TEXTS, 300)
+    other.write_text("years of work")
+    ended = Tokenizer(tokenizer._backend, "a")  # whose settings name its end
+    for name in ("tokenizer.json", "tokenizer.json.part", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(other)
+    ended.save(tmp_path)
+    assert other.read_text() == "years of work"
+    assert load_tokenizer(tmp_path).eos == "a"
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "", "never seen: ßß\u2028 \ufeff", f"a{END}b", END])
+def test_any_text_comes_back_as_it_was(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id not in ids
+    assert all(0 <= number < tokenizer.vocab_size for number in ids)
+
+
+def test_training_gives_the_same_in_every_process(tokenizer):
+    merged = [tokenizer.decode([number]) for number in range(257, 267)]
+    assert merged == MERGED
+    assert train_tokenizer(TEXTS * 3, 300).fingerprint == tokenizer.fingerprint
+    assert train_tokenizer(TEXTS, 300).fingerprint != tokenizer.fingerprint
+
+
+def test_a_small_corpus_tells_how_many_tokens_it_gave(tokenizer):
+    assert len(tokenizer) == tokenizer.vocab_size == 300
+    assert train_tokenizer(["ab"], 5000).vocab_size == 257
+    assert tokenizer.encode("the text") != list(b"the text")
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    tokenizer.save(tmp_path / "deep" / "other.json")
+    for place in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "deep" / "other.json")):
+        loaded = load_tokenizer(place)
+        assert loaded.fingerprint == tokenizer.fingerprint
+        assert (loaded.eos_id, loaded.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
+        assert loaded.encode(f"a{END}b") == tokenizer.encode(f"a{END}b")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_worker_process_gets_all_of_it(tokenizer):
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode(f"a{END}b") == tokenizer.encode(f"a{END}b")
+    assert copy.fingerprint == tokenizer.fingerprint
+
+
+def words(tokens, special=()):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def test_padding_and_cutting_in_a_file_are_not_followed():
+    backend = words({"?": 0, "a": 1, "</s>": 2})
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a a a a") == [1, 1, 1, 1]
+    assert tokenizer.eos == "</s>"
+
+
+@pytest.mark.parametrize("backend", [{"?": 0, "a": 1, END: 2}, {"?": 0, "a": 1}], ids=["a word", "added, not special"])
+def test_the_end_written_out_is_text_even_where_it_is_a_word(backend):
+    backend = words(backend)
+    backend.add_tokens([END])
+    tokenizer = Tokenizer(backend)
+    assert backend.encode(END).ids == [2]
+    assert tokenizer.encode(f"a {END} a") == [1, 0, 0, 1]
+
+
+def test_the_end_is_found_where_hugging_face_tells_it(tmp_path):
+    words({"?": 0, "a": 1}, ["<stop>", END]).save(str(tmp_path / "tokenizer.json"))
+    for told in ("<stop>", {"content": "<stop>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": told}))
+        assert load_tokenizer(tmp_path).eos_id == 2
+    load_tokenizer(tmp_path).save(tmp_path / "again" / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "again").eos_id == 2
+
+
+def test_ids_may_leave_gaps():
+    assert Tokenizer(words({"?": 0, "a": 7, END: 3})).vocab_size == 8
+
+
+def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a file of the tokenizers library"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"no tokenizer at .*nothing: give a tokenizer\.json, .*gpt2.*data tokenizer"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"no token for the end of a document, any of <\|endoftext\|>"):
+        Tokenizer(words({"?": 0}))
+    with pytest.raises(ValueError, match=r"vocab_size is 256: it must be 257"):
+        train_tokenizer(TEXTS, 256)
+    for nothing in ([], ["", ""]):
+        with pytest.raises(ValueError, match="no text to train a tokenizer on"):
+            train_tokenizer(nothing, 300)
+    with pytest.raises(ValueError, match="token id 300: this tokenizer's lie between 0 and 299"):
+        tokenizer.decode([5, 300])
+    with pytest.raises(
+        ValueError, match=r"text not UTF-8: character 14 is U\+D800, half of .*; leave it out, or write"
+    ):
+        tokenizer.encode("half a pair: \ud800")
+    with pytest.raises(ValueError, match=r"text not UTF-8: character 3 is U\+D800"):
+        train_tokenizer(["good", "ab\ud800c"], 300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tiktoken's
+
+
+class Ranked:
+    """The part of a `tiktoken.Encoding` that is read here, encoding as tiktoken does: lowest rank first."""
+
+    name, eot_token = "ranked", 400
+
+    def __init__(self, tokenizer):
+        byte = {name: number for number, name in enumerate(_byte_names())}
+        vocabulary = tokenizer._backend.get_vocab()
+        self._mergeable_ranks = {bytes(byte[c] for c in word): n - 1 for word, n in vocabulary.items() if n}
+        self._pat_str = r" ?\w+| ?[^\s\w]++|\s++$|\s+"
+        self._special_tokens = {END: 400, "<|other|>": 402}
+
+    def encode_ordinary(self, text):
+        pattern = re.compile(r" ?\w+| ?[^\s\w]+|\s+")
+        return [number for piece in pattern.findall(text) for number in self._merged(piece.encode())]
+
+    def _merged(self, piece):
+        ranks, parts = self._mergeable_ranks, [bytes([b]) for b in piece]
+        while True:
+            joined = [ranks.get(a + b, 10**9) for a, b in pairwise(parts)]
+            if not joined or min(joined) == 10**9:
+                return [ranks[part] for part in parts]
+            at = joined.index(min(joined))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_tiktokens_encodings_are_converted_exactly(tokenizer, tmp_path):
+    ranked = Ranked(tokenizer)
+    made = Tokenizer(converted(ranked), END)
+    for text in (*TEXTS, "the the  thetext\n\n x = [1, 2]", f"a{END}b"):
+        assert made.encode(text) == ranked.encode_ordinary(text)
+        assert made.decode(made.encode(text)) == text
+    assert (made.eos_id, made.vocab_size) == (400, 403)
+    made.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == made.fingerprint
+
+
+def test_an_encoding_that_differs_is_refused(tokenizer):
+    ranked = Ranked(tokenizer)
+    ranked.encode_ordinary = lambda text: []
+    with pytest.raises(ValueError, match="cannot be converted exactly"):
+        converted(ranked)
+
+
+def test_a_name_that_cannot_be_had_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match="needs the package tiktoken, which is not installed: pip install"):
+        load_tokenizer("cl100k_base")
+
+    def get_encoding(name):
+        raise OSError("no network")
+
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
+    with pytest.raises(ValueError, match=r"tiktoken cannot get 'gpt2': no network; .*TIKTOKEN_CACHE_DIR"):
+        load_tokenizer("gpt2")

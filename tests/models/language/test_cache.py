@@ -1,0 +1,107 @@
+"""Attention with a cache equals attention without, however the tokens come."""
+
+import pytest
+import torch
+
+from diffvision import ops
+from diffvision.models.language.cache import KVCache, LayerCache
+from diffvision.nn import ATTENTION, build_attention
+from diffvision.ops import attention_backend
+
+CLOSE = {"rtol": 0, "atol": 1e-5}
+PATTERNS = {"prefill": [20], "chunks": [7, 1, 5, 7], "prefill and tokens": [15, 1, 1, 1, 1, 1], "tokens": [1] * 20}
+
+
+def _layer(variant, **settings):
+    return build_attention(variant, 32, 4, 2, rotary=1e4, qk_norm=True, **settings).eval()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_cached_equals_whole(variant, pattern, backend):
+    layer, x = _layer(variant), torch.randn(2, 20, 32)
+    cache = LayerCache(layer, 2, 24)
+    with attention_backend(backend):
+        whole = layer(x, is_causal=True)
+        parts = [layer(part, is_causal=True, cache=cache) for part in x.split(PATTERNS[pattern], dim=1)]
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
+
+
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_cropped_and_reset(variant):
+    """What was cropped leaves no trace, and a cache may be used again."""
+    layer, x = _layer(variant), torch.randn(2, 20, 32)
+    cache = KVCache([layer], 2, 20)
+    layer(torch.cat([x[:, :8], torch.randn(2, 9, 32)], 1), is_causal=True, cache=cache.layers[0])
+    cache.crop(8)
+    rest = layer(x[:, 8:], is_causal=True, cache=cache.layers[0])
+    torch.testing.assert_close(rest, layer(x, is_causal=True)[:, 8:], **CLOSE)
+    cache.reset()
+    assert cache.length == 0
+    torch.testing.assert_close(layer(x, is_causal=True, cache=cache.layers[0]), layer(x, is_causal=True), **CLOSE)
+
+
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_indexed_equals_whole(variant):
+    """Written at a tensor's place and read whole under a mask, as compiled steps do; beyond it anything finite."""
+    layer, x = _layer(variant), torch.randn(2, 20, 32)
+    cache = LayerCache(layer, 2, 24)
+    cache.keys.fill_(7.0)
+    cache.values.fill_(-7.0)
+    layer(x[:, :15], is_causal=True, cache=cache)
+    parts = []
+    for place in range(15, 20):
+        index = torch.tensor([place])
+        mask = (torch.arange(24) <= index)[None, None, None]
+        parts.append(layer(x[:, place : place + 1], mask, cache=cache.at(index)))
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x, is_causal=True)[:, 15:], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_given_rotation(variant):
+    """Angles given once for all layers, with positions of each row's own (left padding)."""
+    layer, x = _layer(variant), torch.randn(2, 9, 32)
+    cos, sin = ops.rotary_tables(torch.arange(9), layer.head_dim, 1e4)
+    torch.testing.assert_close(layer(x, is_causal=True, rotation=(cos, sin)), layer(x, is_causal=True))
+    positions = (torch.arange(9) - torch.tensor([0, 4])[:, None]).clamp(min=0)
+    cos, sin = ops.rotary_tables(positions[:, None, None], layer.head_dim, 1e4)
+    real = (torch.arange(9) >= torch.tensor([0, 4])[:, None])[:, None, None]
+    padded = layer(x, real, True, rotation=(cos, sin))
+    assert padded.isfinite().all()
+    torch.testing.assert_close(padded[1, 4:], layer(x[1:, 4:], is_causal=True)[0], **CLOSE)
+
+
+def test_sizes():
+    """V1 keeps its values once; V2 keeps one key for both maps."""
+    kept = {}
+    for variant, heads in (("standard", 8), ("v1", 4), ("v2", 8)):
+        cache = LayerCache(build_attention(variant, 64, heads), 3, 10)
+        kept[variant] = cache.keys.numel() + cache.values.numel()
+        assert cache.capacity == 10
+    assert kept == dict.fromkeys(kept, 3 * 10 * 2 * 64)
+    cache = LayerCache(build_attention("v1", 64, 4, dtype=torch.bfloat16), 1, 2)
+    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+
+
+def test_no_gradient_is_kept():
+    layer = _layer("v1")
+    cache = LayerCache(layer, 1, 4)
+    layer(torch.randn(1, 2, 32, requires_grad=True), is_causal=True, cache=cache)
+    assert not cache.keys.requires_grad
+
+
+def test_bad_input_is_named():
+    layer = _layer("v1")
+    cache = LayerCache(layer, 2, 10)
+    layer(torch.randn(2, 8, 32), is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match="3 tokens after 8 make 11, over the cache's capacity of 10"):
+        layer(torch.randn(2, 3, 32), is_causal=True, cache=cache)
+    assert cache.length == 8
+    with pytest.raises(ValueError, match=r"a batch of 2 in torch.float32, got 1 in torch.float32"):
+        layer(torch.randn(1, 1, 32), is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match="cannot crop a cache of 8 tokens to 9: give 0 to 8"):
+        cache.crop(9)
+    with pytest.raises(ValueError, match="at least 1, got 0 and 5"):
+        KVCache([layer], 0, 5)

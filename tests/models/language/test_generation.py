@@ -1,0 +1,197 @@
+"""Generation: the cache against none, batches against single prompts, how tokens are drawn, and what is refused."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from diffvision.models import language
+from diffvision.models.language.generation import Sampling, generate
+
+NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def _model(name, **overrides):
+    """Weights large enough that the likeliest tokens differ from place to place."""
+    model = language.create(name, **{"vocab_size": 97, "max_length": 256, "tied": False, **overrides}).eval()
+    with torch.no_grad():
+        model.embed.weight.normal_()
+        for parameter in model.blocks.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def _without_cache(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=NAMES)
+def model(request):
+    return _model(request.param, num_kv_heads=1)
+
+
+@pytest.mark.parametrize("pattern", [[140], [30, 1, 99, 10], [*[130], *[1] * 10]], ids=["prefill", "chunks", "tokens"])
+@torch.no_grad()
+def test_cached_logits_equal_those_of_one_pass(model, pattern):
+    tokens = torch.randint(97, (2, 140))
+    cache = model.new_cache(2, 150)
+    parts = [model.hidden(part, cache=cache) for part in tokens.split(pattern, dim=1)]
+    torch.testing.assert_close(model.logits(torch.cat(parts, 1)), model(tokens), **CLOSE)
+    cache.crop(60)
+    again = model.hidden(tokens[:, 60:], cache=cache)
+    torch.testing.assert_close(model.logits(again), model(tokens)[:, 60:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_step_equals_a_pass(model):
+    """The fixed-shape step that is compiled, run as it is: with and without padding, one token and several."""
+    tokens, padding = torch.randint(97, (2, 24)), torch.tensor([0, 5])
+    for pad in (None, padding):
+        cache = model.new_cache(2, 32)
+        model.hidden(tokens[:, :20], cache=cache, padding=pad)
+        first = model.step(tokens[:, 20:21], torch.tensor([20]), cache, pad)
+        rest = model.step(tokens[:, 21:], torch.arange(21, 24), cache, pad)
+        whole = model.hidden(tokens, padding=pad)
+        torch.testing.assert_close(torch.cat([first, rest], 1), whole[:, 20:], **CLOSE)
+
+
+def test_greedy_equals_no_cache(model):
+    prompt = torch.randint(97, (1, 90))
+    expected = _without_cache(model, prompt[0].tolist(), 20)
+    assert len(set(expected)) > 4
+    assert generate(model, prompt, max_new_tokens=20) == [expected]
+
+
+def test_unequal_prompts_equal_each_alone(model):
+    prompts = [torch.randint(97, (length,)).tolist() for length in (40, 1, 23, 40)]
+    tokens = torch.zeros(4, 40, dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[40 - len(prompt) :] = torch.tensor(prompt)
+    padding = torch.tensor([40 - len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        padded = model.hidden(tokens, padding=padding)
+        assert padded.isfinite().all()
+        for row, prompt in zip(padded, prompts, strict=True):
+            torch.testing.assert_close(row[-len(prompt) :], model.hidden(torch.tensor([prompt]))[0], **CLOSE)
+    expected = [_without_cache(model, prompt, 12) for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=12) == expected
+
+
+def test_stop_tokens_and_streaming(model):
+    prompts = [[3, 4, 5], [6, 7]]
+    free = generate(model, prompts, max_new_tokens=12)
+    stop = free[0][4]
+    seen = [[], []]
+    kept = generate(
+        model, prompts, max_new_tokens=12, stop={stop}, on_token=lambda index, token: seen[index].append(token)
+    )
+    assert kept == seen
+    for got, whole in zip(kept, free, strict=True):
+        assert got == (whole[: whole.index(stop)] if stop in whole else whole)
+    assert generate(model, prompts[:1], max_new_tokens=12, stop=[free[0][0]]) == [[]]
+
+
+def test_sampling_follows_its_probabilities():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    plain = Sampling(temperature=1.0).probabilities(logits)
+    torch.testing.assert_close(plain, logits.softmax(0))
+    torch.testing.assert_close(Sampling(temperature=2.0).probabilities(logits), (logits / 2).softmax(0))
+    two = logits[:2].softmax(0)
+    zeros = torch.zeros(2)
+    torch.testing.assert_close(Sampling(temperature=1.0, top_k=2).probabilities(logits), torch.cat([two, zeros]))
+    # 0.644 + 0.237 + 0.087 + 0.032: the second is needed to reach 0.7, the third to reach 0.9
+    torch.testing.assert_close(Sampling(temperature=1.0, top_p=0.7).probabilities(logits), torch.cat([two, zeros]))
+    assert (Sampling(temperature=1.0, top_p=0.9).probabilities(logits) > 0).tolist() == [True, True, True, False]
+    assert (Sampling(temperature=1.0, top_p=0.01).probabilities(logits)).tolist() == [1, 0, 0, 0]
+    torch.testing.assert_close(Sampling(temperature=1.0, top_k=9, top_p=1.0).probabilities(logits), plain)
+    generator = torch.Generator().manual_seed(0)
+    drawn = Sampling(temperature=1.0).choose(logits.expand(20_000, -1), generator).bincount() / 20_000
+    torch.testing.assert_close(drawn, plain, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-60, 5e-324])
+def test_greedy_is_the_limit_of_low_temperatures(temperature):
+    """Whose quotients overflow, and which are 0 in float32; equals share what greedy gives to the first."""
+    near = Sampling(temperature=temperature)
+    logits = torch.tensor([[3.0, -2.0, 9.0, 8.9], [-5.0, -7.0, -5.0, -6.0], [0.0, 1e30, -1e30, -torch.inf]])
+    expected = torch.tensor([[0, 0, 1.0, 0], [0.5, 0, 0.5, 0], [0, 1.0, 0, 0]])
+    assert torch.equal(near.probabilities(logits), expected)
+    assert torch.equal(Sampling(temperature=temperature, top_k=3, top_p=0.9).probabilities(logits), expected)
+    assert near.choose(logits[::2]).tolist() == Sampling().choose(logits[::2]).tolist()
+
+
+def test_draws_repeat_with_their_generator(model):
+    def draw(seed, **settings):
+        generator = torch.Generator().manual_seed(seed)
+        return generate(model, [[1, 2]], max_new_tokens=20, temperature=1.5, generator=generator, **settings)
+
+    assert draw(0) == draw(0) != draw(1)
+    assert draw(0, top_k=1) == generate(model, [[1, 2]], max_new_tokens=20)
+    assert draw(0, top_p=1e-6) == generate(model, [[1, 2]], max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "there is no prompt"),
+        ([[1], []], {}, "prompt 1 is empty: give it a token"),
+        ([[1], [5] * 250], {}, "prompt 1 has 250 tokens, and 7 new ones make 257, over the model's max_length of 256"),
+        ([[1, 97]], {}, "tokens from 1 to 97, and the model's vocabulary of 97 ends at 96: use the tokenizer"),
+        ([[-1]], {}, "tokens from -1 to -1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"temperature": -1.0}, "temperature is -1.0: it must be 0"),
+        ([[1]], {"temperature": 1.0, "top_k": 0}, "top_k is 0"),
+        ([[1]], {"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5"),
+        ([[1]], {"top_k": 5}, "temperature 0 draws none: set temperature"),
+        ([[1]], {"vocab_size": 0}, "vocab_size is 0: it must be 1 to the model's 97, or None"),
+        ([[1]], {"vocab_size": -5}, "vocab_size is -5: it must be 1 to"),
+        ([[1]], {"vocab_size": 98}, "vocab_size is 98: it must be 1 to"),
+        (torch.tensor([1, 2]), {}, r"prompts are a tensor \[2\] of torch.int64: give whole numbers \[B, N\], one"),
+        (torch.ones(1, 2), {}, r"prompts are a tensor \[1, 2\] of torch.float32"),
+        ([1, 2], {}, r"prompts are numbers: .* one prompt as \[prompt\]"),
+    ],
+)
+def test_what_is_refused(prompts, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(_model("diff-debug"), prompts, **{"max_new_tokens": 7, **settings})
+
+
+def test_a_model_that_ran_compiled_can_be_pickled_and_copied():
+    """And is freed: nothing outside of it holds it."""
+    model = _model("diff-debug")
+    with torch.compiler.set_stance("force_eager"):
+        made = generate(model, [[1, 2]], max_new_tokens=5, compile=True)
+    again = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    assert [generate(one, [[1, 2]], max_new_tokens=5) for one in again] == [made, made]
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_only_the_tokenizer_s_tokens(model):
+    assert max(generate(model, [[1, 2]], max_new_tokens=40)[0]) >= 30
+    assert max(generate(model, [[1, 2]], max_new_tokens=40, vocab_size=30)[0]) < 30
+
+
+def test_fills_the_model_to_its_length():
+    assert len(generate(_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_decoding_equals_eager_and_compiles_once(name):
+    model = _model(name, num_kv_heads=1)
+    prompts = [torch.randint(97, (length,)).tolist() for length in (150, 20)]
+    expected = generate(model, prompts, max_new_tokens=24)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert generate(model, prompts, max_new_tokens=24, compile=True) == expected

@@ -1,0 +1,137 @@
+"""Against transformers' own models: logits and greedy generation on converted weights, both ways."""
+
+import pytest
+import torch
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from diffvision.models.convert.transformers import from_hugging_face, to_hugging_face
+from diffvision.models.language import LanguageConfig, LanguageModel
+from diffvision.models.language.generation import generate
+
+THEIRS = {"diffllama": (DiffLlamaConfig, DiffLlamaForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+SHAPE = {"vocab_size": 97, "dim": 48, "depth": 3, "num_heads": 4, "head_dim": 12, "mlp_dim": 80, "max_length": 128}
+CASES = [
+    pytest.param(variant, kv_heads, tied, id=f"{variant}-{kv_heads}-{'tied' if tied else 'untied'}")
+    for variant, kv_heads, tied in (("v1", 4, True), ("v1", 2, False), ("standard", 4, False), ("standard", 2, True))
+]
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def _scattered(model):
+    """Random weights of a size that makes every part matter, norms and lambda too."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.15)
+            else:
+                parameter.normal_(mean=0.0 if "lambda" in name else 1.0, std=0.3)
+    return model.eval()
+
+
+def _ours(variant, kv_heads, tied):
+    own = LanguageConfig(**SHAPE, variant=variant, num_kv_heads=kv_heads, tied=tied, rotary_theta=5000.0)
+    return _scattered(LanguageModel(own))
+
+
+def _theirs(values, state=None, **settings):
+    values = dict(values)
+    make_config, make = THEIRS[values.pop("model_type")]
+    model = make(make_config(**values, attn_implementation="eager", pad_token_id=0, **settings)).eval()
+    if state is not None:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert not unexpected
+        assert set(missing) <= ({"lm_head.weight"} if values["tie_word_embeddings"] else set())
+    return model
+
+
+def _assert_same(ours, theirs):
+    tokens = torch.randint(1, 97, (2, 40))
+    with torch.no_grad():
+        own, other = ours(tokens), theirs(tokens).logits
+    assert own.std() > 0.5  # so that 1e-5 is a small part
+    torch.testing.assert_close(own, other, **CLOSE)
+    greedy = theirs.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
+    assert generate(ours, tokens, max_new_tokens=20) == greedy[:, 40:].tolist()
+
+
+@pytest.mark.parametrize(("variant", "kv_heads", "tied"), CASES)
+def test_ours_as_theirs(variant, kv_heads, tied):
+    model = _ours(variant, kv_heads, tied)
+    _assert_same(model, _theirs(*to_hugging_face(model.config, model.state_dict())))
+
+
+@pytest.mark.parametrize(("variant", "kv_heads", "tied"), CASES)
+def test_theirs_as_ours(variant, kv_heads, tied):
+    model = _ours(variant, kv_heads, tied)
+    values, _ = to_hugging_face(model.config, model.state_dict())
+    theirs = _scattered(_theirs(values))
+    config, state = from_hugging_face(theirs.config.to_dict(), theirs.state_dict())
+    assert config.variant == variant
+    ours = LanguageModel(config).eval()
+    ours.load_state_dict(state)
+    _assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("variant", "kv_heads", "tied"), CASES)
+def test_there_and_back(variant, kv_heads, tied):
+    """All but V1's head norm comes back bit for bit; its weight stays in the output projection."""
+    model = _ours(variant, kv_heads, tied)
+    state = model.state_dict()
+    config, back = from_hugging_face(*to_hugging_face(model.config, state))
+    assert config == LanguageConfig(**{**vars(model.config), "num_kv_heads": None if kv_heads == 4 else kv_heads})
+    assert back.keys() == state.keys()
+    for name, tensor in state.items():
+        if variant == "v1" and "head_norm" in name:
+            assert (back[name] == 1).all()
+        elif not (variant == "v1" and "attn.proj" in name):
+            assert torch.equal(back[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"variant": "v2"}, "no model of variant 'v2': only of v1, standard"),
+        ({"lambda_init": 0.8}, "lambda_init by depth; this model has 0.8"),
+        ({"head_norm": False}, "diffllama has a head norm; this model has head_norm=False"),
+        ({"variant": "standard", "head_norm": True}, "llama has no head norm; this model has head_norm=True"),
+        ({"norm_eps": 1e-6}, "norm_eps of 1e-06 differs"),
+    ],
+)
+def test_what_theirs_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        to_hugging_face(LanguageConfig(**{**SHAPE, **settings}), {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "gpt2"}, "type 'gpt2' is none of diffllama, llama"),
+        ({"attention_bias": True}, "attention_bias=True; ours is False"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; ours is 'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; ours is 'default'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'; ours is 'default'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='linear'; ours is 'default'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; ours is 1.0"),
+        ({"max_position_embeddings": None, "rms_norm_eps": None}, "lacks max_position_embeddings, rms_norm_eps"),
+        ({"num_attention_heads": 7}, "num_attention_heads=7; it must be a positive multiple of 2"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1; it must be a positive multiple of 2"),
+        ({"num_key_value_heads": 6}, "num_attention_heads=8, which is no multiple of its num_key_value_heads=6"),
+        ({}, "state_dict lacks model.embed_tokens.weight"),
+    ],
+)
+def test_what_ours_cannot_be(changed, message):
+    values, _ = to_hugging_face(*(lambda m: (m.config, m.state_dict()))(_ours("v1", 4, True)))
+    with pytest.raises(ValueError, match=message):
+        from_hugging_face({**values, **changed}, {})
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "default"}, {"type": "default"}])
+def test_reads_settings_of_transformers_4(scaling):
+    """Which had the base of the angles outside, and no scaling as None."""
+    model = _ours("standard", 2, False)
+    values, state = to_hugging_face(model.config, model.state_dict())
+    theta = values.pop("rope_parameters")["rope_theta"]
+    config, _ = from_hugging_face({**values, "rope_theta": theta, "rope_scaling": scaling}, state)
+    assert config == model.config

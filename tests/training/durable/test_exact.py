@@ -1,0 +1,161 @@
+"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix, and what is told."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.data import DataLoader
+
+import resume_matrix
+import tiny_runs
+from diffvision.models import language
+from diffvision.training.durable import run_state
+from diffvision.training.durable.checkpoints import newest_valid, verify
+from diffvision.training.durable.random_state import captured, put_back
+from diffvision.training.durable.resume import compare
+from diffvision.training.durable.run_state import RunState, flattened
+from diffvision.training.ema import EMA
+from resume_matrix import Case, cases, kept_in, outcome_of, verdict
+from tiny_runs import Cut, Outcome, Setting, once, quietly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),
+]
+TRAINED = Setting("language", ema=True, accumulate=3)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("matrix")
+    tiny_runs.write_data(root / "data")
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(root):
+    """The outcome of a case's run that is not interrupted, trained once."""
+    known: dict[Case, Outcome] = {}
+
+    def found(case: Case) -> Outcome:
+        if case.whole not in known:
+            known[case.whole] = outcome_of(root / "data", kept_in(root, case.whole, True), case.whole)
+        return known[case.whole]
+
+    return found
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("ranks", [(2,), (2, 1)])
+def test_ranks_go_on_exactly_and_others_with_the_same_samples(root, whole, ranks):
+    case = Case(Setting("language"), "step saved", ranks=ranks)
+    outcome = outcome_of(root / "data", kept_in(root, case, False), case)
+    assert outcome.began == [0, 2]
+    assert verdict(case, outcome, whole(case)) == []
+
+
+@pytest.mark.parametrize(
+    "case", cases(quick=True), ids=lambda case: f"{case.setting.task}-{case.cut}".replace(" ", "-")
+)
+def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case):
+    outcome = outcome_of(root / "data", kept_in(root, case, False), case)
+    assert len(outcome.began) == 1 + len(resume_matrix.CUTS[case.cut])
+    assert verdict(case, outcome, whole(case)) == []
+
+
+def test_the_matrix_tells_what_differs(whole):
+    outcome = whole(Case(TRAINED, ""))
+    other = Outcome(**vars(outcome) | {"samples": outcome.samples | {3: ["x"]}, "files": []})
+    assert [line.split(":")[0].split("/")[0] for line in tiny_runs.unequal(outcome, other)] == ["samples", "files"]
+    a, b = {"x": torch.tensor([0.0, 1.0])}, {"x": torch.tensor([-0.0, 1.0])}
+    assert tiny_runs.differences(a, b) == ["/x: tensor [2] | tensor [2]"]  # equal, but not bit by bit
+    results = [(Case(TRAINED, "step saved"), [], 1.0), (Case(TRAINED, "in validation"), ["x"], 1.0)]
+    assert resume_matrix.counts(results) == "bit-equal 1/2"
+    assert "| language | epochs | on | 3 | 1/2 |" in resume_matrix.page(results, [], "python")
+
+
+# --- what is refused, and what is told ---
+
+
+@pytest.fixture(scope="module")
+def kept(root) -> Path:
+    """The directory of a run with averages that was cut between the batches of a step, and saved there."""
+    kept = root / "kept"
+    with quietly():
+        once(root / "data", kept, TRAINED, Outcome(), Cut("on_train_batch_end", 7, save=True))
+    return kept
+
+
+def test_a_checkpoint_between_two_steps_is_passed_over(kept):
+    asked = kept / "asked.ckpt"
+    assert not verify(asked).resumable
+    path, faults = newest_valid([kept])
+    assert path is not None
+    assert path != asked
+    assert faults[asked] == "holds weights alone, or was not taken between two steps"
+    with pytest.raises(ValueError, match=r"asked.ckpt: it was taken between the batches of one optimizer step"):
+        compare(str(asked), tiny_runs.module_of(TRAINED), world_size=1, ranks="same")
+
+
+def test_averages_are_what_is_evaluated_and_gone_on_from_with_averaging_alone(kept):
+    path, _ = newest_valid([kept])
+    content = torch.load(path, weights_only=True)
+    loaded = language.load(path).state_dict()
+    assert all(torch.equal(value, loaded[name.removeprefix("model.")]) for name, value in content["state_dict"].items())
+    assert tiny_runs.differences(content["state_dict"], content["current_model_state"])
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=run_state.TrainerFn.FITTING), callbacks=[], ckpt_path=path)
+    with pytest.raises(ValueError, match=r"its weights are averages \(EMA\) and this run has none: add the callback"):
+        RunState().on_load_checkpoint(trainer, None, content)
+
+
+def test_averages_of_sharded_weights_and_decays_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"decay is 1.5; it weighs"):
+        EMA(decay=1.5)
+    trainer = SimpleNamespace(strategy=FSDPStrategy())
+    with pytest.raises(ValueError, match="FSDPStrategy shards the weights, and EMA averages whole ones only: use ddp"):
+        EMA().setup(trainer, None, "fit")
+
+
+def test_what_differs_is_told_by_its_name(root, kept, tmp_path):
+    """Another precision, number of ranks and configuration: one line each."""
+    run = torch.load(newest_valid([kept])[0], weights_only=True)["diffvision_run"]
+    loader = SimpleNamespace(state_dict=dict)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, max_steps=7, precision="bf16-mixed")
+    told = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})
+    told = SimpleNamespace(**vars(told) | {"train_dataloader": loader, "world_size": 4, "ckpt_path": "x.ckpt"})
+    with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
+        RunState()._tell(told, run)
+    ranks, settings = [str(line.message) for line in lines]
+    assert ranks.startswith(
+        "resumed from x.ckpt: 1 processes trained it and here are 4: every sample comes as it would"
+    )
+    assert "other settings than before: accumulate_grad_batches 1 (was 3), " in settings
+    assert "precision bf16-mixed (was 32-true)" in settings
+    told.train_dataloader, told.world_size = DataLoader([0]), 1
+    with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
+        RunState()._tell(told, {})
+    assert "DataLoader keeps no place (state_dict), so its samples may be repeated" in str(lines[0].message)
+    assert "it keeps no random generators, so dropout and the like go another way" in str(lines[1].message)
+
+
+def test_settings_that_make_no_difference_are_not_compared():
+    settings = {"model": {"lr": 0.1, "sizes": [1]}, "resume": "auto", "trainer": {"logger": {"x": 1}, "max_steps": 3}}
+    assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
+
+
+def test_generators_go_on_where_they_were(tmp_path):
+    tiny_runs.seed(3)
+    torch.randn(3), __import__("random").gauss(0, 1), __import__("numpy").random.normal()  # leave one half of a pair
+    torch.save(captured(torch.device("cpu")), tmp_path / "state.pt")
+
+    def drawn():
+        random, numpy = __import__("random"), __import__("numpy").random
+        return [random.gauss(0, 1), random.random(), numpy.normal(), numpy.rand(), torch.randn(2).tolist()]
+
+    expected = drawn()
+    tiny_runs.seed(4)
+    put_back(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+    assert drawn() == expected

@@ -1,0 +1,415 @@
+"""Steps that are not finite: skipped on every rank, written down, and at last an end; and what keeps them away."""
+
+import copy
+import json
+import math
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from diffvision.training.clip import ContrastiveModule, of_some_length
+from diffvision.training.durable.checkpoints import (
+    DurableCheckpointIO,
+    checkpoints_in,
+    newest_valid,
+    not_finite,
+    verify,
+)
+from diffvision.training.durable.finite import FILE, StepGuard
+from diffvision.training.durable.resume import compare
+from diffvision.training.optim import OptimizerSettings
+from tiny_runs import plain_checkpoint
+
+# Lightning's advice on loaders (more workers, no validation) is not for these.
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path, monkeypatch):
+    """Where a run without a logger writes to."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Loader(DataLoader):
+    """One that knows its samples' names, as ours do."""
+
+    def names(self, epoch, batch):
+        return [f"{epoch}.tar: {batch * self.batch_size + i}" for i in range(self.batch_size)]
+
+
+class Tiny(pl.LightningModule):
+    """A line after a batch norm. A batch of sixes has a loss that is infinite, while its gradients are finite."""
+
+    def __init__(self, **guard):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.guard = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), StepGuard(**guard)
+
+    def configure_callbacks(self):
+        return [self.guard]
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch["x"]).square().mean()
+        return out + torch.where((batch["x"] == 6).all(), INF, 0.0)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+class States(pl.Callback):
+    """The weights, statistics and moments after each batch."""
+
+    def __init__(self):
+        self.after = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        moments = [dict(state) for state in trainer.optimizers[0].state.values()]
+        self.after.append(copy.deepcopy((pl_module.state_dict(), moments)))
+
+
+def batches(count=6, **bad):
+    """Batches of four rows; `bad` says what fills those of a number: b2=NAN."""
+    rows = torch.randn(count, 4, 3, generator=torch.Generator().manual_seed(0))
+    for name, value in bad.items():
+        rows[int(name[1:]), 1 if math.isnan(value) else slice(None)] = value
+    return rows
+
+
+def fit(module, rows, root, *callbacks, plugins=(), **settings):
+    defaults = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(callbacks)}
+    trainer = pl.Trainer(
+        **defaults | quiet | settings,
+        default_root_dir=root,
+        logger=CSVLogger(root, "fit", version=0),
+        callbacks=list(callbacks),
+        plugins=[DurableCheckpointIO(), *plugins],
+    )
+    trainer.fit(module, Loader([{"x": row} for row in rows.flatten(0, 1)], batch_size=4))
+    return trainer
+
+
+def lines(root):
+    return [json.loads(line) for line in (root / "fit" / "version_0" / FILE).read_text().splitlines()]
+
+
+def equal(one, two):
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(flat(one), flat(two), strict=True))
+
+
+def flat(state):
+    values = state.values() if isinstance(state, dict) else state
+    return [t for v in values for t in (flat(v) if isinstance(v, dict | list | tuple) else [v])]
+
+
+# --- skipping ---
+
+
+def test_a_skipped_step_changes_nothing_and_is_told(tmp_path):
+    """A NaN in the batch; an infinite loss with finite gradients; the others train as if these two were not there."""
+    module, states = Tiny(clip_norm=1.0), States()
+    with pytest.warns(UserWarning, match=r"at step [24] .batch [24] of epoch 0., the loss (nan|inf) on rank 0"):
+        trainer = fit(module, batches(b2=NAN, b4=6.0), tmp_path, states)
+    assert equal(states.after[1], states.after[2])
+    assert equal(states.after[3], states.after[4])
+    assert not equal(states.after[2], states.after[3])
+    assert not not_finite(states.after[-1][0])
+
+    good, untouched = Tiny(clip_norm=1.0), States()
+    fit(good, batches()[[0, 1, 3, 5]], tmp_path / "good", untouched)
+    assert equal(states.after[-1], untouched.after[-1])
+    assert trainer.global_step == 6  # the schedule is a function of it
+
+    first, second = lines(tmp_path)
+    assert first == {
+        "step": 2,
+        "epoch": 0,
+        "batches": [2],
+        "norm": "nan",
+        "in_a_row": 1,
+        "ranks": [{"rank": 0, "loss": "nan", "samples": ["0.tar: 9"]}],
+    }
+    assert second["ranks"] == [{"rank": 0, "loss": "inf", "samples": [f"0.tar: {i}" for i in range(16, 20)]}]
+    assert trainer.logged_metrics["train/skipped_steps"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
+def test_the_file_of_skipped_steps_is_not_written_through_a_link(tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    (tmp_path / "fit" / "version_0").mkdir(parents=True)
+    (tmp_path / "fit" / "version_0" / FILE).symlink_to(other)
+    with (
+        pytest.warns(UserWarning, match="it is skipped"),
+        pytest.warns(UserWarning, match=rf"{FILE} cannot be written \(.* is a link to .*notes.txt, which would be"),
+    ):
+        fit(Tiny(), batches(b2=NAN), tmp_path)
+    assert other.read_text() == "years of work"
+
+
+def test_with_accumulation_the_whole_step_is_skipped(tmp_path):
+    module, states = Tiny(), States()
+    with pytest.warns(UserWarning, match="skipped"):
+        trainer = fit(module, batches(b2=6.0), tmp_path, states, accumulate_grad_batches=2)
+    assert equal(states.after[1], states.after[3])
+    assert not equal(states.after[3], states.after[5])
+    assert trainer.global_step == 3
+    assert lines(tmp_path)[0]["batches"] == [2, 3]
+
+
+def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays(tmp_path):
+    """The count in a row is part of the checkpoint that a run goes on from."""
+    saving = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    bad = batches(6, b2=NAN, b3=NAN, b4=NAN, b5=NAN)
+    module = Tiny(max_skipped=2)
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(FloatingPointError, match="steps 2 to 4") as told:
+        fit(module, bad, tmp_path, saving)
+    assert "optimizer.max_skipped" in str(told.value)
+    assert FILE in str(told.value)
+    path, faults = newest_valid([tmp_path / "kept"])
+    assert path is not None
+    assert path.name == "step=4.ckpt"
+    assert not faults
+    stored = torch.load(path, weights_only=True)
+    assert not not_finite(stored["state_dict"])
+    again = Tiny(max_skipped=2)
+    again.guard.load_state_dict(stored["callbacks"]["StepGuard"])
+    assert (again.guard.in_a_row, again.guard.skipped) == (2, 2)
+    with pytest.raises(FloatingPointError, match="no more than 0 in a row"):
+        fit(Tiny(max_skipped=0), batches(b0=NAN), tmp_path / "none")
+
+
+class Rate(pl.Callback):
+    """A learning rate of 1e30 at one step: it leaves weights that are finite and useless."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e30 if batch_idx == 5 else 0.1
+
+
+def good_steps(directory):
+    """Steps of the valid checkpoints whose weights are of use."""
+    found = [(path, verify(path)) for path in checkpoints_in(directory)]
+    weights = {record.step: torch.load(path, weights_only=True)["state_dict"] for path, record in found}
+    return sorted(step for step, state in weights.items() if state["net.1.weight"].abs().max() < 1e6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_top_k": 1},
+        {"save_top_k": 0, "save_last": True},
+        {"save_top_k": 1, "save_last": True},
+        {"save_top_k": 1, "filename": "always"},
+        {"save_top_k": 2, "monitor": "step", "mode": "max"},
+    ],
+)
+def test_useless_checkpoints_do_not_take_the_place_of_the_last_good_one(settings, tmp_path):
+    """A step of 1e30, then ten that are skipped, with a checkpoint after each; the fifth step was the last good one."""
+    saving = ModelCheckpoint(
+        **{"dirpath": tmp_path / "kept", "filename": "{step}", "every_n_train_steps": 1} | settings
+    )
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(FloatingPointError, match=r"Kept from before these steps: .*\.ckpt"),
+    ):
+        fit(Tiny(), batches(20), tmp_path, Rate(), saving)
+    assert max(good_steps(tmp_path / "kept")) == 5
+    assert not list((tmp_path / "kept").glob(".saving*"))
+
+
+@pytest.mark.parametrize("settings", [{"save_top_k": 1}, {"save_top_k": 1, "save_last": True, "filename": "always"}])
+def test_rotation_is_as_before_once_steps_are_finite_again(settings, tmp_path):
+    names = {}
+    for name, bad in (("good", {}), ("bad", {"b5": NAN, "b6": NAN}), ("bad at the end", {"b8": NAN})):
+        directory = tmp_path / name
+        saving = ModelCheckpoint(**{"dirpath": directory, "filename": "{step}", "every_n_train_steps": 1} | settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            fit(Tiny(), batches(9, **bad), tmp_path, saving)
+        names[name] = sorted(path.name for path in directory.iterdir())
+    assert names["good"] == names["bad"]
+    assert set(names["good"]) < set(names["bad at the end"])
+
+
+def test_a_gradient_scaler_looks_for_its_scale_until_there_is_none_left(tmp_path):
+    """Overflows of a scale that is too high are its own matter; an infinite loss or overflows at any scale are not."""
+
+    def run(root, rows, scale, module):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        fit(module, rows, root, precision=None, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+        assert scaler.get_scale() < scale
+        return module.guard.skipped
+
+    assert run(tmp_path / "high", batches(), 2.0**30, Tiny(max_skipped=0)) == 0
+    with pytest.warns(UserWarning, match="skipped"):
+        assert run(tmp_path / "bad", batches(b2=NAN), 1024.0, Tiny(max_skipped=1)) == 1
+    module = Tiny(max_skipped=1)
+    module.net[1].weight.register_hook(lambda gradient: gradient * INF)
+    with (
+        pytest.warns(UserWarning, match="is inf at step 1 .*, the loss finite on rank 0: it is skipped"),
+        pytest.raises(FloatingPointError, match="steps 1 to 2"),
+    ):
+        run(tmp_path / "none", batches(), 1.0, module)
+
+
+class RankOne(Tiny):
+    """Gives NaN to rank 1 alone in batch 1, and an infinite loss with finite gradients in batch 3."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx in (1, 3):
+            batch["x"][1 if batch_idx == 1 else slice(None)] = NAN if batch_idx == 1 else 6.0
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        torch.save((self.state_dict(), self.guard.skipped), f"{self.global_rank}.pt")
+
+
+@pytest.mark.forks
+@pytest.mark.filterwarnings("ignore:the gradient's norm is nan")  # in the two processes, where it cannot be expected
+def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
+    two = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
+    states = States()
+    fit(RankOne(), batches(), tmp_path, states, **two)
+    (one, skipped), (other, too) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert skipped == too == 2
+    assert not not_finite(one)
+    assert equal([one["net.1.weight"], one["net.1.bias"]], [other["net.1.weight"], other["net.1.bias"]])
+    assert [(line["step"], [rank["rank"] for rank in line["ranks"]]) for line in lines(tmp_path)] == [
+        (1, [1]),
+        (3, [1]),
+    ]
+    assert lines(tmp_path)[0]["ranks"][0]["samples"] == ["0.tar: 5"]
+
+    # As one process trains on the good batches, which both have: DDP's mean of two equal gradients is either.
+    good = Tiny()
+    fit(good, batches()[[0, 2, 4, 5]], tmp_path / "good")
+    torch.testing.assert_close(one, good.state_dict())
+
+
+# --- contrastive training ---
+
+
+def contrastive(**settings):
+    torch.manual_seed(0)
+    settings = {"optimizer": OptimizerSettings(lr=1e-3, warmup_steps=0)} | settings
+    module = ContrastiveModule("DiffCLIP-debug", **settings)
+    module.model.token_embedding = nn.Embedding(100, 64)
+    return module
+
+
+def pairs(module, size, steps=2):
+    length = module.model.context_length
+    images = torch.randn(size * steps, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    texts = torch.randint(1, 98, (size * steps, length), generator=torch.Generator().manual_seed(0))
+    texts[:, 20] = 99
+    return [{"image": image, "text": text} for image, text in zip(images, texts, strict=True)]
+
+
+def learn(module, rows, size, **settings):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": len(rows) // size, "enable_checkpointing": False}
+    trainer = pl.Trainer(**defaults | quiet | settings)
+    trainer.fit(module, DataLoader(rows, batch_size=size))
+    assert not not_finite(module.state_dict())
+    moments = list(trainer.optimizers[0].state.values())
+    assert all(torch.isfinite(value).all() for state in moments for value in state.values())
+    return trainer
+
+
+def test_chunks_of_a_batch_are_skipped_together():
+    module = contrastive(accum_freq=2)
+    rows = pairs(module, 4)
+    before = copy.deepcopy(module.state_dict())
+    rows[0]["image"][0, 0, 0] = NAN
+    with pytest.warns(UserWarning, match="at step 0"):
+        learn(module, rows[:4], 4)
+    assert equal(before, module.state_dict())
+    with pytest.warns(UserWarning, match="at step 0"):
+        trainer = learn(module, rows, 4)
+    assert not equal(before, module.state_dict())
+    assert trainer.logged_metrics["train/skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize("start", [100.0, -100.0])
+def test_an_exploded_logit_scale_is_back_in_its_range(loss, start):
+    module = contrastive(loss=loss)
+    nn.init.constant_(module.model.logit_scale, start)
+    if start > 0:  # exp(100) is infinite in float32
+        with pytest.warns(UserWarning, match="at step 0"):
+            learn(module, pairs(module, 4), 4)
+    else:
+        learn(module, pairs(module, 4), 4)
+    assert 0 <= module.model.logit_scale.item() <= math.log(100)
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_zero_identical_and_single_embeddings(loss, accum_freq):
+    """All text embeddings zero, all images alike; and, in one pass, a batch of one pair."""
+    module = contrastive(loss=loss, accum_freq=accum_freq)
+    nn.init.zeros_(module.model.text_projection)
+    rows = pairs(module, 4)
+    for row in rows:
+        row["image"] = rows[0]["image"]
+    assert learn(module, rows, 4).logged_metrics["train/grad_norm"] < 1e3
+    if accum_freq == 1:
+        learn(contrastive(loss=loss), rows[:2], 1)
+
+
+def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.no_grad():
+        x[1] = 0
+    target = torch.randn(3, 8)
+    (plain,) = torch.autograd.grad((F.normalize(x, dim=-1) * target).sum(), x)
+    (safe,) = torch.autograd.grad((of_some_length(F.normalize(x, dim=-1)) * target).sum(), x)
+    assert plain[1].abs().max() > 1e11
+    assert not safe[1].any()
+    assert torch.equal(plain[[0, 2]], safe[[0, 2]])
+
+
+# --- checkpoints ---
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path):
+    path, io, module = tmp_path / "last.ckpt", DurableCheckpointIO(), Tiny()
+    good = plain_checkpoint(module.state_dict(), 1)
+    io.save_checkpoint(good, path)
+    bytes_before = path.read_bytes()
+    for value in (NAN, INF, -INF):
+        bad = copy.deepcopy(good)
+        bad["state_dict"]["net.1.weight"][0, 1] = value
+        with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight would hold NaN or infinity"):
+            io.save_checkpoint(bad, path)
+        assert path.read_bytes() == bytes_before
+    averaged = good | {"current_model_state": bad["state_dict"]}  # EMA: the averages may still be finite
+    with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight would hold NaN or infinity"):
+        io.save_checkpoint(averaged, path)
+    assert newest_valid([tmp_path]) == (path, {})
+
+    torch.save(bad | {"global_step": 2}, foreign := tmp_path / "foreign.ckpt")
+    with pytest.raises(ValueError, match=r"foreign.ckpt: it holds NaN or infinity in net.1.weight"):
+        compare(str(foreign), module, world_size=1, ranks="same")
+
+
+def test_what_counts_as_finite():
+    mask = torch.full((3, 3), -INF).triu(1)
+    fine = {
+        "mask": mask,
+        "step": torch.tensor(3),
+        "none": torch.empty(0),
+        "eight": torch.ones(2).to(torch.float8_e4m3fn),
+    }
+    assert not_finite(fine) == ""
+    bad = {name: torch.tensor([1.0, value]) for name, value in zip("abcde", [NAN, INF, -INF, NAN, NAN], strict=True)}
+    assert not_finite(fine | bad) == "a, b, c and 2 more"

@@ -1,0 +1,419 @@
+"""Signals to a run of one process and of two, and ranks that fail, differ in their data or lose their parent."""
+
+import multiprocessing
+import os
+import signal
+import stat
+import sys
+import time
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from battery.ranks import Ended, Ranks, alive, children, kill, send, until
+from diffvision.data import ShardSet
+from diffvision.data.shards.writer import write_shards
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
+from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
+from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, looked_after
+
+# Lightning's advice (more workers; directories that are not empty) is not for these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+
+class Tiny(pl.LightningModule):
+    """Does something to its process at a step, and notes which hooks were called."""
+
+    def __init__(self, at=None, do=lambda: None, hook="training_step", ranks=(0,)):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.at, self.do, self.hook, self.ranks, self.hooks = at, do, hook, ranks, []
+
+    def act(self, hook):
+        self.hooks.append((hook, self.trainer.global_step))
+        if self.hook == hook and self.global_rank in self.ranks and self.at in (self.trainer.global_step, "any"):
+            self.do()
+
+    def training_step(self, batch, index):
+        self.act("training_step")
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        self.act("validation_step")
+        self.log("value", 1.0)
+
+    def on_train_start(self):
+        self.act("on_train_start")
+
+    def on_validation_end(self):
+        self.act("on_validation_end")
+
+    def on_train_epoch_end(self):
+        self.act("on_train_epoch_end")
+
+    def on_save_checkpoint(self, checkpoint):
+        self.act("on_save_checkpoint")
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def trainer_of(root, peers=None, **settings):
+    peers = peers or Peers()
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "default_root_dir": root,
+            "logger": False,
+            "max_epochs": 2,
+            "callbacks": [FailureNews(peers), ModelCheckpoint(root)],
+            "plugins": [DurableCheckpointIO()],
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            **settings,
+        }
+    )
+    trainer.callbacks += [EvenRanks(peers), Preemption(peers)]
+    return trainer
+
+
+def fitted(root, module, *, batches=6, **settings):
+    """The trainer and the exit status of a fit."""
+    trainer = trainer_of(root, **settings)
+    data = DataLoader(torch.ones(batches, 3))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    code = 0
+    try:
+        trainer.fit(module, data, DataLoader(torch.ones(4, 3)))
+    except Preempted as ended:
+        code = ended.code
+    after = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    ignored = {number for number in numbers if after[number] is signal.SIG_IGN} - {signal.SIGUSR1}
+    assert ignored == ({signal.SIGTERM, signal.SIGUSR2} if code else set())
+    assert after[signal.SIGINT] == before[signal.SIGINT]
+    return trainer, code
+
+
+def saved(root):
+    return torch.load(root / SAVED, weights_only=True)
+
+
+def called(module, *hooks):
+    return [hook for hook, _ in module.hooks if hook in hooks]
+
+
+# --- one process ---
+
+
+def test_sigterm_saves_after_the_step_and_ends_with_143(tmp_path, capsys):
+    module = Tiny(2, send(signal.SIGTERM, signal.SIGTERM))
+    _, code = fitted(tmp_path, module, batches=6)
+    assert code == 143
+    assert saved(tmp_path)["global_step"] == 3
+    assert newest_valid([tmp_path])[0] == tmp_path / SAVED
+    assert called(module, "validation_step", "on_train_epoch_end") == []
+    assert f"SIGTERM: saved {tmp_path / SAVED} at step 3" in capsys.readouterr().err
+
+
+def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
+    """torchrun sends one to all ranks when the first has ended: the others have ended their fit, not their process."""
+
+    class Again(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def work():
+        trainer = trainer_of(tmp_path)
+        trainer.callbacks.append(Again())  # after Preemption
+        try:
+            trainer.fit(Tiny(2, send(signal.SIGTERM)), DataLoader(torch.ones(6, 3)), DataLoader(torch.ones(4, 3)))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 143
+    assert saved(tmp_path)["global_step"] == 3
+
+
+def test_a_later_fit_of_the_process_hears_signals_again(tmp_path):
+    def work():
+        for name in ("first", "second"):
+            trainer = trainer_of(tmp_path / name)
+            code = 0
+            try:
+                trainer.fit(Tiny(2, send(signal.SIGTERM)), DataLoader(torch.ones(6, 3)), DataLoader(torch.ones(4, 3)))
+            except SystemExit as ended:
+                code = ended.code
+            assert code == 143, name
+        sys.exit(7)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 7
+
+
+def test_a_step_of_several_batches_is_finished(tmp_path):
+    module = Tiny(1, send(signal.SIGTERM))  # in the first of the three batches of the second step
+    _, code = fitted(tmp_path, module, batches=9, accumulate_grad_batches=3)
+    batches = saved(tmp_path)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
+    assert (code, saved(tmp_path)["global_step"], batches) == (143, 2, 6)
+
+
+def test_in_validation_a_run_ends_between_batches(tmp_path):
+    module = Tiny("any", send(signal.SIGTERM), hook="validation_step")
+    _, code = fitted(tmp_path, module)
+    assert (code, saved(tmp_path)["global_step"]) == (143, 6)
+    assert called(module, "validation_step", "on_validation_end", "on_train_epoch_end") == ["validation_step"]
+
+
+def test_a_long_evaluation_is_left_between_its_batches(tmp_path):
+    class Evaluating(Tiny):
+        def validation_step(self, batch, index):
+            for number in asking(self.trainer)(range(100), "images"):
+                self.last = number
+                if number == 7:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    module = Evaluating()
+    assert fitted(tmp_path, module)[1] == 143
+    assert module.last == 7
+    assert asking(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)) is None
+
+
+def test_before_training_there_is_nothing_to_save(tmp_path):
+    module = Tiny(0, send(signal.SIGTERM), hook="validation_step")
+    _, code = fitted(tmp_path, module, num_sanity_val_steps=4)
+    assert (code, called(module, "validation_step", "training_step")) == (143, ["validation_step"])
+    assert not (tmp_path / SAVED).exists()
+
+    class Early(Tiny):
+        def configure_optimizers(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().configure_optimizers()
+
+    module = Early()
+    assert (fitted(tmp_path, module)[1], module.hooks) == (143, [])
+
+
+def test_the_last_step_ends_by_itself(tmp_path):
+    _, code = fitted(tmp_path, module := Tiny(5, send(signal.SIGTERM)), max_steps=6, limit_val_batches=0)
+    assert (code, module.hooks[-1]) == (0, ("on_save_checkpoint", 6))
+
+
+def test_during_a_save_it_is_finished_and_another_follows(tmp_path):
+    module = Tiny(1, send(signal.SIGTERM), hook="on_save_checkpoint")
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, code = fitted(tmp_path, module, callbacks=[every])
+    assert (code, saved(tmp_path)["global_step"]) == (143, 1)
+    assert newest_valid([tmp_path])[1] == {}
+
+
+def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
+    handlers = []
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        handlers.append(signal.getsignal(signal.SIGINT))
+
+    _, code = fitted(tmp_path, Tiny(2, interrupt))
+    assert (code, saved(tmp_path)["global_step"]) == (130, 3)
+    assert handlers == [signal.SIG_DFL]
+
+
+def test_sigusr2_saves_and_goes_on(tmp_path):
+    torch.manual_seed(1)
+    plain = Tiny()
+    fitted(tmp_path / "plain", plain)
+    torch.manual_seed(1)
+    module = Tiny(2, send(signal.SIGUSR2))
+    trainer, code = fitted(tmp_path / "saved", module)
+    assert (code, saved(tmp_path / "saved")["global_step"], trainer.global_step) == (0, 3, 12)
+    assert torch.equal(module.layer.weight, plain.layer.weight)
+
+
+def test_without_a_modelcheckpoint_a_run_ends_and_says_that_nothing_is_saved(tmp_path, capsys):
+    _, code = fitted(tmp_path, Tiny(2, send(signal.SIGTERM)), enable_checkpointing=False, callbacks=[])
+    assert code == 143
+    assert "SIGTERM: no ModelCheckpoint says where to save, so nothing is saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_slurm_requeues_once_the_checkpoint_is_on_disk(tmp_path, monkeypatch, array):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $* $(ls {tmp_path}/{SAVED}) >> {tmp_path}/called\n")
+    scontrol.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    slurm = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    plugins = [DurableCheckpointIO(), SLURMEnvironment()]
+    _, code = fitted(tmp_path, Tiny(2, send(signal.SIGUSR1)), plugins=plugins)
+    assert (code, saved(tmp_path)["global_step"]) == (128 + signal.SIGUSR1, 3)
+    job = "16_4" if array else "17"
+    assert (tmp_path / "called").read_text() == f"requeue {job} {tmp_path / SAVED}\n"
+    assert not list(tmp_path.glob("hpc_ckpt*"))
+
+
+# --- two ranks, each a process of its own ---
+
+
+def two(root, module, data=None, **settings) -> list[Ended]:
+    """What became of two ranks that fit a module, each within ten seconds."""
+    batches = DataLoader(torch.ones(12, 3)) if data is None else data
+
+    def work():
+        peers = Peers()
+        with looked_after(), peers.errors_told():
+            callbacks = [FailureNews(peers), ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
+            trainer = trainer_of(root, peers, devices=2, strategy="ddp", callbacks=callbacks, **settings)
+            trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
+            print("steps", trainer.global_step, module.hooks[-1])
+
+    ended = Ranks(root / "ranks", work).ended()
+    assert all(rank.code is not None for rank in ended), ended  # killed, for they hung
+    return ended
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_all_ranks_save_once_and_end_whichever_had_the_signal(tmp_path, ranks):
+    hook = "validation_step" if ranks == (1,) else "training_step"
+    at = 6 if ranks == (1,) else 2
+    first, second = two(tmp_path, Tiny(at, send(signal.SIGTERM), hook, ranks))
+    assert (first.code, second.code) == (143, 143), first.told + second.told
+    assert saved(tmp_path)["global_step"] == (6 if ranks == (1,) else 3)
+    assert first.told.count("SIGTERM: saved") == 1
+    assert "SIGTERM" not in second.told
+
+
+@pytest.mark.forks
+def test_an_exception_on_one_rank_ends_the_others_and_is_told_once(tmp_path):
+    def boom():
+        raise KeyError("no such colour")
+
+    first, second = two(tmp_path, Tiny(3, boom, ranks=(1,)))
+    assert (first.code, second.code) == (1, 1)
+    assert second.told.count("KeyError: 'no such colour'") == 1
+    assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.told
+    assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("end", [kill, lambda: os._exit(0)])
+def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
+    first, second = two(tmp_path, Tiny(3, end, ranks=(1,)))
+    assert first.code == 1
+    assert second.code in (0, -signal.SIGKILL)
+    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.told
+    assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
+
+
+class Counted(IterableDataset):
+    """As many samples as its rank has, which it does not say."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __iter__(self):
+        return iter([torch.ones(3)] * self.counts[int(os.environ["LOCAL_RANK"])])
+
+
+class Sized(Counted):
+    def __len__(self):
+        return self.counts[int(os.environ["LOCAL_RANK"])]
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("kind", [Counted, Sized])
+def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
+    first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 4])))
+    told = {
+        Counted: "rank 1 has no batch left after 4 in an epoch and others have: what they have left is left out",
+        Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
+    }
+    assert (first.code, second.code) == (0, 0), first.told + second.told
+    assert "steps 8 ('on_train_epoch_end', 8)" in first.told
+    assert first.told.count(told[kind]) == 1
+    assert told[kind] not in second.told
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("kind", [Counted, Sized])
+def test_a_rank_without_batches_is_an_error(tmp_path, kind):
+    first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 0])))
+    assert (first.code, second.code) == (1, 1)
+    told = "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
+    assert told in first.told
+
+
+def test_ranks_that_see_other_shards_are_named():
+    whole, part = ("a", "12 samples in 3 shards"), ("b", "8 samples in 2 shards")
+    same_shards([whole, whole])
+    same_shards([None, None])
+    with pytest.raises(
+        ValueError, match=r"different shards: ranks 0, 2 have 12 .*; rank 1 has 8 samples in 2 shards. "
+    ):
+        same_shards([whole, part, whole])
+    with pytest.raises(ValueError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more have none; rank 9 has 8"):
+        same_shards([None] * 9 + [part])
+
+
+def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path):
+    seen = []
+    for text in ("a", "a", "b"):
+        directory = tmp_path / str(len(seen))
+        write_shards(directory, [{"__key__": f"{number}", "txt": text} for number in range(4)])
+        seen.append(shards_of(SimpleNamespace(train_dataloader=SimpleNamespace(shards=ShardSet(directory)))))
+    with pytest.raises(ValueError, match=r"ranks 0, 1 have 4 .*\(sha256:\w+\); rank 2 has 4 samples in 1 shards"):
+        same_shards(seen)
+
+
+@pytest.mark.forks
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    """A launcher is killed; its ranks train on for ever, and must not."""
+
+    def launch():
+        os.environ[LAUNCHER] = str(os.getpid())
+        ranks = Ranks(tmp_path / "ranks", work)
+        (tmp_path / "pids").write_text(" ".join(map(str, ranks.pids)))
+        time.sleep(30)
+
+    def work():
+        peers = Peers()
+        with looked_after(), peers.errors_told():
+            trainer = trainer_of(tmp_path, peers, devices=2, strategy="ddp", max_epochs=-1, limit_val_batches=0)
+            data = DataLoader(torch.ones(99, 3), num_workers=1, multiprocessing_context="fork")
+            trainer.fit(Tiny(3, (tmp_path / "trains").touch), data)
+
+    launcher = multiprocessing.get_context("fork").Process(target=launch)
+    launcher.start()
+    until((tmp_path / "trains").exists, 10, "a run that trains")
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    workers = [pid for rank in pids for pid in children(rank)]
+    assert len(workers) == 2
+    launcher.kill()
+    launcher.join()
+    until(lambda: not any(alive(pid) for pid in pids + workers), 10, "the end of ranks and workers")

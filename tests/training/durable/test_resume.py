@@ -1,0 +1,475 @@
+"""What a run goes on from, and what is refused before any data is read."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import nn
+from torch.utils.data import DataLoader
+
+from diffvision.training.durable import resume
+from diffvision.training.durable.checkpoints import DurableCheckpointIO
+from diffvision.training.durable.resume import compare, locked, prepared, run_directories
+from diffvision.training.durable.run_state import RunState
+
+# Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),  # test_exact.py asserts what differs, and is told
+]
+
+
+class Tiny(pl.LightningModule):
+    def __init__(self, width=3, layers=1, optimizer=torch.optim.AdamW):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self.width, self.optimizer, self.first_batches = width, optimizer, []
+
+    def training_step(self, batch, batch_idx):
+        self.first_batches.append(self.trainer.global_step)
+        loss = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+class Data(pl.LightningDataModule):
+    """Tells whether it was asked for anything."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.width, self.asked = width, False
+
+    def prepare_data(self):
+        self.asked = True
+
+    def setup(self, stage):
+        self.asked = True
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8, self.width))
+
+
+def trainer_of(root, *, version=None, steps=2, state=None, **settings):
+    callback = ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=root,
+        logger=CSVLogger(root, "fit", version),
+        max_steps=steps,
+        log_every_n_steps=1,
+        callbacks=[state or RunState(), callback],
+        plugins=[DurableCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def run(root, how="never", *, ckpt_path=None, ranks="same", module=None, data=None, **settings):
+    """The steps that were trained, after `prepared` as `fit` of the command line has it."""
+    module, state = module or Tiny(), RunState()
+    trainer = trainer_of(root, state=state, **settings)
+    with prepared(trainer, module, state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
+        trainer.fit(module, data or Data(module.width), ckpt_path=path)
+    return module.first_batches
+
+
+def saved(root, version=0) -> Path:
+    return Path(root, "fit", f"version_{version}", "checkpoints")
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- which one ---
+
+
+def test_auto_begins_goes_on_and_falls_back_and_says_so(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        assert run(tmp_path, "auto") == [0, 1]
+        assert "nothing to resume from in " in caplog.text
+        assert run(tmp_path, "auto", steps=4) == [2, 3]
+        assert f"resuming from {saved(tmp_path)}/step=2.ckpt" in caplog.text
+    flip(saved(tmp_path) / "step=4.ckpt")
+    (saved(tmp_path) / "step=3.ckpt").write_bytes(b"")
+    (saved(tmp_path) / ".saving-99.tmp").write_bytes(b"half")
+    (saved(tmp_path) / "step=9.ckpt.json").write_bytes(b"{}")
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it (has other bytes|is empty)") as told:
+        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
+    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    assert not list(saved(tmp_path).glob(".saving*"))
+    assert not (saved(tmp_path) / "step=9.ckpt.json").exists()
+    assert [p.name for p in (tmp_path / "fit").iterdir()] == ["version_0"]
+    columns = [p.read_text().count("\n") for p in sorted(saved(tmp_path).parent.glob("metrics*.csv"))]
+    assert columns == [3, 4, 5]  # a header, the step gone on from, and the steps of each: none deleted
+
+
+def rewritten(path, change):
+    """Change a checkpoint's content, with a record that fits its bytes."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    DurableCheckpointIO().save_checkpoint(content, path)
+
+
+def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_by_its_path(tmp_path):
+    run(tmp_path, steps=4)
+    rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
+    rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as told:
+        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
+    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    rewritten(newest, lambda content: content.update(lr_schedulers=0))
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt: it is malformed: lr_schedulers in"):
+        run(tmp_path, ckpt_path=str(newest))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content["loops"]["fit_loop"].clear(), "KeyError: "),
+        (lambda content: content["optimizer_states"][0]["state"].update({0: 1}), "TypeError: "),
+        (lambda content: content["callbacks"].update(dict.fromkeys(content["callbacks"], 1)), "AttributeError: "),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_and_not_passed_over(tmp_path, change, reason):
+    run(tmp_path)
+    rewritten(saved(tmp_path) / "step=2.ckpt", change)
+    with pytest.raises(
+        ValueError, match=rf"cannot resume from .*step=2.ckpt: its states do not fit this run \({reason}"
+    ):
+        run(tmp_path, "auto", steps=3)
+
+
+def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
+    assert run(tmp_path) == [0, 1]
+    assert run(tmp_path) == [0, 1]
+    assert sorted(p.name for p in (tmp_path / "fit").iterdir()) == ["version_0", "version_1"]
+    data = Data()
+    with pytest.raises(
+        ValueError, match=r"checkpoints already holds 2 checkpoints \(step=1.ckpt, step=2.ckpt\) and resu"
+    ):
+        run(tmp_path, version=1, data=data)
+    assert not data.asked
+    assert run(tmp_path, "auto", version=0, steps=3) == [2]
+    assert run(tmp_path, "auto", steps=4) == [2, 3]  # of several the last, whose version is 1
+
+
+def test_must_is_an_error_where_there_is_none(tmp_path):
+    data = Data()
+    with pytest.raises(
+        ValueError, match=r"resume is must, but there is no valid checkpoint in .*version_0/checkpoints: se"
+    ):
+        run(tmp_path, "must", data=data)
+    run(tmp_path, steps=1)
+    flip(saved(tmp_path) / "step=1.ckpt")
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(ValueError, match=r"step=1.ckpt has other bytes than were saved \(sha256\): set resume to auto"),
+    ):
+        run(tmp_path, "must", data=data)
+    assert not data.asked
+    with pytest.warns(UserWarning, match="passed over"):
+        assert run(tmp_path, "auto") == [0, 1]
+    assert saved(tmp_path, 1).exists()  # what is damaged stays as it is
+
+
+def test_a_checkpoint_that_is_given_holds(tmp_path):
+    run(tmp_path)
+    given = saved(tmp_path) / "step=1.ckpt"
+    assert run(tmp_path, ckpt_path=str(given)) == [1]
+    with pytest.raises(ValueError, match=r"of step 1, but .*step=2.ckpt is of step 2, from which --resume auto"):
+        run(tmp_path, ckpt_path=str(given), version=0)
+    assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=2.ckpt"), version=0, steps=3) == [2]
+    with pytest.raises(ValueError, match=r"ckpt_path is last: give a file, or --resume auto"):
+        run(tmp_path, ckpt_path="last")
+    with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto: give one of them"):
+        run(tmp_path, "auto", ckpt_path=str(given))
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint nowhere.ckpt"):
+        run(tmp_path, ckpt_path="nowhere.ckpt")
+    flip(given)
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: it has other bytes than were saved"):
+        run(tmp_path, ckpt_path=str(given))
+
+
+def test_accumulation_goes_on_as_its_epoch_began(tmp_path):
+    """Of 8 batches each the second epoch makes 4 steps."""
+    for steps, how in ((9, "never"), (12, "must")):
+        state, module = RunState(), Tiny()
+        trainer = trainer_of(tmp_path, steps=steps, state=state)
+        trainer.callbacks.insert(0, GradientAccumulationScheduler({0: 1, 1: 2}))  # as the command line has it
+        with prepared(trainer, module, state, how=how, ranks="same", ckpt_path=None) as path:
+            trainer.fit(module, Data(), ckpt_path=path)
+    assert module.first_batches == [9, 9, 10, 10, 11, 11]
+
+
+def test_lightning_looks_for_no_other(tmp_path, monkeypatch):
+    """That of an OnExceptionCheckpoint, passed over for its flipped bit, and one that is left of a job of SLURM."""
+    run(tmp_path, steps=1)
+    own = Path(shutil.copy(saved(tmp_path) / "step=1.ckpt", tmp_path / "on_exception.ckpt"))
+    shutil.copy(own, tmp_path / "hpc_ckpt_1.ckpt")
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
+    trainer, state, module = trainer_of(tmp_path, version=1), RunState(), Tiny()
+    trainer.callbacks.append(OnExceptionCheckpoint(tmp_path))
+    with prepared(trainer, module, state, how="auto", ranks="same", ckpt_path=None) as path:
+        trainer.fit(module, Data(), ckpt_path=path)
+    assert module.first_batches == [0, 1]
+
+
+@pytest.mark.parametrize(("filename", "inserted"), [("{step}-{a/loss:.1f}", True), ("at [1]/{step}", False)])
+def test_checkpoints_whose_names_hold_a_directory(tmp_path, filename, inserted):
+    """As "{epoch}-{val/acc1:.2f}" does; others below are not this run's."""
+    trainer = trainer_of(tmp_path)
+    (callback,) = trainer.checkpoint_callbacks
+    callback.dirpath, callback.filename, callback.auto_insert_metric_name = str(tmp_path), filename, inserted
+    path = Path(callback.format_checkpoint_name({"step": torch.tensor(3), "a/loss": torch.tensor(0.5)}))
+    (tmp_path / "other").mkdir()
+    path.parent.mkdir()
+    assert run_directories(trainer) == [tmp_path, path.parent]
+
+
+def test_directories_are_lightnings(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.callbacks.append(ModelCheckpoint(tmp_path / "best"))
+    directories = run_directories(trainer)
+    for callback in trainer.checkpoint_callbacks:
+        callback.setup(trainer, Tiny(), "fit")
+    assert [Path(c.dirpath) for c in trainer.checkpoint_callbacks] == directories
+    trainer = pl.Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
+    (directory,) = run_directories(trainer)
+    trainer.checkpoint_callback.setup(trainer, Tiny(), "fit")
+    assert Path(trainer.checkpoint_callback.dirpath) == directory
+
+
+# --- what is refused ---
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    run(root, module=Tiny(layers=2), steps=1)
+    return saved(root) / "step=1.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            Tiny(width=4, layers=2),
+            r"4 keys of the state_dict differ: layers.0.weight \[3, 3\] there and \[4, 4\] here; ",
+        ),
+        (Tiny(layers=1), r"2 keys .*: layers.1.weight \[3, 3\] only there; .* only there. Set the"),
+        (Tiny(layers=4), r"4 keys .*: layers.2.weight \[3, 3\] only here; .*only here; and 1 more. Set the"),
+        (Tiny(layers=9), r"14 keys .* only here; and 11 more. Set the model"),
+    ],
+)
+def test_another_architecture_is_told_by_its_keys(checkpoint, module, message, tmp_path):
+    data = Data()
+    with pytest.raises(
+        ValueError, match=rf"cannot resume from .*step=1.ckpt: it is of another architecture, {message}"
+    ):
+        run(tmp_path, ckpt_path=str(checkpoint), module=module, data=data)
+    assert not data.asked
+
+
+def test_a_module_says_what_to_set(checkpoint):
+    class Knowing(Tiny):
+        def check_checkpoint(self, checkpoint):
+            raise ValueError("set layers to 2")
+
+        def configure_model(self):
+            pass
+
+    class Unchecked(Tiny):
+        def check_checkpoint(self, checkpoint):
+            return checkpoint["diffvision"]["model"]
+
+    with pytest.raises(ValueError, match=r"step=1.ckpt: what it says of its model cannot be read \(KeyError: 'diffvi"):
+        compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
+    with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only there. set layers to 2"):
+        compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2$"):
+        compare(str(checkpoint), Knowing(layers=2), world_size=1, ranks="same")
+
+
+def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
+    class Later(Tiny):
+        def configure_model(self):
+            pass
+
+    compare(str(checkpoint), Later(), world_size=1, ranks="same")
+    loose = Tiny(layers=3)
+    loose.strict_loading = False
+    compare(str(checkpoint), loose, world_size=1, ranks="same")
+
+
+def test_another_optimizer_is_told_before_the_first_batch(checkpoint, tmp_path):
+    module = Tiny(layers=2, optimizer=torch.optim.SGD)
+    with pytest.raises(
+        ValueError, match=r"its optimizer is AdamW and here it is SGD \(settings only there: .*betas.*; on"
+    ):
+        run(tmp_path, ckpt_path=str(checkpoint), module=module)
+    stock = tmp_path / "stock.ckpt"
+    content = torch.load(checkpoint, weights_only=True)
+    del content["diffvision_run"]
+    torch.save(content, stock)
+    with pytest.raises(ValueError, match=r"its optimizer is another and here it is SGD"):
+        run(tmp_path, ckpt_path=str(stock), module=module)
+    assert module.first_batches == []
+    assert run(tmp_path, ckpt_path=str(stock), module=Tiny(layers=2)) == [1]
+
+
+def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
+    module = Tiny(layers=2)
+    with pytest.raises(
+        ValueError, match=r"1 processes trained it and here are 4, .*: run 1 \(trainer.devices x num_nod"
+    ):
+        compare(str(checkpoint), module, world_size=4, ranks="same")
+    compare(str(checkpoint), module, world_size=4, ranks="any")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dict": Tiny(layers=2).state_dict()}, r"it holds weights alone \(save_weights_only\)"),
+        ({"state_dict": {}, "object": Path(".")}, "it holds more than tensors and plain values"),
+        ([1], "it holds a list, not a checkpoint's dictionary"),
+        (None, "it is damaged or no checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told(content, message, tmp_path):
+    path = tmp_path / "x.ckpt"
+    if content is None:
+        path.write_bytes(b"PK\x03\x04 and no more")
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=rf"cannot resume from .*x.ckpt: {message}"):
+        compare(str(path), Tiny(layers=2), world_size=1, ranks="same")
+
+
+def hold(directory, ready, done):
+    with locked(directory):
+        ready.set()
+        done.wait(20)
+
+
+def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path):
+    directory, context = saved(tmp_path), multiprocessing.get_context("fork")
+    directory.mkdir(parents=True)
+    ready, done = context.Event(), context.Event()
+    first = context.Process(target=hold, args=(directory, ready, done), daemon=True)
+    first.start()
+    assert ready.wait(20)
+    data = Data()
+    with pytest.raises(
+        OSError, match=rf"another run \(process {first.pid} of .*\) writes to {directory}: wait for its end"
+    ):
+        run(tmp_path, version=0, data=data)
+    assert not data.asked
+    first.kill()  # nothing is left to be cleaned by hand
+    first.join(20)
+    assert run(tmp_path, version=0) == [0, 1]
+
+
+@pytest.mark.parametrize("link", ["symlink", "dangling", "hard link"])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, link):
+    directory, other = tmp_path / "checkpoints", tmp_path / "notes.txt"
+    directory.mkdir()
+    if link != "dangling":
+        other.write_text("years of work")
+    if link == "hard link":
+        (directory / ".lock").hardlink_to(other)
+    else:
+        (directory / ".lock").symlink_to(other)
+    with pytest.raises(OSError, match=r"\.lock (is a link to|has another name).*would be written to: remove it"):
+        locked(directory).__enter__()
+    assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(OSError, match=r"\.lock is no regular file .*: remove it"):
+        locked(tmp_path).__enter__()
+
+
+def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
+    run(tmp_path)
+    newest = saved(tmp_path) / "step=2.ckpt"
+    rewritten(newest, lambda c: c["state_dict"].update({k: v.to(torch.complex64) for k, v in c["state_dict"].items()}))
+    with pytest.raises(ValueError, match=r"step=2.ckpt: .*weight \[3, 3\] complex there and \[3, 3\] here"):
+        run(tmp_path, "auto", steps=3)
+
+
+def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
+    saved(tmp_path).mkdir(parents=True)
+    other = tmp_path / "notes.txt"
+    other.write_text("years of work")
+    for name in ("probe", os.getpid(), f"{os.getpid()}-record"):
+        (saved(tmp_path) / f".saving-{name}.tmp").symlink_to(other)
+    DurableCheckpointIO().save_checkpoint({"state_dict": {}}, saved(tmp_path) / "weights.ckpt")
+    (saved(tmp_path) / "weights.ckpt").unlink()
+    (saved(tmp_path).parent / "metrics.csv").symlink_to(other)
+    assert run(tmp_path, version=0) == [0, 1]
+    assert other.read_text() == "years of work"
+
+
+def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):
+    def unable(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(resume.fcntl, "lockf", unable)
+    with pytest.warns(UserWarning, match="cannot be locked"), locked(tmp_path):
+        pass
+
+
+def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, monkeypatch):
+    data = Data()
+    with monkeypatch.context() as patched:
+        usage = shutil.disk_usage(tmp_path)
+        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+        with pytest.raises(
+            OSError, match=r"No space left on device. It takes 48 bytes and 10 are free: make room, or set"
+        ):
+            run(tmp_path, data=data)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"no checkpoint can be written to .*Not a directory"):
+        run(tmp_path / "file", data=data)
+    with monkeypatch.context() as patched:
+
+        def refuse(*args):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        patched.setattr(Path, "write_bytes", refuse)
+        with pytest.raises(OSError, match=r"no checkpoint can be written to .*checkpoints: Read-only file system"):
+            run(tmp_path, data=data)
+    assert not data.asked
+
+
+def test_ranks_that_see_other_files_do_not_go_on():
+    state, stopped = RunState(), RunState()
+    state.path = "a.ckpt"
+
+    class Strategy:
+        broadcast = staticmethod(lambda path: "a.ckpt")
+        reduce_boolean_decision = staticmethod(bool)
+
+    trainer = type("Trainer", (), {"world_size": 2, "global_rank": 1, "strategy": Strategy()})()
+    state.setup(trainer, None, "fit")
+    with pytest.raises(RuntimeError, match=r"process 1 resumes from None, the first one from a.ckpt"):
+        stopped.setup(trainer, None, "fit")
