@@ -10,7 +10,7 @@ from typing import Any
 
 from diffvision.evaluation.distributed import found_device
 from diffvision.inspection import inputs
-from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
+from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
 from diffvision.inspection.subjects import Subject, check_model, subjects_of
@@ -87,35 +87,37 @@ def inspect_models(
     check_output(folder)
     for subject in subjects:
         check_model(subject)
-    seen = {one.name: {picture.name: inputs.as_seen(picture, one.transform) for picture in pictures if one.transform}
-            for one in subjects}  # fmt: skip
+    transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
+                              if one.transform} for one in subjects}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
     with _progress() as watch:
-        looks = {one.name: list(_looks(one, pictures, by_title, seen[one.name], watch)) for one in subjects}
-        made = sections(looks, seen, by_title, lambda: watch("figures"))
+        measurements = {
+            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in subjects
+        }
+        drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
     title = " and ".join(one.name for one in subjects)
-    files = {f"{figure.name}.png": figure.png for section in made for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(subjects), made).encode()
-    write(folder, files, as_json(looks))
-    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json beside it")
+    files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
+    files["index.html"] = page(f"Inside of {title}", _about(subjects), drawn).encode()
+    write(folder, files, as_json(measurements))
+    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
 
-def _looks(
+def _measurements(
     subject: Subject,
     pictures: Sequence[inputs.Picture],
     passages: Mapping[str, inputs.Passage],
-    seen: Mapping[str, inputs.Seen],
+    transformed: Mapping[str, inputs.TransformedPicture],
     watch: Callable[[str], None],
-) -> Iterator[Look]:
+) -> Iterator[Measurement]:
     def layer() -> None:
         watch(subject.name)
 
     for picture in pictures:
-        told = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
-        yield look_at_image(subject.model, seen[picture.name], picture.name, told, layer)
+        captions = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
+        yield measure_image(subject.model, transformed[picture.name], picture.name, captions, layer)
     for passage in passages.values():
-        look = look_at_text if subject.transform is None else look_at_caption
-        yield look(subject.model, passage, layer)
+        measure = measure_text if subject.transform is None else measure_caption
+        yield measure(subject.model, passage, layer)
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------
