@@ -230,7 +230,7 @@ def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
 
 @contextmanager
 def _noted_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None]:
-    """Within it, the last of a layer's calls gets what its output projection takes."""
+    """Keep what a layer's output projection takes with the last of its calls."""
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         if calls:  # none where a layer was asked for its maps, and computed by them
@@ -244,7 +244,7 @@ def _noted_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None
 
 
 def _timm_projections(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, 2, N, D] twice and values [B, H, N, 2D] of timm's two modules."""
+    """Return q and k [B, H, 2, N, D] and values [B, H, N, 2D] of timm's two modules."""
     if isinstance(layer, DiffParallelScalingBlock):
         _, q, k, v = layer.in_proj(layer.in_norm(x)).split(layer.in_split, dim=-1)
     else:
@@ -256,7 +256,7 @@ def _timm_projections(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _four_axes(lam: Tensor) -> Tensor:
-    """V1 has one number for all tokens and heads."""
+    """Return lambda with four axes; V1 has one number for all tokens and heads."""
     return lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)
 
 
@@ -265,7 +265,7 @@ def _four_axes(lam: Tensor) -> Tensor:
 
 @contextmanager
 def _captured_transformers(model: Any, see: See) -> Iterator[None]:
-    """Within it, transformers computes attention by the formula.
+    """Have transformers compute attention by the formula within the block.
 
     Raises:
         ValueError: an attention that has more to it than softmax of scaled products (softcap, sinks).
@@ -303,7 +303,7 @@ def _captured_transformers(model: Any, see: See) -> Iterator[None]:
 def _transformers_call(
     module: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
 ) -> Call:
-    """The call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
+    """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
         raise ValueError(f"{type(module).__name__} has {', '.join(unknown)}, which cannot be captured")
     maps = hasattr(module, "lambda_q1") + 1
@@ -317,7 +317,7 @@ def _transformers_call(
 
 @contextmanager
 def _original_attention(model: nn.Module) -> Iterator[None]:
-    """Within it, attentions that `replace_attention` gave our operation use transformers' interface again."""
+    """Give attentions that `replace_attention` changed transformers' own forward within the block."""
     replaced = [(module, type(module)) for module in model.modules() if type(module).__name__ == "LlamaAttention"
                 and type(module).__module__ == "diffvision.models.replace"]  # fmt: skip
     try:
@@ -330,7 +330,7 @@ def _original_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _diff_llama_lambda(module: Any) -> Tensor:
-    """A DiffLlama layer's lambda, [1, 1, 1, 1]."""
+    """Return a DiffLlama layer's lambda, [1, 1, 1, 1]."""
     first = (module.lambda_q1.float() * module.lambda_k1.float()).sum().exp()
     second = (module.lambda_q2.float() * module.lambda_k2.float()).sum().exp()
     return (first - second + module.lambda_init).view(1, 1, 1, 1)

@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
@@ -45,9 +44,8 @@ def highest_entropy(model: nn.Module, batches: Iterable[Mapping[str, Any]], shar
     }
 
 
-@torch.no_grad()
 def _entropies(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """By block, the entropy of each head [H] in nats, summed over batches."""
+    """Return the entropy of each head [H] in nats by block, summed over batches."""
     entropies: dict[str, Tensor] = {}
 
     def see(call: Call) -> None:

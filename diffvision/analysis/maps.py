@@ -99,7 +99,7 @@ def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Lay
         ValueError: no attention layer was reached.
     """
     calls: list[Call] = []
-    with evaluating(model), torch.no_grad(), captured(model, calls.append):
+    with evaluating(model), captured(model, calls.append):
         run_towers(model, batch)
     while calls:
         yield opened(calls.pop(0))
@@ -119,7 +119,7 @@ def opened(call: Call) -> LayerMaps:
 
 
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
-    """What a head's output goes through: a norm, and a factor."""
+    """Return what a head's output goes through: a norm, and a factor."""
     layer = call.layer
     if call.v is None:
         return _unchanged, 1.0

@@ -41,20 +41,20 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
         raise ValueError(f"{type(model).__name__} has no encode_text: captions are for models that read text")
     trunk = image_trunk(model)
     calls: list[Call] = []
-    with evaluating(model), torch.enable_grad():
-        with torch.no_grad():
-            captions = tower.encode_text(texts, normalize=True)
-        # The pixels ask for a graph, so that a model whose parameters are frozen has one too.
-        pixels = image[None].detach().requires_grad_()
-        with captured(model, calls.append):
-            cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]
-        grids = [_relevance(calls, cosine, trunk) for cosine in cosines]
+    with evaluating(model):
+        captions = tower.encode_text(texts, normalize=True)
+        with torch.enable_grad():
+            # The pixels ask for a graph, so that a model whose parameters are frozen has one too.
+            pixels = image[None].detach().requires_grad_()
+            with captured(model, calls.append):
+                cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]
+            grids = [_relevance(calls, cosine, trunk) for cosine in cosines]
     rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
     return torch.stack(grids).unflatten(1, (rows, columns)), cosines.detach()
 
 
 def _relevance(calls: list[Call], score: Tensor, trunk: Any) -> Tensor:
-    """Of each patch, [N of patches]."""
+    """Return the relevance of each patch, [patches]."""
     projected: Any = [call.projected for call in calls]
     gradients = torch.autograd.grad(score, projected, retain_graph=True)
     identity = relevance = torch.eye(calls[0].q.shape[3], dtype=score.dtype, device=score.device)
@@ -66,7 +66,7 @@ def _relevance(calls: list[Call], score: Tensor, trunk: Any) -> Tensor:
 
 
 def _weighted(call: Call, gradient: Tensor) -> Tensor:
-    """Mean over heads of the positive part of map times gradient, [N, N].
+    """Return the mean over heads of the positive part of map times gradient, [N, N].
 
     The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.
     """

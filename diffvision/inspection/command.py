@@ -1,4 +1,7 @@
-"""The command: models and inputs by name, checks before any work, and a folder with pictures, numbers and a page."""
+"""The command: models and inputs by name, checks before any work, and a folder with pictures, numbers and a page.
+
+Nothing is measured or drawn here; see `measurements` and `page`.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def inspect(
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Looks inside of a model, or of two side by side: attention maps, what answers a caption, and numbers by layer.
+    """Look inside a model, or two side by side: attention maps, what answers a caption, and numbers by layer.
 
-    Writes index.html, which holds all, its pictures as PNG, and statistics.json. A language model is given by
+    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json. A language model is given by
     --checkpoint alone.
 
     Args:
@@ -72,16 +75,16 @@ def inspect_models(
     passages: Sequence[inputs.Passage],
     output: str | Path,
 ) -> None:
-    """The same of models at hand, such as adapted ones.
+    """Look inside models that are loaded already, such as adapted ones, as `inspect` does.
 
     Args:
-        subjects: one or two of one kind, with names of their own.
-        pictures: for models of images; each with its own captions, or with all passages.
+        subjects: one or two of one kind, with different names.
+        pictures: for models of images; each with its captions, or with all passages where it has none.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
 
     Raises:
-        ValueError: models without attention that can be opened; a folder with something else in it.
+        ValueError: models without attention that can be captured; a folder with something else in it.
     """
     folder = Path(output)
     check_output(folder)
@@ -163,7 +166,7 @@ def _shown(
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
-    """What the models have in common; ValueError where they have other tokens for a text."""
+    """Return the first model's passages; ValueError where another has other tokens for a text."""
     first, *others = passages
     for other in others:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
@@ -189,7 +192,7 @@ def _about(subjects: Sequence[Subject]) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
+    """Yield a function that shows progress: a line that changes in a terminal, elsewhere a line a model."""
     from rich.console import Console
 
     console, last = Console(file=sys.stderr), [""]

@@ -95,7 +95,7 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The names of files, or their paths where two would have one name."""
+    """Return the names of files, or their paths where two would have one name."""
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same file is given twice among {', '.join(paths)}: each once")
     names = [Path(path).name for path in paths]
@@ -201,7 +201,7 @@ def _words(tokens: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
 
 
 def _span(text: str, answer: str, tokenizer: Any, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens that have any of the answer's characters, where it first occurs in the text."""
+    """Return [start, stop) of the tokens with the answer's characters, where it first occurs in the text."""
     first = text.find(answer) if answer else -1
     if first < 0:
         raise ValueError(f"answer {answer!r} is not in the text {text[:60]!r}: give words of the text")

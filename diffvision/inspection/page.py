@@ -188,7 +188,7 @@ def _layers(name: str, models: Mapping[str, Measurement], blocks: list[Block]) -
 def _by_layer(
     models: Mapping[str, Measurement], maps_of: Callable[[LayerMeasurement], Mapping[str, Any]]
 ) -> list[Block]:
-    """A block a model and sign: rows are kinds, columns layers."""
+    """Return a block a model and sign: rows are kinds, columns layers."""
     blocks = []
     for model, one in models.items():
         rows = {kind: [maps_of(layer)[kind].numpy() for layer in one.layers] for kind in maps_of(one.layers[0])}
@@ -200,7 +200,7 @@ def _by_layer(
 
 
 def _by_head(name: str, models: Mapping[str, Measurement]) -> list[PageFigure]:
-    """A picture a model and kind: rows are heads, columns layers."""
+    """Draw a picture a model and kind: rows are heads, columns layers."""
     figures = []
     for number, (model, one) in enumerate(models.items(), start=1):
         for kind in one.layers[0].heads:

@@ -100,9 +100,9 @@ def test_a_pair_of_models_of_images_and_texts(pair):
         assert layer["numbers"]["negative"] == [0] * 4
         assert "lambda" not in layer["numbers"]
         assert layer["numbers"]["rms_before"] == layer["numbers"]["rms_given"]
-    told = image["captions"]["- a yellow square, on <black>"]
-    assert -1 <= told["cosine"] <= 1
-    assert np.sum(told["relevance"]) == pytest.approx(1, abs=1e-4)
+    relevance = image["captions"]["- a yellow square, on <black>"]
+    assert -1 <= relevance["cosine"] <= 1
+    assert np.sum(relevance["relevance"]) == pytest.approx(1, abs=1e-4)
 
 
 def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
@@ -121,11 +121,11 @@ def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
     assert sorted(file.name for file in pair.iterdir()) == ["index.html", "statistics.json"]
     with monkeypatch.context() as there:
         there.chdir(pair)
-        with pytest.raises(ValueError, match="the folder that you stand in"):
+        with pytest.raises(ValueError, match="the current folder, which would be replaced: name a folder in it"):
             inspect(model="diff_vit_debug", output=".")
     (pair.parent / "notes.txt").write_text("mine")
-    told = json.loads((pair / "statistics.json").read_text())
-    (pair / "statistics.json").write_text(json.dumps(told | {"files": ["../notes.txt", "index.html"]}))
+    content = json.loads((pair / "statistics.json").read_text())
+    (pair / "statistics.json").write_text(json.dumps(content | {"files": ["../notes.txt", "index.html"]}))
     inspect(model="diff_vit_debug", output=str(pair))  # a folder of a stranger names no file outside of it
     assert (pair.parent / "notes.txt").read_text() == "mine"
     (pair / "notes.txt").write_text("mine")
@@ -165,8 +165,8 @@ def test_a_language_model_that_was_exported(checkpoint, tmp_path):
     (subject,) = subjects_of(None, f"hf:{tmp_path / 'theirs'}", None, None, None, "cpu")
     (passage,) = inputs.passages(["the cat sat"], [], subject.tokenizer, subject.max_length)
     layers = list(opened_layers(subject.model, {"tokens": passage.tokens[None]}))
-    (own,) = subjects_of(None, str(checkpoint / "diff"), None, None, None, "cpu")
-    for layer, other in zip(layers, opened_layers(own.model, {"tokens": passage.tokens[None]}), strict=True):
+    (ours,) = subjects_of(None, str(checkpoint / "diff"), None, None, None, "cpu")
+    for layer, other in zip(layers, opened_layers(ours.model, {"tokens": passage.tokens[None]}), strict=True):
         torch.testing.assert_close(layer.applied, other.applied)
 
 

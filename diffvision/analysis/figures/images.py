@@ -107,7 +107,7 @@ def compared_models(image: Any, models: Mapping[str, ModelAttention], region: An
 
 
 def _limits(models: Sequence[ModelAttention]) -> dict[str, float]:
-    """The tops of the three scales, in percent."""
+    """Return the tops of the three scales, in percent."""
     plain = [float(np.max(values)) for model in models for kind, values in model.maps.items() if kind != SIGNED]
     signed = [_limit(values) for model in models for kind, values in model.maps.items() if kind == SIGNED]
     relevance = [float(np.max(values)) for model in models for values, _ in model.relevance.values()]
@@ -123,7 +123,7 @@ def _limit(values: Any) -> float:
 
 
 def _draw_over(ax: Any, image: Any, values: Any, limit: float) -> Any:
-    """A map over the pale grey image: the more there is, the less of the image shows through."""
+    """Draw a map over the pale grey image: the more there is, the less of the image shows through."""
     height, width = np.shape(image)[:2]
     whole: Any = {"interpolation": "nearest", "extent": (0, width, height, 0)}
     percent = 100 * np.asarray(values, dtype=float)
@@ -141,7 +141,7 @@ def _bar_below(figure: Figure, picture: Any, axes: Sequence[Any], label: str) ->
 
 
 def _wrapped(text: str, width: int = 24) -> str:
-    """A caption in lines, at most three."""
+    """Return a caption in lines, at most three."""
     lines = [""]
     for word in text.replace("$", r"\$").split():
         if len(lines[-1]) + len(word) > width and lines[-1]:

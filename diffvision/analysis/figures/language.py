@@ -193,7 +193,7 @@ def _short(value: float) -> str:
 
 
 def _heat_map(ax: Any, cells: Mapping[str, float]) -> Any:
-    """Accuracy of "accuracy/<length>/<depth>": lengths across, depths downwards, numbers in percent."""
+    """Draw "accuracy/<length>/<depth>": lengths across, depths downwards, numbers in percent."""
     accuracies = {tuple(map(float, key.split("/")[1:])): value for key, value in cells.items() if key.count("/") == 2}
     lengths, depths = (sorted({key[axis] for key in accuracies}) for axis in (0, 1))
     values = [[accuracies[length, depth] for length in lengths] for depth in depths]

@@ -58,7 +58,7 @@ def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
 
 
 def _handles(names: Sequence[str], kinds: set[str]) -> list[Any]:
-    """The legend: colours of models, then lines of kinds."""
+    """Return the legend: colours of models, then lines of kinds."""
     from matplotlib.lines import Line2D
 
     labels: dict[Any, list[str]] = {}

@@ -118,12 +118,12 @@ def _words_below(ax: Any, words: Sequence[str], start: int, answer: tuple[int, i
 
 
 def _label(word: str) -> str:
-    """A token as a label, without matplotlib's mathematics."""
+    """Return a token as a label, without matplotlib's mathematics."""
     return word.strip().replace("$", r"\$") or "␣"
 
 
 def _tiled(cells: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Cells [rows][columns] of [h, w] as one picture, with gaps of NaN, at least two dots a value for small maps."""
+    """Join cells [rows][columns] of [h, w] in one picture, with gaps of NaN; small maps are enlarged."""
     height, width = np.shape(cells[0][0])
     times = max(1, 24 // max(height, width))
     gap = max(1, round(0.08 * times * max(height, width)))
@@ -135,6 +135,6 @@ def _tiled(cells: Sequence[Sequence[Any]]) -> np.ndarray:
 
 
 def _limit(pictures: Iterable[np.ndarray], percentile: float = 99.5) -> float:
-    """The top of a scale, in percent of a row of attention."""
+    """Return the top of a scale, in percent of a row of attention."""
     values = np.concatenate([np.abs(picture[np.isfinite(picture)]).ravel() for picture in pictures] or [np.ones(1)])
     return max(100 * float(np.percentile(values, percentile)), 1e-9)

@@ -86,7 +86,7 @@ def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str 
 
 
 def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(steps, mean, standard deviation) over the steps that all curves cover."""
+    """Return (steps, mean, standard deviation) over the steps that all curves cover."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     steps = np.array(sorted({s for c in curves for s in c.steps if first <= s <= last}))
     values = np.stack([np.interp(steps, c.steps, c.values) for c in curves])
@@ -94,7 +94,7 @@ def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _tower(name: str) -> str:
-    """What a layer's name has before its number, in words where it is one of OpenCLIP's towers."""
+    """Return what a layer's name has before its number, in words where it is one of OpenCLIP's towers."""
     before = ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
     if before.startswith("visual"):
         return "image tower"

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, Scores, captured
 from diffvision.data.made.needle_text import Form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 
 SPANS = ("start", "answer", "noise", "question")
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.analysis.statistics import rms, row_sums
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 from diffvision.nn import AttentionLayer
 
 

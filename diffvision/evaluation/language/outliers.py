@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 
 TOP = (1, 2, 3, 10, 100)
 _DROPPED = 12  # low bits of a float32 that the median's histogram leaves out: bins 1/2048 of their value wide

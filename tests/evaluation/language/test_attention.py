@@ -121,7 +121,7 @@ def test_quantised_logits_by_hand():
     four = quantised(LOGITS, ALLOWED, 4)
     assert four.flatten().tolist() == [7, -3, 7, 0, 1, 1]  # the forbidden 100 counts for nothing and is cut
     by_row = quantised(LOGITS, ALLOWED, 4, "row")
-    assert by_row[0, 0, 0, 1].tolist() == pytest.approx([0.4, 0.6, 1.4])  # its own step is 0.2
+    assert by_row[0, 0, 0, 1].tolist() == pytest.approx([0.4, 0.6, 1.4])  # the row's step is 0.2
     three = quantised(LOGITS, ALLOWED, 3, "head")  # levels of 7/3
     assert three[0, 0, 0].tolist()[0][:2] == pytest.approx([7, -7 / 3])
     assert three[0, 0, 0, 1].tolist() == pytest.approx([0, 0, 7 / 3])
@@ -146,7 +146,7 @@ def test_fewer_bits_change_the_model_more(tiny):
             change[bits] = (tiny(ROWS) - whole).abs().max().item()
     assert change[16] < 0.003 * whole.abs().max()
     assert change[24] <= change[16] < change[8] < change[4]
-    with quantised_attention(tiny, 4):  # a row's scale is its own: others in the batch do not change it
+    with quantised_attention(tiny, 4):  # other rows of the batch do not change a row's scale
         torch.testing.assert_close(tiny(ROWS)[:1], tiny(ROWS[:1]), atol=1e-4, rtol=1e-4)
 
 
