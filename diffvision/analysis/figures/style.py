@@ -129,13 +129,13 @@ def draw_bars(
                 textcoords="offset points",
                 ha="center",
                 va="bottom" if above else "top",
-                fontsize=8,
+                fontsize=7 if rotation else 8,
                 color="#333333",
                 rotation=rotation,
             )
     ax.set_xticks(range(len(groups)), list(groups))
     ax.grid(axis="x", visible=False)
-    ax.margins(y=0.3 if log else 0.15)  # room for the numbers
+    ax.margins(y=0.3 if log or rotation else 0.15)  # room for the numbers
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------
