@@ -2,14 +2,12 @@
 
 import itertools
 import math
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffvision.ops.attention.choice import choose
-from diffvision.ops.attention.contained import contained
 from diffvision.ops.attention.problem import describe
 
 
@@ -26,6 +24,9 @@ def diff_attention(
     backend: str = "auto",
 ) -> Float[Tensor, "B H M V"]:
     """`(softmax(q1 k1' * scale) - lam * softmax(q2 k2' * scale)) v`, the operation of every differential attention.
+
+    Queries, keys and values must be finite even where nothing may attend to them: as in torch's attention, a masked
+    weight is zero, and zero times NaN is NaN. Fill padding and the unused room of a cache with zeros.
 
     Args:
         q: the two maps' queries [B, H, 2, M, D]; H differential heads.
@@ -55,10 +56,7 @@ def diff_attention(
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
     module = choose(backend, problem)
-    attend = partial(module.diff_attention, lam=lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
-    if getattr(module, "CONTAINS_NAN", False):
-        return attend(q, k, v)
-    return contained(attend, q, k, v, causal=causal, mask=mask)
+    return module.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
 
 
 def diff_attention_varlen(

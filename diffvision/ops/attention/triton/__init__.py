@@ -16,7 +16,6 @@ from diffvision.ops.attention.problem import Problem
 MAX_HEAD_DIM, MAX_VALUE_DIM = 128, 256  # what one program's tiles may hold
 DECODE_MAX_QUERIES, DECODE_MIN_KEYS = 16, 512  # few queries, many keys: the keys are split among programs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CONTAINS_NAN = True  # the kernels keep bad numbers to the rows that attend to them
 
 
 def limit(problem: Problem) -> str | None:

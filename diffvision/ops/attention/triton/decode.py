@@ -97,13 +97,6 @@ def _split(
         if MASK:
             places = mask + b * mask_b + (heads * mask_h + queries * mask_m)[:, None]
             allowed = allowed & (tl.load(places + keys.to(tl.int64)[None, :] * mask_n, mask=allowed, other=0) != 0)
-        if CAUSAL or MASK:
-            # A value that some row may not see must not reach it as 0 * NaN: its row of zeros does not, and whoever may
-            # see it finds the NaN in its score.
-            finite = tl.min((tl.abs(values.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-            values = tl.where(finite[:, None], values, 0.0).to(values.dtype)
-            scores1 = tl.where(finite[None, :], scores1, float("nan"))
-            scores2 = tl.where(finite[None, :], scores2, float("nan"))
         scores1 = tl.where(allowed, scores1, float("-inf"))
         scores2 = tl.where(allowed, scores2, float("-inf"))
         top1, total1, product1 = _add(scores1, top1, total1, product1, values, PRECISION)

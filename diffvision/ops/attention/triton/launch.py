@@ -125,7 +125,7 @@ def backward_streaming(
     both = _inputs(x, sums)
     names = ("lam", "cu_q", "H", "M", "V", "BLOCK_V", "BLOCK_M", "VARLEN", "lam_b", "lam_h", "lam_m")
     arguments = {name: both[name] for name in names} | given | _strided("out", out, "bh.m", x)
-    arguments |= {"o2": o2, "result": deltas, "GUARD": x.causal or x.mask is not None}
+    arguments |= {"o2": o2, "result": deltas}
     del arguments["lse"]
     launches = [Launch(streaming.delta, _grid(x, sums, arguments), arguments, sums)]
 

@@ -18,7 +18,6 @@ import triton.language as tl
 from diffvision.ops.attention.triton.tiles import (
     allowed_keys,
     allowed_pairs,
-    finite_rows,
     inverse,
     load_lse,
     load_rows,
@@ -69,11 +68,6 @@ def forward(
     if not SHARED:
         k2 = load_rows(k + k_p, 0, keys, k_n, keys_ok, D, BLOCK_D)
     s2 = tl.dot(k2, tl.trans(load_rows(q + q_p, first, rows, q_m, ok, D, BLOCK_D)), input_precision=PRECISION) * scale
-    if CAUSAL or MASK == 2:  # as in streaming.py: bad values move from the product into their key's scores
-        sound = finite_rows(values)
-        values = tl.where(sound[:, None], values, 0.0).to(v.dtype.element_ty)
-        s1 = tl.where(sound[:, None], s1, float("nan"))
-        s2 = tl.where(sound[:, None], s2, float("nan"))
     s1 = tl.where(pairs, s1, float("-inf"))
     s2 = tl.where(pairs, s2, float("-inf"))
     top1 = tl.max(s1, 0)
@@ -111,7 +105,6 @@ def backward(
     b, kv = (program // H).to(tl.int64), (program % H).to(tl.int64)
     q_start, M = span(cu_q, b, M, VARLEN)
     k_start, N = span(cu_k, b, N, VARLEN)
-    GUARD: tl.constexpr = CAUSAL or MASK != 0
     keys = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     there = keys < N
@@ -121,16 +114,8 @@ def backward(
     k2 = k1
     if not SHARED:
         k2 = load_rows(k + k_p, 0, keys, k_n, there, D, BLOCK_D)
-    if GUARD:  # who attends to a bad key or value has no finite lse: those rows are left out below
-        k1 = tl.where(finite_rows(k1)[:, None], k1, 0.0).to(k.dtype.element_ty)
-        if SHARED:
-            k2 = k1
-        else:
-            k2 = tl.where(finite_rows(k2)[:, None], k2, 0.0).to(k.dtype.element_ty)
     if KEYS:
         values = load_rows(v, 0, keys, v_n, there, V, BLOCK_V)
-        if GUARD:
-            values = tl.where(finite_rows(values)[:, None], values, 0.0).to(v.dtype.element_ty)
         dk1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dk2 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if VALUES:
@@ -143,17 +128,12 @@ def backward(
         queries = first + rows
         ok = queries < M
         place = lse + b * lse_b + h * lse_h + q_start
-        lse1, sound1 = load_lse(place, queries, ok)
-        lse2, sound2 = load_lse(place + lse_p, queries, ok)
-        sound = ok
-        if GUARD:
-            sound = sound1 & sound2
-            lse1 = tl.where(sound, lse1, float("inf"))
-            lse2 = tl.where(sound, lse2, float("inf"))
+        lse1 = load_lse(place, queries, ok)
+        lse2 = load_lse(place + lse_p, queries, ok)
         weight = tl.load(lam + b * lam_b + h * lam_h + (q_start + queries).to(tl.int64) * lam_m, mask=ok, other=0.0)
         source = q + b * q_b + h * q_h + q_start * q_m
-        q1 = load_rows(source, first, rows, q_m, sound, D, BLOCK_D)
-        q2 = load_rows(source + q_p, first, rows, q_m, sound, D, BLOCK_D)
+        q1 = load_rows(source, first, rows, q_m, ok, D, BLOCK_D)
+        q2 = load_rows(source + q_p, first, rows, q_m, ok, D, BLOCK_D)
         g = load_rows(grad + b * grad_b + h * grad_h + q_start * grad_m, first, rows, grad_m, ok, V, BLOCK_V)
         mask_h0 = mask
         if MASK != 0:

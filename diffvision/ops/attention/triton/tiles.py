@@ -70,20 +70,10 @@ def allowed_pairs(mask, queries, keys, keys_ok, M, N, mask_m, mask_n, CAUSAL: tl
 
 
 @triton.jit
-def finite_rows(tile):
-    """[rows]: every number of the row is finite."""
-    return tl.min((tl.abs(tile.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-
-
-@triton.jit
 def load_lse(base, rows, ok):
-    """A map's log2-sum-exp2 and which rows are sound.
-
-    +inf stands for rows that do not exist, may attend to nothing (-inf) or hold a NaN: their weights are 0.
-    """
+    """A map's log2-sum-exp2; +inf, which makes every weight 0, for rows that do not exist or have no key (-inf)."""
     lse = tl.load(base + rows, mask=ok, other=float("inf"))
-    sound = tl.abs(lse) < float("inf")
-    return tl.where(sound, lse, float("inf")), sound
+    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
