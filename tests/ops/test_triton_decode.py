@@ -208,7 +208,7 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("_cuobjdump() is None", reason="cuobjdump is not to be had")
+@pytest.mark.skipif("_cuobjdump() is None", reason="cuobjdump is not available")
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(map(str, case)))
 def test_hopper_code_spills_no_register(case, compiled):
     (dtype, d, v, _, masked, _), (memory, code) = case, compiled[case]

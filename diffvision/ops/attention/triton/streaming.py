@@ -26,7 +26,7 @@ _INTEGERS = ["H", "G", "M", "N", "blocks"]  # not worth a compilation for each d
 
 @triton.jit
 def _online(s, scale, v, top, total, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One key block of one map: weights relative to the running maximum, older sums brought to the new one."""
+    """Add one key block of one map: weights relative to the running maximum, older sums scaled to the new one."""
     new = tl.maximum(top, tl.max(s, 1) * scale)
     base = new
     if MASKED:  # a row that has seen no key yet
@@ -43,7 +43,7 @@ def _forward_blocks(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks from `low` to `high`. MASKED: some pairs may not attend."""
+    """Add the key blocks from `low` to `high`. MASKED: some pairs may not attend."""
     columns = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         keys_ok = None
@@ -68,7 +68,7 @@ def _forward_map(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One map's product with the values and its lse; keys before `full` are every query's."""
+    """Return one map's product with the values and its lse; every query attends to the keys before `full`."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -93,7 +93,7 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head against all its keys: the second map first, then the first and the difference.
+    """Compute a block of queries of one head: the second map first, then the first and the difference.
 
     Both maps side by side would need two accumulators [M, V], and a tensor core's warp owns 16 rows of a tile whatever
     the number of warps: for V = 256 they do not fit the registers. The second product waits in memory (`o2`, which
@@ -157,7 +157,7 @@ def delta(
     out_b, out_h, out_m, grad_b, grad_h, grad_m, lam_b, lam_h, lam_m, lse_b, lse_h, lse_p,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Row sums D1, D2 of dO times each map's product with V: D2 from the saved one, D1 = rowsum(dO out) + lam D2."""
+    """Compute row sums D1, D2 of dO times each map's product with V: D1 = rowsum(dO out) + lam D2."""
     program = tl.program_id(0)
     b, h = (program // blocks // H).to(tl.int64), (program // blocks % H).to(tl.int64)
     start, M = span(cu_q, b, M, VARLEN)
@@ -167,9 +167,9 @@ def delta(
     rows = tl.arange(0, BLOCK_M)
     queries = first + rows
     ok = queries < M
-    place = b * out_b + h * out_h + start * out_m
-    both = load_rows(out + place, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
-    second = load_rows(o2 + place, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
+    offset = b * out_b + h * out_h + start * out_m
+    both = load_rows(out + offset, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
+    second = load_rows(o2 + offset, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
     g = load_rows(grad + b * grad_b + h * grad_h + start * grad_m, first, rows, grad_m, ok, V, BLOCK_V).to(tl.float32)
     d2 = tl.sum(g * second, 1)
     weight = tl.load(lam + b * lam_b + h * lam_h + (start + queries).to(tl.int64) * lam_m, mask=ok, other=0.0)
@@ -186,7 +186,7 @@ def _keys_side(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Query blocks from `low` to `high` into dk and dv. Tiles lie [keys, queries], as both products want them."""
+    """Add query blocks from `low` to `high` to dk and dv. Tiles are [keys, queries], as both products need them."""
     rows = tl.arange(0, BLOCK_M)
     for start in range(low, high, BLOCK_M):
         queries = start + rows
@@ -230,7 +230,7 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """dk (KEYS) and dv (VALUES) of a block of keys, over every query of every head that reads them.
+    """Compute dk (KEYS) and dv (VALUES) of a block of keys, over every query of every head that reads them.
 
     H counts key/value heads here.
     """
@@ -306,7 +306,7 @@ def _queries_side(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks from `low` to `high` into dq."""
+    """Add key blocks from `low` to `high` to dq."""
     columns = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         keys_ok = None
@@ -342,7 +342,7 @@ def backward_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head, over all its keys."""
+    """Compute dq of a block of queries of one head, over all its keys."""
     program = tl.program_id(0)
     block = program % blocks
     if CAUSAL:
