@@ -48,7 +48,9 @@ def check_sizes(values: Any, what: str, name: str = "") -> None:
     elif isinstance(values, int | float) and not isinstance(values, bool):
         limit = next((limit for ending, limit in _LIMITS if ending.search(name)), None)
         if limit is not None and values > limit:
-            raise ValueError(f"{what} has {name} {values:,}, above the limit of {limit:,}: correct it")
+            raise ValueError(
+                f"{what} has {name} {values:,}, above {limit:,}, the largest value that is built: correct it"
+            )
 
 
 @contextmanager
