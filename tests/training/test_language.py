@@ -259,7 +259,7 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     ):
         make(model_args={"mlp_dim": 64}).on_load_checkpoint(stored)
     module.on_load_checkpoint(stored)
-    with pytest.raises(ValueError, match="the checkpoint is none of our language training: give a checkpoint of Lang"):
+    with pytest.raises(ValueError, match="the checkpoint is no checkpoint of our language training: give one of Lang"):
         module.on_load_checkpoint({"state_dict": {}})
 
 

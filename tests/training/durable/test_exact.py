@@ -124,21 +124,21 @@ def test_what_differs_is_told_by_its_name(root, kept, tmp_path):
     run = torch.load(newest_valid([kept])[0], weights_only=True)["diffvision_run"]
     loader = SimpleNamespace(state_dict=dict)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, max_steps=7, precision="bf16-mixed")
-    told = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})
-    told = SimpleNamespace(**vars(told) | {"train_dataloader": loader, "world_size": 4, "ckpt_path": "x.ckpt"})
+    resumed = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})
+    resumed = SimpleNamespace(**vars(resumed) | {"train_dataloader": loader, "world_size": 4, "ckpt_path": "x.ckpt"})
     with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
-        RunState()._tell(told, run)
+        RunState()._warn(resumed, run)
     ranks, settings = [str(line.message) for line in lines]
     assert ranks.startswith(
         "resumed from x.ckpt: 1 processes trained it and here are 4: every sample comes as it would"
     )
     assert "other settings than before: accumulate_grad_batches 1 (was 3), " in settings
     assert "precision bf16-mixed (was 32-true)" in settings
-    told.train_dataloader, told.world_size = DataLoader([0]), 1
+    resumed.train_dataloader, resumed.world_size = DataLoader([0]), 1
     with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
-        RunState()._tell(told, {})
-    assert "DataLoader keeps no place (state_dict), so its samples may be repeated" in str(lines[0].message)
-    assert "it keeps no random generators, so dropout and the like go another way" in str(lines[1].message)
+        RunState()._warn(resumed, {})
+    assert "DataLoader does not save its position (state_dict), so its samples may be" in str(lines[0].message)
+    assert "it has no states of random generators, so dropout and the like will differ" in str(lines[1].message)
 
 
 def test_settings_that_make_no_difference_are_not_compared():

@@ -16,13 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.training.clip import ContrastiveModule, of_some_length
-from diffvision.training.durable.checkpoints import (
-    DurableCheckpointIO,
-    checkpoints_in,
-    newest_valid,
-    not_finite,
-    verify,
-)
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
+from diffvision.training.durable.content import not_finite
 from diffvision.training.durable.finite import FILE, StepGuard
 from diffvision.training.durable.resume import compare
 from diffvision.training.optim import OptimizerSettings

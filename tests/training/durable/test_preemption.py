@@ -22,7 +22,7 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
 from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, looked_after
+from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -286,7 +286,7 @@ def two(root, module, data=None, **settings) -> list[Ended]:
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             callbacks = [FailureNews(peers), ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
             trainer = trainer_of(root, peers, devices=2, strategy="ddp", callbacks=callbacks, **settings)
             trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
@@ -403,7 +403,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             trainer = trainer_of(tmp_path, peers, devices=2, strategy="ddp", max_epochs=-1, limit_val_batches=0)
             data = DataLoader(torch.ones(99, 3), num_workers=1, multiprocessing_context="fork")
             trainer.fit(Tiny(3, (tmp_path / "trains").touch), data)
