@@ -1,6 +1,7 @@
 """jsonargparse's private names: where one is missing `fit` refuses, and the limit on imports stays everywhere."""
 
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(capsys):
 @pytest.mark.usefixtures("absent")
 def test_where_a_name_is_missing_other_commands_work_within_the_limit(capsys):
     assert main(["models", "--filter", "CLIP-debug"]) == 0
+    parser = allow.Parser()
+    parser.add_argument("--name", type=Callable)
     with pytest.raises(ValueError, match=r"class_path 'os.system' .*was not imported"), allow.limited_imports([]):
-        parser = allow.Parser()
-        parser.add_argument("--name", type=type)
         parser.parse_args(["--name=os.system"])
     with pytest.raises(ValueError, match="lacks what limits the imports"), allow.limited_imports(["--allow", "mine"]):
         pass
