@@ -94,7 +94,7 @@ class SaveConfig(SaveConfigCallback):
     """Lightning's; none of the files that are written in the logger's directory may be a link to another file."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        directory = trainer.log_dir  # asked of all ranks: the first one tells the others
+        directory = trainer.log_dir  # a collective: the first rank broadcasts it
         if trainer.is_global_zero and directory is not None:
             for name in (self.config_filename, HYPERPARAMETERS, METRICS):
                 refuse_link(Path(directory, name))
@@ -237,7 +237,7 @@ def _is_said(record: logging.LogRecord) -> bool:
 
 
 def _refuse_alone(trainer: pl.Trainer) -> None:
-    """With `devices: 1` Lightning takes no notice of torchrun: each of its processes would be a run of its own."""
+    """Refuse `devices: 1` under torchrun, where Lightning would make each process a separate run."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(

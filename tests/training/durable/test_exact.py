@@ -1,4 +1,4 @@
-"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix, and what is told."""
+"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix; and its warnings."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,17 +40,17 @@ def whole(root):
     """The outcome of a case's run that is not interrupted, trained once."""
     known: dict[Case, Outcome] = {}
 
-    def found(case: Case) -> Outcome:
+    def outcome(case: Case) -> Outcome:
         if case.whole not in known:
             known[case.whole] = outcome_of(root / "data", kept_in(root, case.whole, True), case.whole)
         return known[case.whole]
 
-    return found
+    return outcome
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(2,), (2, 1)])
-def test_ranks_go_on_exactly_and_others_with_the_same_samples(root, whole, ranks):
+def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks):
     case = Case(Setting("language"), "step saved", ranks=ranks)
     outcome = outcome_of(root / "data", kept_in(root, case, False), case)
     assert outcome.began == [0, 2]
@@ -77,7 +77,7 @@ def test_the_matrix_tells_what_differs(whole):
     assert "| language | epochs | on | 3 | 1/2 |" in resume_matrix.page(results, [], "python")
 
 
-# --- what is refused, and what is told ---
+# --- what is refused, and what is warned of ---
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_checkpoint_between_two_steps_is_passed_over(kept):
         compare(str(asked), tiny_runs.module_of(TRAINED), world_size=1, ranks="same")
 
 
-def test_averages_are_what_is_evaluated_and_gone_on_from_with_averaging_alone(kept):
+def test_averages_are_evaluated_and_resumed_only_with_averaging(kept):
     path, _ = newest_valid([kept])
     content = torch.load(path, weights_only=True)
     loaded = language.load(path).state_dict()
@@ -119,7 +119,7 @@ def test_averages_of_sharded_weights_and_decays_that_cannot_be_are_refused():
         EMA().setup(trainer, None, "fit")
 
 
-def test_what_differs_is_told_by_its_name(root, kept, tmp_path):
+def test_a_warning_names_what_differs(root, kept, tmp_path):
     """Another precision, number of ranks and configuration: one line each."""
     run = torch.load(newest_valid([kept])[0], weights_only=True)["diffvision_run"]
     loader = SimpleNamespace(state_dict=dict)
@@ -146,7 +146,7 @@ def test_settings_that_make_no_difference_are_not_compared():
     assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
 
 
-def test_generators_go_on_where_they_were(tmp_path):
+def test_generators_continue_where_they_were(tmp_path):
     tiny_runs.seed(3)
     torch.randn(3), __import__("random").gauss(0, 1), __import__("numpy").random.normal()  # leave one half of a pair
     torch.save(captured(torch.device("cpu")), tmp_path / "state.pt")
