@@ -296,8 +296,10 @@ def write_pictures(results: Path, size: str, by_family: dict[str, list[Result]])
         }
         for pair, length in itertools.product(("1x1", "4x2"), (128, 256))
     }
-    (results / f"language-{size}-loss.png").write_bytes(figures.run_curves({f"validation loss, {size}": losses}))
-    (results / f"language-{size}-needles.png").write_bytes(figures.metric_bars(needles))
+    (results / f"language-{size}-loss.png").write_bytes(
+        figures.png(figures.run_curves({f"validation loss, {size}": losses}))
+    )
+    (results / f"language-{size}-needles.png").write_bytes(figures.png(figures.metric_bars(needles)))
     lambdas = {
         f"{name}.{key.removeprefix('lambda/blocks.')}": Curve(*own)
         for name, runs in by_family.items()
@@ -305,7 +307,7 @@ def write_pictures(results: Path, size: str, by_family: dict[str, list[Result]])
         if key.startswith("lambda/")
     }
     if lambdas:
-        (results / f"language-{size}-lambda.png").write_bytes(figures.lambda_curves(lambdas))
+        (results / f"language-{size}-lambda.png").write_bytes(figures.png(figures.lambda_curves(lambdas)))
 
 
 def arguments() -> argparse.Namespace:

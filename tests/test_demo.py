@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import LookedAt
+from diffvision.analysis.figures import ImageAttention
 from diffvision.demo import demo, images, report, text
 
 LAYERS = ("visual.trunk.blocks.0.attn", "visual.trunk.blocks.1.attn", "transformer.resblocks.0.attn")
@@ -24,7 +24,7 @@ def run(model: str, seed: int) -> report.Run:
         speed=1234.0,
         metrics=dict.fromkeys(images.COLUMNS.values(), 0.5 + 0.1 * seed),
         curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-        shown=[LookedAt(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
+        shown=[ImageAttention(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
     )
 
 

@@ -1,4 +1,7 @@
-"""What a training run logged, read from the files of Lightning's CSVLogger, also of a run that was resumed."""
+"""What a training run logged, read from the files of Lightning's CSVLogger, also of a run that was resumed.
+
+This is the one reader of metrics files; figures of the curves are in `figures`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 METRICS = "metrics.csv"
 Points = dict[float, tuple[float, str | None]]  # step -> the value, and its epoch
-_KEPT = re.compile(r"metrics\.(\d+)\.csv")
+_EARLIER = re.compile(r"metrics\.(\d+)\.csv")
 
 
 class Curve(NamedTuple):
@@ -21,11 +24,11 @@ class Curve(NamedTuple):
 
 
 def read_metrics(run: str | Path) -> dict[str, Curve]:
-    """The curves of a run, by metric.
+    """Return the curves of a run, by metric.
 
     Of a run that was resumed all files are read in their order: `metrics.1.csv`, `metrics.2.csv`, ..., `metrics.csv`.
     What an earlier one logged after the step at which a later one begins belongs to steps that were made again, and is
-    left out; so is a last row that is not whole. Of `data/...`, the account of an epoch, the last in each epoch counts.
+    left out; so is an incomplete last row. Of `data/...`, the account of an epoch, the last in each epoch counts.
 
     Args:
         run: the directory that CSVLogger wrote to.
@@ -45,27 +48,27 @@ def read_metrics(run: str | Path) -> dict[str, Curve]:
         curves = {name: {s: v for s, v in points.items() if s <= first} for name, points in curves.items()}
         for name, points in later.items():
             curves[name] = curves.get(name, {}) | points
-    kept = {name: _last_of_epochs(p) if name.startswith("data/") else p for name, p in curves.items() if p}
-    return {name: Curve(list(points), [value for value, _ in points.values()]) for name, points in kept.items()}
+    curves = {name: _last_of_epochs(p) if name.startswith("data/") else p for name, p in curves.items() if p}
+    return {name: Curve(list(points), [value for value, _ in points.values()]) for name, points in curves.items()}
 
 
 def metrics_files(run: Path) -> list[Path]:
-    """The files of a run in the order in which they were written."""
-    kept = {int(match[1]): file for file in run.glob("metrics.*.csv") if (match := _KEPT.fullmatch(file.name))}
-    return [kept[number] for number in sorted(kept)] + [file for file in [run / METRICS] if file.is_file()]
+    """Return the files of a run in the order in which they were written."""
+    earlier = {int(match[1]): file for file in run.glob("metrics.*.csv") if (match := _EARLIER.fullmatch(file.name))}
+    return [earlier[number] for number in sorted(earlier)] + [file for file in [run / METRICS] if file.is_file()]
 
 
 def keep_metrics(run: Path) -> None:
-    """Give the metrics of a run that is to be resumed another name: CSVLogger deletes them as it begins."""
+    """Rename the metrics of a run that will be resumed: CSVLogger deletes them as it begins."""
     if (file := run / METRICS).is_file() or file.is_symlink():
-        numbers = [int(match[1]) for kept in run.glob("metrics.*.csv") if (match := _KEPT.fullmatch(kept.name))]
+        numbers = [int(match[1]) for path in run.glob("metrics.*.csv") if (match := _EARLIER.fullmatch(path.name))]
         file.rename(run / f"metrics.{max(numbers, default=0) + 1}.csv")
 
 
 def _read(file: Path) -> dict[str, Points]:
-    """The values of one file, by metric; rows in which one is empty are left out."""
+    """Read the values of one file, by metric; empty cells are left out."""
     curves: dict[str, Points] = {}
-    for row in csv.DictReader(_whole_lines(file)):
+    for row in csv.DictReader(_complete_lines(file)):
         for name, value in row.items():
             if name not in ("step", "epoch") and value:
                 curves.setdefault(name, {})[float(row["step"])] = float(value), row.get("epoch")
@@ -73,11 +76,11 @@ def _read(file: Path) -> dict[str, Points]:
 
 
 def _last_of_epochs(points: Points) -> Points:
-    """A run that was extended in an epoch has ended that epoch twice."""
+    """Return the last point of each epoch: a run that was extended within an epoch has ended that epoch twice."""
     steps = {epoch: step for step, (_, epoch) in points.items()}
     return {step: points[step] for step in steps.values()}
 
 
-def _whole_lines(file: Path) -> Iterator[str]:
+def _complete_lines(file: Path) -> Iterator[str]:
     with file.open(newline="", encoding="utf-8") as lines:
         yield from (line for line in lines if line.endswith("\n"))

@@ -1,4 +1,7 @@
-"""Which heads of a pretrained model DEX changes: those whose attention is the most spread, as in its paper."""
+"""Which heads of a pretrained model DEX changes: those whose attention is the most spread, as in its paper.
+
+Numbers of one input's heads are in `statistics`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from diffvision.analysis.attention import recorded_layers, run_towers
+from diffvision.analysis.capture import Call, captured, run_towers
+from diffvision.analysis.statistics import entropy
 from diffvision.models.adapt import adapt
+from diffvision.models.modes import evaluating
 
 
 def highest_entropy(model: nn.Module, batches: Iterable[Mapping[str, Any]], share: float = 0.5) -> dict[str, list[int]]:
-    """The heads of each layer whose attention has the highest entropy, for `diffvision.adapt(..., heads=)`.
+    """Return the heads of each layer whose attention has the highest entropy, for `diffvision.adapt(..., heads=)`.
 
     A head's entropy is the mean of -sum p log p of its map's rows, over all tokens of all samples.
 
@@ -35,25 +39,23 @@ def highest_entropy(model: nn.Module, batches: Iterable[Mapping[str, Any]], shar
         raise ValueError(f"share is {share}: it is a part of a layer's heads, above 0 and at most 1")
     entropies = _entropies(adapt(copy.deepcopy(model), "dex"), batches)
     return {
-        block: sorted(entropy.topk(max(1, round(share * len(entropy)))).indices.tolist())
-        for block, entropy in entropies.items()
+        block: sorted(of_heads.topk(max(1, round(share * len(of_heads)))).indices.tolist())
+        for block, of_heads in entropies.items()
     }
 
 
-@torch.no_grad()
 def _entropies(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """By block, the entropy of each head [H] in nats, summed over batches."""
-    model.eval()
-    names = [name for name, module in model.named_modules() if getattr(module, "variant", None) == "dex"]
-    found: dict[str, Tensor] = {}
+    """Return the entropy of each head [H] in nats by block, summed over batches."""
+    entropies: dict[str, Tensor] = {}
+
+    def see(call: Call) -> None:
+        block = call.name.removesuffix(".attn")
+        entropies[block] = entropies.get(block, 0) + entropy(call.scores().maps().double()).mean((0, 2, 3))
+
     for batch in batches:
-        with recorded_layers(model) as calls:
+        with evaluating(model), captured(model, see):
             run_towers(model, batch)
-        for name, call in calls.items():
-            maps = call.layer.attention_maps(call.x, call.attn_mask, call.is_causal)
-            entropy = torch.special.entr(maps.double()).sum(-1).mean((0, 2, 3))
-            block = name.removesuffix(".attn")
-            found[block] = found.get(block, 0) + entropy
-    if missed := [name for name in names if name.removesuffix(".attn") not in found]:
+    names = [name for name, module in model.named_modules() if getattr(module, "variant", None) == "dex"]
+    if missed := [name for name in names if name.removesuffix(".attn") not in entropies]:
         raise ValueError(f"no batch has reached {missed[0]}: give batches with inputs for every tower")
-    return found
+    return entropies

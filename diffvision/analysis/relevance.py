@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffvision.analysis.attention import image_trunk
-from diffvision.analysis.layers import Call, called_layers, no_layers
+from diffvision.analysis.capture import Call, captured
+from diffvision.analysis.maps import image_trunk, opened
+from diffvision.models.modes import evaluating
 
 
 def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where on an image each of some captions is answered.
+    """Return where on an image each of some captions is answered, and their cosines.
 
     Args:
         model: an OpenCLIP model whose image tower is a timm vision transformer with layers of ours; its modes and
@@ -39,44 +40,40 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     if not hasattr(tower, "encode_text"):
         raise ValueError(f"{type(model).__name__} has no encode_text: captions are for models that read text")
     trunk = image_trunk(model)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            captions = tower.encode_text(texts, normalize=True)
-        with torch.enable_grad(), called_layers(model) as calls:
+    calls: list[Call] = []
+    with evaluating(model):
+        captions = tower.encode_text(texts, normalize=True)
+        with torch.enable_grad():
             # The pixels ask for a graph, so that a model whose parameters are frozen has one too.
-            given = image[None].detach().requires_grad_()
-            cosines = (tower.encode_image(given, normalize=True) @ captions.T)[0]
-            if not calls:
-                raise ValueError(no_layers(model))
+            pixels = image[None].detach().requires_grad_()
+            with captured(model, calls.append):
+                cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]
             grids = [_relevance(calls, cosine, trunk) for cosine in cosines]
-    finally:
-        for module, training in modes:
-            module.training = training
     rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
     return torch.stack(grids).unflatten(1, (rows, columns)), cosines.detach()
 
 
 def _relevance(calls: list[Call], score: Tensor, trunk: Any) -> Tensor:
-    """Of each patch, [N of patches]."""
-    taken: Any = [call.projected for call in calls]
-    gradients = torch.autograd.grad(score, taken, retain_graph=True)
-    own = relevance = torch.eye(calls[0].x.shape[1], dtype=score.dtype, device=score.device)
+    """Return the relevance of each patch, [patches]."""
+    projected: Any = [call.projected for call in calls]
+    gradients = torch.autograd.grad(score, projected, retain_graph=True)
+    identity = relevance = torch.eye(calls[0].q.shape[3], dtype=score.dtype, device=score.device)
     for call, gradient in zip(calls, gradients, strict=True):
         relevance = relevance + _weighted(call, gradient[0]) @ relevance
     prefix = trunk.num_prefix_tokens
     rows = slice(0, 1) if trunk.global_pool == "token" else slice(prefix, None)
-    return (relevance - own)[rows, prefix:].mean(dim=0)
+    return (relevance - identity)[rows, prefix:].mean(dim=0)
 
 
 def _weighted(call: Call, gradient: Tensor) -> Tensor:
-    """Mean over heads of the positive part of map times gradient, [N, N]; gradient [N, dim] is of the heads' outputs
-    side by side, as the output projection takes them."""
-    layer = call.opened()
-    applied = layer.maps.applied.detach().requires_grad_()
+    """Return the mean over heads of the positive part of map times gradient, [N, N].
+
+    The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.
+    """
+    layer = opened(call)
+    applied = layer.applied.detach().requires_grad_()
     heads = layer.outputs(applied)[2]  # [H, N, V]
     width = heads.shape[0] * heads.shape[2]
-    wanted = gradient[:, :width].unflatten(-1, (heads.shape[0], heads.shape[2])).transpose(0, 1)
-    (of_map,) = torch.autograd.grad(heads, applied, wanted.to(heads.dtype))
+    of_heads = gradient[:, :width].unflatten(-1, (heads.shape[0], heads.shape[2])).transpose(0, 1)
+    (of_map,) = torch.autograd.grad(heads, applied, of_heads.to(heads.dtype))
     return (of_map * applied.detach()).clamp(min=0).mean(dim=0)

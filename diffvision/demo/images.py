@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diffvision.analysis import figures
-from diffvision.analysis.attention import patch_maps
+from diffvision.analysis.maps import patch_maps
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.make import make
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
@@ -85,7 +85,7 @@ def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolde
         maps = list(patch_maps(model, image).values())[-1].mean(0)
         low, high = image.min(), image.max()
         shown = ((image - low) / (high - low)).permute(1, 2, 0)
-        rows.append(figures.LookedAt(shown.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
+        rows.append(figures.ImageAttention(shown.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
     return rows
 
 

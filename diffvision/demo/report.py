@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diffvision.analysis.curves import Curve, read_metrics
+from diffvision.analysis.figures import png
 from diffvision.training.fit import fit
 
 PACKAGE = Path(__file__).parent.parent
@@ -133,18 +134,18 @@ def as_text(table: Table) -> str:
     return console.export_text()
 
 
-def html_page(title: str, table: str, sections: Sequence[tuple[str, str, bytes]], sample: str = "") -> str:
+def html_page(title: str, table: str, sections: Sequence[tuple[str, str, Any]], sample: str = "") -> str:
     """One HTML file with its pictures inside.
 
     Args:
         table: in plain characters.
-        sections: (title, text, PNG) each.
+        sections: (title, text, matplotlib Figure) each.
         sample: text that is shown as it is, at the end.
     """
     body = "".join(
         f"<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>"
-        f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for heading, text, png in sections
+        f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{base64.b64encode(png(figure)).decode()}">'
+        for heading, text, figure in sections
     )
     body += f"<h2>Samples</h2><pre>{html.escape(sample)}</pre>" if sample else ""
     return f"""<!doctype html>

@@ -15,10 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 from diffvision.analysis import figures
+from diffvision.analysis.figures import language as panels
 from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
-from diffvision.evaluation.language import figures as panels
 from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language

@@ -28,6 +28,7 @@ from diffvision.evaluation.cache import (
     without_addresses,
 )
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
+from diffvision.models.modes import evaluating
 
 Precision = Literal["fp32", "bf16", "fp16"]
 IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about
@@ -225,21 +226,12 @@ class Features:
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:
-        """Evaluation mode without gradients; every module gets its own mode back (locked towers differ from others).
-
-        no_grad rather than inference mode: a tensor that a module caches here may be needed in training afterwards.
-        """
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
+        """Put the model in evaluation mode, without gradients, in its precision."""
         autocast = torch.autocast(
             self.device.type, dtype=_AUTOCAST.get(self.precision), enabled=self.precision in _AUTOCAST
         )
-        try:
-            with torch.no_grad(), autocast:
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        with evaluating(self.model), autocast:
+            yield
 
 
 def _finite(features: Tensor, of: str) -> Tensor:

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from diffvision import __version__
-from diffvision.analysis.figures import lambda_curves, run_curves
+from diffvision.analysis.figures import lambda_curves, png, run_curves
 from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.export.citations import bibtex
 from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
@@ -61,8 +61,8 @@ def write_card(folder: Path, source: Source, license: str | None = None) -> None
     """
     history = History() if source.run is None else read_history(source.run, source.path)
     pictures = draw(history)
-    for name, png in pictures.items():
-        (folder / name).write_bytes(png)
+    for name, content in pictures.items():
+        (folder / name).write_bytes(content)
     (folder / "README.md").write_text(model_card(source, history, license, pictures), encoding="utf-8")
 
 
@@ -104,8 +104,8 @@ def draw(history: History) -> dict[str, bytes]:
     told = ("val/loss", "/acc1", "retrieval_recall@1")
     measured = [name for name in curves if name.endswith(told) and len(curves[name].steps) > 2]
     panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
-    pictures = {"loss.png": run_curves(panels)} if panels else {}
-    return pictures | ({"lambda.png": lambda_curves(lambdas)} if lambdas else {})
+    pictures = {"loss.png": png(run_curves(panels))} if panels else {}
+    return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
 
 
 # ---- sections ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""`diffvision inspect`: what a model attends to and how its heads differ, as pictures and one page."""
+"""`diffvision inspect`: what a model attends to and how its heads differ, as pictures and one page.
+
+Maps, numbers and figures for other uses are in `diffvision.analysis`.
+"""
 
 from diffvision.inspection.command import inspect, inspect_models
 from diffvision.inspection.subjects import Subject

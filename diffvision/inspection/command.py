@@ -1,4 +1,7 @@
-"""The command: models and inputs by name, checks before any work, and a folder with pictures, numbers and a page."""
+"""The command: models and inputs by name, checks before any work, and a folder with pictures, numbers and a page.
+
+Nothing is measured or drawn here; see `measurements` and `page`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from diffvision.evaluation.distributed import found_device
 from diffvision.inspection import inputs
-from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
+from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
 from diffvision.inspection.subjects import Subject, check_model, subjects_of
@@ -33,9 +36,9 @@ def inspect(
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Looks inside of a model, or of two side by side: attention maps, what answers a caption, and numbers by layer.
+    """Look inside a model, or two side by side: attention maps, what answers a caption, and numbers by layer.
 
-    Writes index.html, which holds all, its pictures as PNG, and statistics.json. A language model is given by
+    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json. A language model is given by
     --checkpoint alone.
 
     Args:
@@ -72,50 +75,52 @@ def inspect_models(
     passages: Sequence[inputs.Passage],
     output: str | Path,
 ) -> None:
-    """The same of models at hand, such as adapted ones.
+    """Look inside models that are loaded already, such as adapted ones, as `inspect` does.
 
     Args:
-        subjects: one or two of one kind, with names of their own.
-        pictures: for models of images; each with its own captions, or with all passages.
+        subjects: one or two of one kind, with different names.
+        pictures: for models of images; each with its captions, or with all passages where it has none.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
 
     Raises:
-        ValueError: models without attention that can be opened; a folder with something else in it.
+        ValueError: models without attention that can be captured; a folder with something else in it.
     """
     folder = Path(output)
     check_output(folder)
     for subject in subjects:
         check_model(subject)
-    seen = {one.name: {picture.name: inputs.as_seen(picture, one.transform) for picture in pictures if one.transform}
-            for one in subjects}  # fmt: skip
+    transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
+                              if one.transform} for one in subjects}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
     with _progress() as watch:
-        looks = {one.name: list(_looks(one, pictures, by_title, seen[one.name], watch)) for one in subjects}
-        made = sections(looks, seen, by_title, lambda: watch("figures"))
+        measurements = {
+            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in subjects
+        }
+        drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
     title = " and ".join(one.name for one in subjects)
-    files = {f"{figure.name}.png": figure.png for section in made for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(subjects), made).encode()
-    write(folder, files, as_json(looks))
-    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json beside it")
+    files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
+    files["index.html"] = page(f"Inside of {title}", _about(subjects), drawn).encode()
+    write(folder, files, as_json(measurements))
+    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
 
-def _looks(
+def _measurements(
     subject: Subject,
     pictures: Sequence[inputs.Picture],
     passages: Mapping[str, inputs.Passage],
-    seen: Mapping[str, inputs.Seen],
+    transformed: Mapping[str, inputs.TransformedPicture],
     watch: Callable[[str], None],
-) -> Iterator[Look]:
+) -> Iterator[Measurement]:
     def layer() -> None:
         watch(subject.name)
 
     for picture in pictures:
-        told = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
-        yield look_at_image(subject.model, seen[picture.name], picture.name, told, layer)
+        captions = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
+        yield measure_image(subject.model, transformed[picture.name], picture.name, captions, layer)
     for passage in passages.values():
-        look = look_at_text if subject.transform is None else look_at_caption
-        yield look(subject.model, passage, layer)
+        measure = measure_text if subject.transform is None else measure_caption
+        yield measure(subject.model, passage, layer)
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def _shown(
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
-    """What the models have in common; ValueError where they have other tokens for a text."""
+    """Return the first model's passages; ValueError where another has other tokens for a text."""
     first, *others = passages
     for other in others:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
@@ -187,7 +192,7 @@ def _about(subjects: Sequence[Subject]) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
+    """Yield a function that shows progress: a line that changes in a terminal, elsewhere a line a model."""
     from rich.console import Console
 
     console, last = Console(file=sys.stderr), [""]

@@ -1,4 +1,7 @@
-"""What a model is shown: pictures and texts, given by files and words or made here, and how the model sees them."""
+"""What a model is shown: pictures and texts, given by files and words or made here, and how the model gets them.
+
+What is measured of them is in `measurements`.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A picture as a model sees it."""
+class TransformedPicture:
+    """A picture as a model gets it."""
 
-    tensor: Tensor  # [3, h, w], transformed
+    tensor: Tensor  # [3, h, w]
     shown: np.ndarray  # [h, w, 3], 0 to 1: the same pixels in colours
     inside: Tensor | None  # [h, w], how much of each pixel is the object's
 
@@ -56,16 +59,15 @@ class Passage:
 
 
 def sample_pictures() -> list[Picture]:
-    """Two test digits and a scene of two, as `diffvision data make` draws them, with their regions and captions."""
+    """Draw two test digits and a scene of two as `diffvision data make` does, with their regions and captions."""
     _, test = load_split()
     pictures = []
     for label, colour, background, seed in ((3, "yellow", "blue", 3), (7, "pink", "green", 6)):
-        which = int(np.flatnonzero(test.labels == label)[seed])
-        data = draw(test.images[which], colour, background, np.random.default_rng(seed))
-        image = decode_image(data)
-        ink = Image.fromarray(test.images[which]).resize(image.size, Image.Resampling.BICUBIC)
-        told = caption(WITH_COLOURS[0], label, colour, background)
-        pictures.append(Picture(told, image, ink.point(lambda grey: 255 * (grey >= _INK)), (told,)))
+        drawing = test.images[int(np.flatnonzero(test.labels == label)[seed])]
+        image = decode_image(draw(drawing, colour, background, np.random.default_rng(seed)))
+        ink = Image.fromarray(drawing).resize(image.size, Image.Resampling.BICUBIC)
+        words = caption(WITH_COLOURS[0], label, colour, background)
+        pictures.append(Picture(words, image, ink.point(lambda grey: 255 * (grey >= _INK)), (words,)))
     scene = compose(test, (2,), np.random.default_rng(1))
     image = decode_image(draw_scene(scene, test, np.random.default_rng(4)))
     empty = decode_image(draw_scene(replace(scene, digits=(), colours=(), places=()), test, np.random.default_rng(4)))
@@ -75,7 +77,7 @@ def sample_pictures() -> list[Picture]:
 
 
 def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
-    """Image files, each with its mask where there are any.
+    """Read image files, each with its mask where there are any.
 
     Raises:
         ValueError: a file that is no image, or one that is given twice; not as many masks as images, or one of another
@@ -84,38 +86,41 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
     if masks and len(masks) != len(paths):
         raise ValueError(f"{len(masks)} masks for {len(paths)} images: give one for each, or none")
     pictures = [Picture(name, _read(path)) for name, path in zip(_names(paths), paths, strict=True)]
-    for place, path in enumerate(masks):
-        mask, size = _read(path).convert("L"), pictures[place].image.size
+    for index, path in enumerate(masks):
+        mask, size = _read(path).convert("L"), pictures[index].image.size
         if mask.size != size:
-            raise ValueError(f"mask {path} has {mask.size} pixels and {paths[place]} {size}: draw it over the image")
-        pictures[place] = replace(pictures[place], region=mask)
+            raise ValueError(f"mask {path} has {mask.size} pixels and {paths[index]} {size}: draw it over the image")
+        pictures[index] = replace(pictures[index], region=mask)
     return pictures
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """What files are called: by their own names, or by their paths where two would have one name."""
+    """Return the names of files, or their paths where two would have one name."""
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise ValueError(f"the same file is given twice among {', '.join(paths)}: each once")
-    own = [Path(path).name for path in paths]
-    return own if len(set(own)) == len(own) else [str(Path(path)) for path in paths]
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else [str(Path(path)) for path in paths]
 
 
-def as_seen(picture: Picture, transform: Callable[[Image.Image], Tensor]) -> Seen:
-    """The picture through a model's transform. A white and a black image that go the same way tell what the transform
-    does to colours, so that pixels and region can be shown where the model has them."""
+def transformed(picture: Picture, transform: Callable[[Image.Image], Tensor]) -> TransformedPicture:
+    """Return the picture after a model's transform.
+
+    A white and a black image after the same transform say what it does to colours, so that pixels and region can be
+    shown where the model has them.
+    """
     size = picture.image.size
     black, white = (transform(Image.new("RGB", size, colour)) for colour in ("black", "white"))
     tensor = transform(picture.image)
 
-    def undone(seen: Tensor) -> Tensor:
-        return ((seen - black) / (white - black)).clamp(0, 1)
+    def undone(pixels: Tensor) -> Tensor:
+        return ((pixels - black) / (white - black)).clamp(0, 1)
 
     inside = None if picture.region is None else undone(transform(picture.region.convert("RGB"))).mean(dim=0)
-    return Seen(tensor, undone(tensor).permute(1, 2, 0).numpy(), inside)
+    return TransformedPicture(tensor, undone(tensor).permute(1, 2, 0).numpy(), inside)
 
 
 def by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
-    """How much of each patch is the object's, [rows * columns], from pixels [h, w]."""
+    """Return how much of each patch is the object's, [rows * columns], from pixels [h, w]."""
     return torch.nn.functional.adaptive_avg_pool2d(inside[None, None], (rows, columns)).flatten()
 
 
@@ -132,7 +137,7 @@ def _read(path: str) -> Image.Image:
 
 
 def sample_passage(tokenizer: Any, max_length: int | None) -> Passage:
-    """A needle in a haystack, asked for: the text up to where its number is to be said.
+    """Return a needle in a haystack, asked for: the text up to where its number follows.
 
     Raises:
         ValueError: as `needle_samples`.
@@ -144,7 +149,7 @@ def sample_passage(tokenizer: Any, max_length: int | None) -> Passage:
 
 
 def passages(texts: Sequence[str], answers: Sequence[str], tokenizer: Any, max_length: int | None) -> list[Passage]:
-    """Texts as a language model's tokens, behind a start token.
+    """Return texts as a language model's tokens, after a start token.
 
     Raises:
         ValueError: an empty text, one beyond the model's context or `MAX_TOKENS`; answers that are not one for each
@@ -152,29 +157,29 @@ def passages(texts: Sequence[str], answers: Sequence[str], tokenizer: Any, max_l
     """
     if answers and len(answers) != len(texts):
         raise ValueError(f"{len(answers)} answers for {len(texts)} texts: give one for each, or none")
-    limit, whose = MAX_TOKENS, "that a picture of maps can show"
+    limit, reason = MAX_TOKENS, "that a picture of maps can show"
     if max_length is not None and max_length < limit:
-        limit, whose = max_length, "of the model's context"
-    found = []
-    for place, text in enumerate(texts):
+        limit, reason = max_length, "of the model's context"
+    read = []
+    for index, text in enumerate(texts):
         check_text(text)
         tokens = [*start_tokens(tokenizer), *tokenizer.encode(text)]
         if len(tokens) < 2:
             raise ValueError("a text is empty: give words to look at")
         if len(tokens) > limit:
-            raise ValueError(f"text {text[:40]!r}... has {len(tokens)} tokens, more than the {limit} {whose}: cut it")
-        answer = _span(text, answers[place], tokenizer, tokens) if answers else None
-        found.append(Passage(text, torch.tensor(tokens), _words(tokens, tokenizer), answer))
-    return found
+            raise ValueError(f"text {text[:40]!r}... has {len(tokens)} tokens, more than the {limit} {reason}: cut it")
+        answer = _span(text, answers[index], tokenizer, tokens) if answers else None
+        read.append(Passage(text, torch.tensor(tokens), _words(tokens, tokenizer), answer))
+    return read
 
 
 def captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
-    """Captions as an OpenCLIP tokenizer's tokens, padding included.
+    """Return captions as an OpenCLIP tokenizer's tokens, padding included.
 
     Raises:
         ValueError: an empty caption, or one that the context would cut.
     """
-    found = []
+    read = []
     for text in texts:
         check_text(text)
         if not text.strip():
@@ -186,8 +191,8 @@ def captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
                 "shorten it"
             )
         ids = row[: int(row.nonzero().max()) + 1].tolist()
-        found.append(Passage(text, row, _words(ids, tokenizer)))
-    return found
+        read.append(Passage(text, row, _words(ids, tokenizer)))
+    return read
 
 
 def _words(tokens: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
@@ -196,12 +201,12 @@ def _words(tokens: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
 
 
 def _span(text: str, answer: str, tokenizer: Any, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens that have any of the answer's characters, at its first place in the text."""
+    """Return [start, stop) of the tokens with the answer's characters, where it first occurs in the text."""
     first = text.find(answer) if answer else -1
     if first < 0:
         raise ValueError(f"answer {answer!r} is not in the text {text[:60]!r}: give words of the text")
     start = len(start_tokens(tokenizer))
     ends = [len(tokenizer.decode(list(tokens[start : start + count + 1]))) for count in range(len(tokens) - start)]
-    begin = next(place for place, end in enumerate(ends) if end > first)
-    stop = next((place for place, end in enumerate(ends) if end >= first + len(answer)), len(ends) - 1)
+    begin = next(index for index, end in enumerate(ends) if end > first)
+    stop = next((index for index, end in enumerate(ends) if end >= first + len(answer)), len(ends) - 1)
     return start + begin, start + stop + 1

@@ -1,4 +1,7 @@
-"""What is measured of one model on one input: numbers by layer and head, and the maps that are shown."""
+"""What is measured of one model on one input: numbers by layer and head, and the maps that are shown.
+
+Inputs are made in `inputs`; numbers over several inputs, and pictures, in `summary` and `page`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.analysis import statistics
-from diffvision.analysis.attention import image_trunk
-from diffvision.analysis.layers import OpenedLayer, opened_layers
+from diffvision.analysis.maps import LayerMaps, image_trunk, opened_layers
 from diffvision.analysis.relevance import caption_relevance
-from diffvision.inspection.hugging_face import is_hugging_face, opened_hugging_face
-from diffvision.inspection.inputs import Passage, Seen, by_patch
+from diffvision.inspection.inputs import Passage, TransformedPicture, by_patch
 
 THUMBNAIL = 32  # tokens a side of a single head's map of a text
 
 Numbers = dict[str, list[float]]
-"""What is measured: a value a head."""
+"""{number or number/kind of map: a value a head}."""
 
 
 @dataclass(frozen=True)
 class Focus:
-    """Of N tokens, what is read by whom.
+    """Which of N tokens are read, and by which queries.
 
     Attributes:
         readers: queries whose attention is shown: the class token's, all patches', or a text's last token.
         keys: tokens that it is shown over: patches, or all of a text.
         sink: [N], 1 for the tokens that no content is in (class and register tokens, a text's first token).
-        noise: [keys], how much of each is beside the object or the answer, 0 to 1; None where that is not known.
+        noise: [keys], how much of each is outside of the object or the answer, 0 to 1; None where that is not known.
     """
 
     readers: slice
@@ -41,8 +42,11 @@ class Focus:
 
 
 @dataclass(frozen=True)
-class LayerLook:
-    """One layer on one input. Kinds are "map 1", "map 2" and "difference", or "attention" in standard layers."""
+class LayerMeasurement:
+    """One layer on one input.
+
+    Kinds of maps are "map 1", "map 2" and "difference", or "attention" in standard layers.
+    """
 
     name: str
     numbers: Numbers
@@ -52,38 +56,42 @@ class LayerLook:
 
 
 @dataclass(frozen=True)
-class Look:
+class Measurement:
     """A model on an image or text.
 
     Attributes:
         tower: "image", "caption" or "text".
+        title: of the input.
+        layers: in the model's order.
         grid: rows and columns of patches, images only.
         relevance: by caption, [rows, columns], shares that sum to 1, and its cosine with the image.
     """
 
     tower: str
     title: str
-    layers: list[LayerLook]
+    layers: list[LayerMeasurement]
     grid: tuple[int, int] | None = None
     relevance: dict[str, tuple[Tensor, float]] | None = None
 
 
-def look_at_image(
-    model: nn.Module, seen: Seen, title: str, captions: Iterable[Passage], watch: Callable[[], None]
-) -> Look:
-    """An image tower on an image.
+def measure_image(
+    model: nn.Module, picture: TransformedPicture, title: str, captions: Iterable[Passage], watch: Callable[[], None]
+) -> Measurement:
+    """Measure an image tower on an image.
 
     Args:
         model: a timm or OpenCLIP model.
-        captions: whose relevance is shown.
+        picture: the image as the model gets it.
+        title: of the image.
+        captions: texts to show the relevance of.
         watch: called after each layer.
     """
     trunk: Any = image_trunk(model)
     device = next(model.parameters()).device
-    image = seen.tensor.to(device)
+    image = picture.tensor.to(device)
     rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
     prefix, count = trunk.num_prefix_tokens, rows * columns
-    noise = None if seen.inside is None else 1 - by_patch(seen.inside, rows, columns)
+    noise = None if picture.inside is None else 1 - by_patch(picture.inside, rows, columns)
     focus = Focus(
         readers=slice(0, 1) if trunk.cls_token is not None else slice(prefix, None),
         keys=slice(prefix, None),
@@ -93,28 +101,30 @@ def look_at_image(
     layers = [_measured(layer, focus, (rows, columns), watch) for layer in opened_layers(model, {"image": image[None]})]
     relevance = {}
     for passage in captions:
-        (found,), (cosine,) = caption_relevance(model, image, passage.tokens[None].to(device))
-        relevance[passage.name] = (found.cpu() / found.sum().clamp(min=1e-30).cpu(), cosine.item())
-    return Look("image", title, layers, (rows, columns), relevance)
+        (grid,), (cosine,) = caption_relevance(model, image, passage.tokens[None].to(device))
+        relevance[passage.name] = (grid.cpu() / grid.sum().clamp(min=1e-30).cpu(), cosine.item())
+    return Measurement("image", title, layers, (rows, columns), relevance)
 
 
-def look_at_caption(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Look:
-    """A text tower on a caption, whose padding is left out where the tower is causal."""
+def measure_caption(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Measurement:
+    """Measure a text tower on a caption; padding is left out where the tower is causal."""
     tokens = passage.tokens[None].to(next(model.parameters()).device)
-    layers = opened_layers(model, {"text": tokens})
-    return Look("caption", passage.name, [_measured(_unpadded(one, passage), _of_text(passage), None, watch)
-                                          for one in layers])  # fmt: skip
+    layers = [
+        _measured(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None, watch)
+        for layer in opened_layers(model, {"text": tokens})
+    ]
+    return Measurement("caption", passage.name, layers)
 
 
-def look_at_text(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Look:
-    """A language model on a text."""
+def measure_text(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Measurement:
+    """Measure a language model on a text."""
     tokens = passage.tokens[None].to(next(model.parameters()).device)
-    opened = opened_hugging_face if is_hugging_face(model) else opened_layers
-    layers = opened(model, {"tokens": tokens})
-    return Look("text", passage.name, [_measured(layer, _of_text(passage), None, watch) for layer in layers])
+    focus = _text_focus(passage)
+    layers = [_measured(layer, focus, None, watch) for layer in opened_layers(model, {"tokens": tokens})]
+    return Measurement("text", passage.name, layers)
 
 
-def _of_text(passage: Passage) -> Focus:
+def _text_focus(passage: Passage) -> Focus:
     count = len(passage.words)
     sink = torch.zeros(count)
     sink[0] = 1
@@ -125,17 +135,15 @@ def _of_text(passage: Passage) -> Focus:
     return Focus(readers=slice(count - 1, count), keys=slice(None), sink=sink, noise=noise)
 
 
-def _unpadded(layer: OpenedLayer, passage: Passage) -> OpenedLayer:
-    return layer.first(len(passage.words)) if layer.causal else layer
-
-
-def _measured(layer: OpenedLayer, focus: Focus, grid: tuple[int, int] | None, watch: Callable[[], None]) -> LayerLook:
-    applied = layer.maps.applied
+def _measured(
+    layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None, watch: Callable[[], None]
+) -> LayerMeasurement:
+    applied = layer.applied
     kinds = {"attention": applied}
-    if layer.maps.lam is not None:
-        kinds = {"map 1": layer.maps.maps[:, 0], "map 2": layer.maps.maps[:, 1], "difference": applied}
+    if layer.lam is not None:
+        kinds = {"map 1": layer.maps[:, 0], "map 2": layer.maps[:, 1], "difference": applied}
     kinds = {kind: maps.float().cpu() for kind, maps in kinds.items()}
-    focus = _fitting(focus, applied.shape[-1])
+    focus = _with_padding(focus, applied.shape[-1])
     numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
     if focus.noise is not None:
         numbers["noise/chance"] = [focus.noise.mean().item()]  # attention to all alike
@@ -148,11 +156,11 @@ def _measured(layer: OpenedLayer, focus: Focus, grid: tuple[int, int] | None, wa
         size = min(THUMBNAIL, applied.shape[-1])
         heads = {kind: F.adaptive_avg_pool2d(maps[None], size)[0] for kind, maps in kinds.items()}
     watch()
-    return LayerLook(layer.maps.name, numbers, read, whole, heads)
+    return LayerMeasurement(layer.name, numbers, read, whole, heads)
 
 
-def _fitting(focus: Focus, tokens: int) -> Focus:
-    """With the padding that a tower which is not causal attends to, as sink of nothing."""
+def _with_padding(focus: Focus, tokens: int) -> Focus:
+    """With the padding that a tower which is not causal attends to; it is no sink."""
     missing = tokens - len(focus.sink)
     return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)))
 
@@ -175,10 +183,10 @@ def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tu
 
 
 @torch.no_grad()
-def _of_heads(layer: OpenedLayer, applied: Tensor) -> Numbers:
+def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
     numbers = {}
-    if layer.maps.lam is not None:
-        numbers["lambda"] = layer.maps.lam.mean(dim=(1, 2)).tolist()
+    if layer.lam is not None:
+        numbers["lambda"] = layer.lam.mean(dim=(1, 2)).tolist()
     if layer.values is not None:
         for name, heads in zip(("before", "after", "given"), layer.outputs(applied), strict=True):
             numbers[f"rms_{name}"] = statistics.rms(heads).mean(-1).tolist()

@@ -1,4 +1,7 @@
-"""The folder that an inspection writes: whole or not at all, and never over something else."""
+"""The folder that an inspection writes: complete or not at all, and never over something else.
+
+What is in it is made in `page` and `summary`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from typing import Any
 
 from diffvision.evaluation.output import check_folder, write_bytes, write_json
 
-_MARK = "diffvision inspect"  # in statistics.json: what this command wrote, and may write anew
+_MARK = "diffvision inspect"  # in statistics.json: the folder is from this command, which may replace it
 
 
 def check_output(folder: Path) -> None:
-    """ValueError if files cannot be written there, or it holds something else."""
+    """Raise a ValueError if files cannot be written to the folder, or it holds something else."""
     check_folder(folder)
     if folder.resolve() == Path.cwd():
-        raise ValueError(f"output is {folder}, the folder that you stand in, which is made anew: name one in it")
+        raise ValueError(f"output is {folder}, the current folder, which would be replaced: name a folder in it")
     if folder.is_dir() and (others := sorted({file.name for file in folder.iterdir()} - set(_earlier(folder)))):
         raise ValueError(
             f"output is {folder}, which holds something else ({', '.join(others[:3])}): name a new folder, or one of "
@@ -26,7 +29,7 @@ def check_output(folder: Path) -> None:
 
 
 def _earlier(folder: Path) -> list[str]:
-    """The files that an earlier inspection wrote there."""
+    """Return the files that an earlier inspection wrote to the folder."""
     try:
         content = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
         names = {*content["files"], "statistics.json"} if content["made_by"] == _MARK else set()
@@ -36,17 +39,17 @@ def _earlier(folder: Path) -> list[str]:
 
 
 def write(folder: Path, files: Mapping[str, bytes], models: Mapping[str, Any]) -> None:
-    """All files, or none: they are written beside and moved in the place of an earlier inspection's."""
+    """Write all files, or none: they are written next to an earlier inspection's folder, and then replace it."""
     folder = folder.resolve()  # what a link leads to is replaced, not the link
     folder.parent.mkdir(parents=True, exist_ok=True)
     old = _earlier(folder) if folder.is_dir() else []
     with tempfile.TemporaryDirectory(prefix=".inspecting-", dir=folder.parent) as scratch:
-        made = Path(scratch) / folder.name
+        new = Path(scratch) / folder.name
         for name, content in files.items():
-            write_bytes(made / name, content)
-        write_json(made / "statistics.json", {"made_by": _MARK, "files": sorted(files), "models": models})
+            write_bytes(new / name, content)
+        write_json(new / "statistics.json", {"made_by": _MARK, "files": sorted(files), "models": models})
         for name in old:
             (folder / name).unlink(missing_ok=True)
         if folder.is_dir():
             folder.rmdir()
-        made.rename(folder)
+        new.rename(folder)

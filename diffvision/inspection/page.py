@@ -1,4 +1,7 @@
-"""The page: figures of all that was looked at, and one HTML file with them inside."""
+"""The page: figures of all that was measured, and one HTML file with them inside.
+
+The figures themselves are drawn in `analysis.figures`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffvision.analysis import mosaics, panels
-from diffvision.analysis.mosaics import Tiles
-from diffvision.analysis.panels import Looked
-from diffvision.inspection.inputs import Passage, Seen
-from diffvision.inspection.measurements import LayerLook, Look
-from diffvision.inspection.summary import TOWERS, Curves, Looks, curves, layer_curves, norm_curves, table
+from diffvision.analysis.figures import png
+from diffvision.analysis.figures.images import ModelAttention, compared_models
+from diffvision.analysis.figures.layers import layer_panels
+from diffvision.analysis.figures.mosaics import Block, mosaic, text_strips
+from diffvision.inspection.inputs import Passage, TransformedPicture
+from diffvision.inspection.measurements import LayerMeasurement, Measurement
+from diffvision.inspection.summary import (
+    TOWERS,
+    LayerNumbers,
+    Measurements,
+    mean_numbers,
+    norm_panels,
+    number_panels,
+    table,
+)
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -26,13 +38,13 @@ details { margin: .6rem 0; } summary { cursor: pointer; color: #0059a0; }
 
 
 @dataclass
-class Figure:
-    """A picture of the page, and the file that it is as well."""
+class PageFigure:
+    """A figure of the page, which is a file as well."""
 
     name: str  # of the file, without .png
     caption: str
     png: bytes
-    details: bool = False  # shown when asked for
+    details: bool = False  # folded until it is clicked
 
 
 @dataclass
@@ -40,46 +52,51 @@ class Section:
     """A heading with a table and figures."""
 
     title: str
-    numbers: Curves | None = None
-    figures: list[Figure] = field(default_factory=list)
+    numbers: LayerNumbers | None = None
+    figures: list[PageFigure] = field(default_factory=list)
 
 
 def sections(
-    looks: Looks, seen: Mapping[str, Mapping[str, Seen]], passages: Mapping[str, Passage], watch: Callable[[], None]
+    measurements: Measurements,
+    pictures: Mapping[str, Mapping[str, TransformedPicture]],
+    passages: Mapping[str, Passage],
+    watch: Callable[[], None],
 ) -> list[Section]:
-    """All figures of some models' looks.
+    """Draw all figures of some models' measurements.
 
     Args:
-        looks: by model; all models have looked at the same inputs.
-        seen: by model and title, the pictures as each sees them.
+        measurements: by model; all models have the same inputs.
+        pictures: by model and title, the images as each model gets them.
         passages: by title, the captions or texts.
         watch: called after each section.
     """
-    made = []
+    drawn = []
     for tower in TOWERS:
-        if any(look.tower == tower for own in looks.values() for look in own):
-            made.append(_numbers(looks, tower))
+        if any(one.tower == tower for inputs in measurements.values() for one in inputs):
+            drawn.append(_numbers(measurements, tower))
             watch()
-    first = next(iter(looks.values()))
-    for place, look in enumerate(first):
-        same = {model: own[place] for model, own in looks.items()}
-        name = f"{look.tower}-{1 + sum(other.tower == look.tower for other in first[:place])}"
-        if look.tower == "image":
-            made.append(_image(name, same, {model: own[look.title] for model, own in seen.items()}))
+    first = next(iter(measurements.values()))
+    for index, one in enumerate(first):
+        of_input = {model: inputs[index] for model, inputs in measurements.items()}
+        name = f"{one.tower}-{1 + sum(other.tower == one.tower for other in first[:index])}"
+        if one.tower == "image":
+            drawn.append(_image(name, of_input, {model: images[one.title] for model, images in pictures.items()}))
         else:
-            made.append(_text(name, same, passages[look.title]))
+            drawn.append(_text(name, of_input, passages[one.title]))
         watch()
-    return made
+    return drawn
 
 
-def page(title: str, about: Sequence[str], made: Sequence[Section]) -> str:
-    """One HTML file with its pictures inside; it refers to nothing else.
+def page(title: str, about: Sequence[str], drawn: Sequence[Section]) -> str:
+    """Return one HTML file with its pictures inside; it refers to nothing else.
 
     Args:
+        title: of the page.
         about: lines below the title.
+        drawn: as `sections` returns them.
     """
     body = "".join(f"<p>{html.escape(line)}</p>\n" for line in about)
-    body += "".join(_section(section) for section in made)
+    body += "".join(_section(section) for section in drawn)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{html.escape(title)}</title>
@@ -102,14 +119,14 @@ def _section(section: Section) -> str:
     return "".join(parts)
 
 
-def _table(numbers: Curves) -> str:
+def _table(numbers: LayerNumbers) -> str:
     models = list(dict.fromkeys(model for kinds in numbers.values() for model in kinds))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("mean over layers and heads", *models, ""))
     rows = "".join(
         f"<tr><td>{html.escape(title)}</td>"
-        + "".join(f'<td class="n">{html.escape(shown.get(model, ""))}</td>' for model in models)
+        + "".join(f'<td class="n">{html.escape(cells.get(model, ""))}</td>' for model in models)
         + f'<td class="says">{html.escape(says)}</td></tr>\n'
-        for title, says, shown in table(numbers)
+        for title, says, cells in table(numbers)
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table>\n"
 
@@ -117,80 +134,82 @@ def _table(numbers: Curves) -> str:
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
-def _numbers(looks: Looks, tower: str) -> Section:
-    found = curves(looks, tower)
-    count = max(sum(look.tower == tower for look in own) for own in looks.values())
+def _numbers(measurements: Measurements, tower: str) -> Section:
+    numbers = mean_numbers(measurements, tower)
+    count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
     over = f"mean over {count} inputs" if count > 1 else "of one input"
-    told = f"Numbers by layer, {over}: lines are means over heads, dots are heads of what is applied to the values."
-    figures = [Figure(f"layers-{tower}", told, panels.layer_panels(layer_curves(found)))]
-    if norms := norm_curves(found):
-        told = "Head outputs: root mean square before and after the head norm and the factor, by layer; dots are heads."
-        figures.append(Figure(f"norm-{tower}", told, panels.layer_panels(norms)))
-    return Section(f"{TOWERS[tower]}: numbers", found, figures)
+    caption = f"Numbers by layer, {over}: lines are means over heads, dots are heads of what is applied to the values."
+    figures = [PageFigure(f"layers-{tower}", caption, png(layer_panels(number_panels(numbers))))]
+    if norms := norm_panels(numbers):
+        caption = "Head outputs: root mean square before and after the head norm and the factor, by layer; dots are "
+        figures.append(PageFigure(f"norm-{tower}", f"{caption}heads.", png(layer_panels(norms))))
+    return Section(f"{TOWERS[tower]}: numbers", numbers, figures)
 
 
-def _image(name: str, looks: Mapping[str, Look], seen: Mapping[str, Seen]) -> Section:
-    first = next(iter(looks.values()))
-    shown = next(iter(seen.values()))
+def _image(name: str, models: Mapping[str, Measurement], pictures: Mapping[str, TransformedPicture]) -> Section:
+    first = next(iter(models.values()))
+    picture = next(iter(pictures.values()))
     compared = {
-        model: Looked(
-            {kind: maps.mean(0).numpy() for kind, maps in look.layers[-1].heads.items()},
-            {caption: (grid.numpy(), cosine) for caption, (grid, cosine) in (look.relevance or {}).items()},
+        model: ModelAttention(
+            {kind: maps.mean(0).numpy() for kind, maps in one.layers[-1].heads.items()},
+            {caption: (grid.numpy(), cosine) for caption, (grid, cosine) in (one.relevance or {}).items()},
         )
-        for model, look in looks.items()
+        for model, one in models.items()
     }
-    region = None if shown.inside is None else shown.inside.numpy()
-    told = "Where the last layer looks, mean over heads"
-    told += ", and which patches answer the caption (gradient-weighted attention)." if first.relevance else "."
-    told += " The white line is the object." if region is not None else ""
-    figures = [Figure(name, told, panels.compared_looks(shown.shown, compared, region))]
-    blocks = _by_layer(looks, lambda layer: {kind: maps.mean(0) for kind, maps in layer.heads.items()})
-    figures.append(_layers(name, looks, blocks))
-    return Section(f"Image: {first.title}", None, figures + _by_head(name, looks))
+    region = None if picture.inside is None else picture.inside.numpy()
+    caption = "Where the last layer looks, mean over heads"
+    caption += ", and which patches answer the caption (gradient-weighted attention)." if first.relevance else "."
+    caption += " The white line is the object." if region is not None else ""
+    figures = [PageFigure(name, caption, png(compared_models(picture.shown, compared, region)))]
+    blocks = _by_layer(models, lambda layer: {kind: maps.mean(0) for kind, maps in layer.heads.items()})
+    figures.append(_layers(name, models, blocks))
+    return Section(f"Image: {first.title}", None, figures + _by_head(name, models))
 
 
-def _text(name: str, looks: Mapping[str, Look], passage: Passage) -> Section:
+def _text(name: str, models: Mapping[str, Measurement], passage: Passage) -> Section:
     reads = {
-        model: {kind: rows.mean(0).numpy()[: len(passage.words)] for kind, rows in look.layers[-1].read.items()}
-        for model, look in looks.items()
+        model: {kind: rows.mean(0).numpy()[: len(passage.words)] for kind, rows in one.layers[-1].read.items()}
+        for model, one in models.items()
     }
-    told = "What the last token attends to in the last layer, mean over heads"
-    told += "; the answer's words are bold." if passage.answer else "."
-    figures = [Figure(name, told, mosaics.text_strips(passage.words, reads, passage.answer))]
-    figures.append(_layers(name, looks, _by_layer(looks, lambda layer: layer.whole)))
-    tower = TOWERS[next(iter(looks.values())).tower]
-    return Section(f"{tower}: {_short(passage.name)}", None, figures + _by_head(name, looks))
+    caption = "What the last token attends to in the last layer, mean over heads"
+    caption += "; the answer's words are bold." if passage.answer else "."
+    figures = [PageFigure(name, caption, png(text_strips(passage.words, reads, passage.answer)))]
+    figures.append(_layers(name, models, _by_layer(models, lambda layer: layer.whole)))
+    tower = TOWERS[next(iter(models.values())).tower]
+    return Section(f"{tower}: {_short(passage.name)}", None, figures + _by_head(name, models))
 
 
-def _layers(name: str, looks: Mapping[str, Look], blocks: list[Tiles]) -> Figure:
-    deepest = max(len(look.layers) for look in looks.values())
-    png = mosaics.mosaics(blocks, list(map(str, range(deepest))), "layer")
-    return Figure(f"{name}-layers", "Every layer, mean over heads, percent of a row of attention.", png)
+def _layers(name: str, models: Mapping[str, Measurement], blocks: list[Block]) -> PageFigure:
+    deepest = max(len(one.layers) for one in models.values())
+    caption = "Every layer, mean over heads, percent of a row of attention."
+    return PageFigure(f"{name}-layers", caption, png(mosaic(blocks, list(map(str, range(deepest))), "layer")))
 
 
-def _by_layer(looks: Mapping[str, Look], of: Callable[[LayerLook], Mapping[str, Any]]) -> list[Tiles]:
-    """A block a model and sign: rows are kinds, columns layers."""
+def _by_layer(
+    models: Mapping[str, Measurement], maps_of: Callable[[LayerMeasurement], Mapping[str, Any]]
+) -> list[Block]:
+    """Return a block a model and sign: rows are kinds, columns layers."""
     blocks = []
-    for model, look in looks.items():
-        rows = {kind: [of(layer)[kind].numpy() for layer in look.layers] for kind in of(look.layers[0])}
+    for model, one in models.items():
+        rows = {kind: [maps_of(layer)[kind].numpy() for layer in one.layers] for kind in maps_of(one.layers[0])}
         for signed in (False, True):
-            own = {kind: cells for kind, cells in rows.items() if (kind == "difference") is signed}
-            if own:
-                blocks.append(Tiles(model, signed, list(own.values()), list(own)))
+            of_sign = {kind: cells for kind, cells in rows.items() if (kind == "difference") is signed}
+            if of_sign:
+                blocks.append(Block(model, signed, list(of_sign.values()), list(of_sign)))
     return blocks
 
 
-def _by_head(name: str, looks: Mapping[str, Look]) -> list[Figure]:
-    """A picture a model and kind: rows are heads, columns layers."""
+def _by_head(name: str, models: Mapping[str, Measurement]) -> list[PageFigure]:
+    """Draw a picture a model and kind: rows are heads, columns layers."""
     figures = []
-    for number, (model, look) in enumerate(looks.items()):
-        for kind in look.layers[0].heads:
-            heads = max(len(layer.heads[kind]) for layer in look.layers)
-            cells = [[layer.heads[kind][head].numpy() for layer in look.layers] for head in range(heads)]
-            block = Tiles(f"{model}: {kind}", kind == "difference", cells, [f"head {head}" for head in range(heads)])
-            png = mosaics.mosaics([block], list(map(str, range(len(look.layers)))), "layer")
-            file = f"{name}-heads-{number + 1}-{kind.replace(' ', '-')}"
-            figures.append(Figure(file, f"By head: {model}, {kind}", png, details=True))
+    for number, (model, one) in enumerate(models.items(), start=1):
+        for kind in one.layers[0].heads:
+            heads = max(len(layer.heads[kind]) for layer in one.layers)
+            cells = [[layer.heads[kind][head].numpy() for layer in one.layers] for head in range(heads)]
+            block = Block(f"{model}: {kind}", kind == "difference", cells, [f"head {head}" for head in range(heads)])
+            picture = png(mosaic([block], list(map(str, range(len(one.layers)))), "layer"))
+            file = f"{name}-heads-{number}-{kind.replace(' ', '-')}"
+            figures.append(PageFigure(file, f"By head: {model}, {kind}", picture, details=True))
     return figures
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from diffvision.analysis.attention import image_trunk
-from diffvision.analysis.layers import KINDS, no_layers
+from diffvision.analysis.capture import check_attention
+from diffvision.analysis.maps import image_trunk
 from diffvision.evaluation.language.loading import load_subject
 from diffvision.evaluation.loading import load
-from diffvision.inspection.hugging_face import is_hugging_face
 from diffvision.models import language
 
 
@@ -83,7 +82,9 @@ def _loaded(model: str | None, checkpoint: str | None, tokenizer: str | None, de
 
 def check_model(subject: Subject) -> None:
     """ValueError, before any work, if there is nothing in it to look at."""
-    if not any(isinstance(module, KINDS) for module in subject.model.modules()) and not is_hugging_face(subject.model):
-        raise ValueError(f"{subject.name}: {no_layers(subject.model)}")
+    try:
+        check_attention(subject.model)
+    except ValueError as error:
+        raise ValueError(f"{subject.name}: {error}") from None
     if subject.transform is not None:
         image_trunk(subject.model)

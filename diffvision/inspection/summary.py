@@ -1,4 +1,7 @@
-"""Looks as numbers: what a page's table and curves show, and what statistics.json holds."""
+"""Measurements as numbers: what a page's table and curves show, and what statistics.json holds.
+
+Nothing is drawn here; see `page`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffvision.analysis.panels import LayerPanel
-from diffvision.inspection.measurements import Look
+from diffvision.analysis.figures.layers import LayerPanel
+from diffvision.inspection.measurements import Measurement
 
 TOWERS = {"image": "Image tower", "caption": "Text tower", "text": "Text"}
 APPLIED = ("difference", "attention")
@@ -29,76 +32,75 @@ NAMES = {
     "rms_after": ("RMS after head norm", "the same as before where there is no norm"),
     "rms_given": ("RMS after × (1 − λ_init)", "what the output projection takes"),
 }
-_CURVES = ("row_sum", "lambda", "relative_entropy", "effective_rank", "redundancy", "negative", "sink", "noise")
+_PANELS = ("row_sum", "lambda", "relative_entropy", "effective_rank", "redundancy", "negative", "sink", "noise")
 
-Looks = Mapping[str, Sequence[Look]]
+Measurements = Mapping[str, Sequence[Measurement]]
 """By model."""
-Curves = dict[str, dict[str, dict[str, list[list[float]]]]]
+LayerNumbers = dict[str, dict[str, dict[str, list[list[float]]]]]
 """{number: {model: {kind: [a layer's values, one a head]}}}; the kind is "" where a number has none."""
 
 
-def curves(looks: Looks, tower: str) -> Curves:
-    """The numbers of a tower, each the mean over its inputs."""
-    found: Curves = {}
-    for model, own in looks.items():
-        inputs = [look for look in own if look.tower == tower]
-        for key in dict.fromkeys(key for look in inputs for layer in look.layers for key in layer.numbers):
+def mean_numbers(measurements: Measurements, tower: str) -> LayerNumbers:
+    """Return the numbers of a tower, each the mean over its inputs."""
+    numbers: LayerNumbers = {}
+    for model, inputs in measurements.items():
+        of_tower = [one for one in inputs if one.tower == tower]
+        for key in dict.fromkeys(key for one in of_tower for layer in one.layers for key in layer.numbers):
             number, _, kind = key.partition("/")
-            having = [look for look in inputs if key in look.layers[0].numbers]
-            layers = [[look.layers[place].numbers[key] for look in having] for place in range(len(having[0].layers))]
+            measured = [one for one in of_tower if key in one.layers[0].numbers]
+            layers = [[one.layers[i].numbers[key] for one in measured] for i in range(len(measured[0].layers))]
             means = [[sum(head) / len(head) for head in zip(*layer, strict=True)] for layer in layers]
-            found.setdefault(number, {}).setdefault(model, {})[kind] = means
-    return found
+            numbers.setdefault(number, {}).setdefault(model, {})[kind] = means
+    return numbers
 
 
-def layer_curves(found: Curves) -> list[LayerPanel]:
-    """The panels of numbers over the layers."""
-    return [LayerPanel(NAMES[number][0], found[number]) for number in _CURVES if number in found]
+def number_panels(numbers: LayerNumbers) -> list[LayerPanel]:
+    """Return the panels of numbers over the layers."""
+    return [LayerPanel(NAMES[number][0], numbers[number]) for number in _PANELS if number in numbers]
 
 
-def norm_curves(found: Curves) -> list[LayerPanel]:
-    """The panel of head outputs before and after the norm and its factor, a model each; none where nothing is known."""
-    models = found.get("rms_before", {})
+def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:
+    """Return the panels of head outputs before and after the norm and its factor; none where nothing is known."""
+    if "rms_before" not in numbers:
+        return []
     titles = {"before": "before head norm", "after": "after head norm", "given": "after × (1 − λ_init)"}
-    return [
-        LayerPanel(f"RMS {title}", {model: found[f"rms_{name}"][model] for model in models}, log=True)
-        for name, title in titles.items()
-        if models
-    ]
+    return [LayerPanel(f"RMS {title}", numbers[f"rms_{name}"], log=True) for name, title in titles.items()]
 
 
-def table(found: Curves) -> list[tuple[str, str, dict[str, str]]]:
-    """(number, what it says, {model: value}) of each: means over layers and heads of what is applied, with those of
-    its two maps in brackets."""
+def table(numbers: LayerNumbers) -> list[tuple[str, str, dict[str, str]]]:
+    """Return (number, what it says, {model: value}) of each number.
+
+    Values are means over layers and heads of what is applied, with those of its two maps in brackets.
+    """
     rows = []
     for number, (title, says) in NAMES.items():
-        if number not in found:
+        if number not in numbers:
             continue
-        shown = {}
-        for model, kinds in found[number].items():
+        cells = {}
+        for model, kinds in numbers[number].items():
             whole = next((kinds[kind] for kind in ("", *APPLIED) if kind in kinds), None)
             parts = [_number(_mean(kinds[kind])) for kind in ("map 1", "map 2") if kind in kinds]
-            shown[model] = _number(_mean(whole or [])) + (f" ({', '.join(parts)})" if parts else "")
-        rows.append((title, says, shown))
+            cells[model] = _number(_mean(whole or [])) + (f" ({', '.join(parts)})" if parts else "")
+        rows.append((title, says, cells))
     return rows
 
 
-def as_json(looks: Looks) -> dict[str, Any]:
-    """Every number by model, input, layer and head; a NaN (the redundancy of a single head) is null."""
+def as_json(measurements: Measurements) -> dict[str, Any]:
+    """Return every number by model, input, layer and head; a NaN (the redundancy of a single head) is null."""
     return {
         model: [
             {
-                "tower": look.tower,
-                "input": look.title,
+                "tower": one.tower,
+                "input": one.title,
                 "captions": {name: {"cosine": cosine, "relevance": grid.tolist()}
-                             for name, (grid, cosine) in (look.relevance or {}).items()},
+                             for name, (grid, cosine) in (one.relevance or {}).items()},
                 "layers": [{"name": layer.name, "numbers": {key: list(map(_finite, values))
                                                             for key, values in layer.numbers.items()}}
-                           for layer in look.layers],
+                           for layer in one.layers],
             }
-            for look in own
+            for one in inputs
         ]
-        for model, own in looks.items()
+        for model, inputs in measurements.items()
     }  # fmt: skip
 
 

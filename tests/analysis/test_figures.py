@@ -9,7 +9,7 @@ from PIL import Image
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import LookedAt
+from diffvision.analysis.figures import ImageAttention, runs
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +19,15 @@ def _global_state_is_left_alone():
     assert dict(mpl.rcParams) == before
 
 
-def opened(png):
-    image = Image.open(io.BytesIO(png))
+def opened(figure):
+    image = Image.open(io.BytesIO(figures.png(figure)))
     assert image.format == "PNG"
     return np.asarray(image.convert("RGB"))
 
 
 def test_seeds_become_mean_and_spread():
     curves = [Curve([0, 10, 20], [0.0, 1.0, 2.0]), Curve([5, 20], [1.5, 3.0])]
-    steps, mean, spread = figures._over_seeds(curves)
+    steps, mean, spread = runs._over_seeds(curves)
     assert steps.tolist() == [5, 10, 20]  # what both cover
     assert mean.tolist() == pytest.approx([1.0, 1.5, 2.5])
     assert spread[0] == pytest.approx(np.std([0.5, 1.5], ddof=1))
@@ -35,16 +35,16 @@ def test_seeds_become_mean_and_spread():
 
 def test_run_curves_draw_every_run_in_its_colour():
     steps = list(range(50))
-    runs = {"CLIP": [Curve(steps, [1.0] * 50)], "DiffCLIP": [Curve(steps, [2.0] * 50), Curve(steps, [3.0] * 50)]}
-    pixels = opened(figures.run_curves({"loss": runs, "accuracy": runs})).reshape(-1, 3)
+    by_name = {"CLIP": [Curve(steps, [1.0] * 50)], "DiffCLIP": [Curve(steps, [2.0] * 50), Curve(steps, [3.0] * 50)]}
+    pixels = opened(figures.run_curves({"loss": by_name, "accuracy": by_name})).reshape(-1, 3)
     for colour in figures.COLOURS[:2]:
         assert (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum() > 200
 
 
 def test_lambda_curves_part_the_towers():
-    assert figures._tower("visual.trunk.blocks.3.attn") == "image tower"
-    assert figures._tower("text.transformer.resblocks.0.attn") == "text tower"
-    assert figures._tower("blocks.11.attn") == "blocks"
+    assert runs._tower("visual.trunk.blocks.3.attn") == "image tower"
+    assert runs._tower("text.transformer.resblocks.0.attn") == "text tower"
+    assert runs._tower("blocks.11.attn") == "blocks"
     curve = Curve([0, 1], [0.8, 0.7])
     one = opened(figures.lambda_curves({"visual.trunk.blocks.0.attn": curve}))
     two = opened(figures.lambda_curves({"visual.trunk.blocks.0.attn": curve, "transformer.resblocks.0.attn": curve}))
@@ -55,11 +55,11 @@ def test_the_differences_colours_are_centred_at_zero():
     flat = np.full((2, 4, 4), 0.01)
     zero = np.zeros((1, 4, 4))
     zero[0, 0, 0] = 0.5  # a positive outlier alone must not turn zero blue
-    row = LookedAt(np.zeros((8, 8, 3)), np.concatenate([flat, zero]), "seven")
+    row = ImageAttention(np.zeros((8, 8, 3)), np.concatenate([flat, zero]), "seven")
     pixels = opened(figures.attention_panels([row], "layer 3")).reshape(-1, 3).astype(int)
     white = np.asarray(mpl.colormaps["RdBu_r"](0.5)[:3]) * 255
     assert (np.abs(pixels - white).max(axis=1) <= 2).sum() > 5000
-    one_map = LookedAt(np.zeros((8, 8, 3)), flat[:1])
+    one_map = ImageAttention(np.zeros((8, 8, 3)), flat[:1])
     assert (
         opened(figures.attention_panels([one_map, one_map])).shape[1] < opened(figures.attention_panels([row])).shape[1]
     )

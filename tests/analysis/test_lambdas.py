@@ -17,12 +17,12 @@ def test_v1_from_its_parameters():
                 getattr(block.attn, vector).zero_()
             block.attn.lambda_q1[0] = first
             block.attn.lambda_k1[0] = 1.0
-    found = layer_lambdas(model)
-    assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
+    lambdas = layer_lambdas(model)
+    assert list(lambdas) == ["blocks.0.attn", "blocks.1.attn"]
     expected = [
         torch.tensor(f).exp().item() - 1 + b.attn.lambda_init for f, b in zip((0.1, 0.2), model.blocks, strict=True)
     ]
-    assert list(found.values()) == pytest.approx(expected)
+    assert list(lambdas.values()) == pytest.approx(expected)
 
 
 def test_v2_over_a_batch():
@@ -33,11 +33,11 @@ def test_v2_over_a_batch():
     blocks = model.visual.trunk.blocks
     size = model.visual.image_size
     batch = {"image": torch.randn(2, 3, *size), "text": torch.randint(1, 99, (2, model.context_length))}
-    found = layer_lambdas(model, batch)
-    assert len(found) == len(blocks) + len(model.transformer.resblocks)
-    assert all(found[f"visual.trunk.blocks.{i}.attn"] == 0.5 for i in range(len(blocks)))
-    assert all(0 < value < 1 for value in found.values())
-    assert set(layer_lambdas(model, {"image": batch["image"]})) == {name for name in found if "visual" in name}
+    lambdas = layer_lambdas(model, batch)
+    assert len(lambdas) == len(blocks) + len(model.transformer.resblocks)
+    assert all(lambdas[f"visual.trunk.blocks.{i}.attn"] == 0.5 for i in range(len(blocks)))
+    assert all(0 < value < 1 for value in lambdas.values())
+    assert set(layer_lambdas(model, {"image": batch["image"]})) == {name for name in lambdas if "visual" in name}
     with pytest.raises(ValueError, match=r"visual.trunk.blocks.\d.attn depends on the token: give a batch"):
         layer_lambdas(model)
 

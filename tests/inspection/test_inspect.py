@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from diffvision import cli
-from diffvision.analysis.layers import opened_layers
+from diffvision.analysis.maps import opened_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
 from diffvision.inspection import command, inputs, inspect
@@ -100,9 +100,9 @@ def test_a_pair_of_models_of_images_and_texts(pair):
         assert layer["numbers"]["negative"] == [0] * 4
         assert "lambda" not in layer["numbers"]
         assert layer["numbers"]["rms_before"] == layer["numbers"]["rms_given"]
-    told = image["captions"]["- a yellow square, on <black>"]
-    assert -1 <= told["cosine"] <= 1
-    assert np.sum(told["relevance"]) == pytest.approx(1, abs=1e-4)
+    relevance = image["captions"]["- a yellow square, on <black>"]
+    assert -1 <= relevance["cosine"] <= 1
+    assert np.sum(relevance["relevance"]) == pytest.approx(1, abs=1e-4)
 
 
 def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
@@ -121,11 +121,11 @@ def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
     assert sorted(file.name for file in pair.iterdir()) == ["index.html", "statistics.json"]
     with monkeypatch.context() as there:
         there.chdir(pair)
-        with pytest.raises(ValueError, match="the folder that you stand in"):
+        with pytest.raises(ValueError, match="the current folder, which would be replaced: name a folder in it"):
             inspect(model="diff_vit_debug", output=".")
     (pair.parent / "notes.txt").write_text("mine")
-    told = json.loads((pair / "statistics.json").read_text())
-    (pair / "statistics.json").write_text(json.dumps(told | {"files": ["../notes.txt", "index.html"]}))
+    content = json.loads((pair / "statistics.json").read_text())
+    (pair / "statistics.json").write_text(json.dumps(content | {"files": ["../notes.txt", "index.html"]}))
     inspect(model="diff_vit_debug", output=str(pair))  # a folder of a stranger names no file outside of it
     assert (pair.parent / "notes.txt").read_text() == "mine"
     (pair / "notes.txt").write_text("mine")
@@ -164,10 +164,10 @@ def test_a_language_model_that_was_exported(checkpoint, tmp_path):
     export(str(checkpoint / "diff"), str(tmp_path / "theirs"))
     (subject,) = subjects_of(None, f"hf:{tmp_path / 'theirs'}", None, None, None, "cpu")
     (passage,) = inputs.passages(["the cat sat"], [], subject.tokenizer, subject.max_length)
-    layers = [layer.maps for layer in opened_layers(subject.model, {"tokens": passage.tokens[None]})]
-    (own,) = subjects_of(None, str(checkpoint / "diff"), None, None, None, "cpu")
-    for layer, other in zip(layers, opened_layers(own.model, {"tokens": passage.tokens[None]}), strict=True):
-        torch.testing.assert_close(layer.applied, other.maps.applied)
+    layers = list(opened_layers(subject.model, {"tokens": passage.tokens[None]}))
+    (ours,) = subjects_of(None, str(checkpoint / "diff"), None, None, None, "cpu")
+    for layer, other in zip(layers, opened_layers(ours.model, {"tokens": passage.tokens[None]}), strict=True):
+        torch.testing.assert_close(layer.applied, other.applied)
 
 
 def _tokenizer(checkpoint):
@@ -179,7 +179,7 @@ def _tokenizer(checkpoint):
 def test_pictures_are_shown_as_the_model_has_them(photo):
     (picture,) = inputs.read_pictures([str(photo / "square.png")], [str(photo / "mask.png")])
     config = timm.data.resolve_model_data_config(timm.create_model("diff_vit_debug"))
-    seen = inputs.as_seen(picture, timm.data.create_transform(**config, is_training=False))
+    seen = inputs.transformed(picture, timm.data.create_transform(**config, is_training=False))
     assert seen.tensor.shape == (3, 32, 32)
     assert seen.shown[16, 16].tolist() == pytest.approx([250 / 255, 200 / 255, 40 / 255], abs=0.01)
     assert seen.shown[0, 0].tolist() == pytest.approx([30 / 255] * 3, abs=0.01)
@@ -223,7 +223,11 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
         "neither OpenCLIP nor timm has a model 'diff_vit_debg'.*diff_vit_debug", model="diff_vit_debg", output=output
     )
     refused("is a language model: give its --checkpoint alone", model="diff-debug", output=output)
-    refused("no attention that can be opened.*replace_attention", model="vit_tiny_patch16_224", output=output)
+    refused(
+        "no attention of this VisionTransformer can be captured.*diffvision.adapt",
+        model="vit_tiny_patch16_224",
+        output=output,
+    )
     refused(
         "image .*file cannot be read.*JPEG, PNG or WebP",
         model="diff_vit_debug",

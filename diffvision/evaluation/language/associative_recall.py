@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from diffvision.evaluation.language.perplexity import scored_windows, windows
-from diffvision.evaluation.language.scoring import Progress, evaluating, unseen
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.models.modes import evaluating
 
 
 def associative_recall(

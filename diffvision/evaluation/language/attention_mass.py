@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffvision.analysis.capture import Call, Scores, captured
 from diffvision.data.made.needle_text import Form
-from diffvision.evaluation.language.attention import AttentionCall, attention_seen
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 
 SPANS = ("start", "answer", "noise", "question")
 
@@ -36,10 +37,10 @@ def attention_mass(
     seed: int = 0,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Normalised attention of each span at each depth.
+    """Return the normalised attention of each span at each depth.
 
     Args:
-        model: as `attention.attention_seen`.
+        model: as `analysis.capture.captured`.
         tokenizer, length, needles, queries, samples, form, seed: as `needle.needle_samples`.
 
     Returns:
@@ -64,14 +65,16 @@ def attention_mass(
 
 
 def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
-    """What falls on each of `SPANS`, [4], averaged over heads and layers, not normalised."""
+    """Return what falls on each of `SPANS`, [4], averaged over heads and layers, not normalised."""
     rows: list[Tensor] = []
 
-    def see(call: AttentionCall) -> None:
-        rows.append(call.last_query().applied()[0, :, 0].mean(dim=0).double().cpu())  # [N]
+    def see(call: Call) -> Scores:
+        scores = call.scores()
+        rows.append(scores.last_query().applied()[0, :, 0].mean(dim=0).double().cpu())  # [N]
+        return scores
 
     tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=device_of(model))
-    with evaluating(model), attention_seen(model, see):
+    with evaluating(model), captured(model, see):
         model(tokens)
     row = torch.stack(rows).mean(dim=0)
     first = min(1, sample.needle[0])  # a context without a start token may begin with the needle

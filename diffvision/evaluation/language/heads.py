@@ -1,27 +1,26 @@
-"""What each layer's differential maps add up to, and what its heads give: statistics by layer.
+"""What each layer's differential maps add up to, and what its heads give: statistics by layer over rows of tokens.
 
 A differential row sums to 1 - lambda and has negative entries; where lambda nears 1, heads' outputs shrink, and the
 head norm of V1 scales them up again (arXiv 2410.05258 section 2.1; DIFF V2 leaves the norm out for the gradients that
-this makes).
+this makes). Statistics of one text by head are in `inspection`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from diffvision.evaluation.language.attention import AttentionCall, attention_seen
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.analysis.capture import Call, Scores, captured, run_towers
+from diffvision.analysis.statistics import rms, row_sums
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 from diffvision.nn import AttentionLayer
 
 
 def head_statistics(
     model: nn.Module, rows: Tensor, *, batch_size: int = 1, progress: Progress = unseen
 ) -> dict[str, float]:
-    """Means over tokens, heads and rows of each layer.
+    """Return means over tokens, heads and rows of each layer.
 
     Args:
         model: of ours; in standard layers the sums are 1 and nothing is negative.
@@ -37,41 +36,32 @@ def head_statistics(
     Raises:
         ValueError: a model without layers of `diffvision.nn`.
     """
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, AttentionLayer)]
-    if not layers:
+    names = [name for name, layer in model.named_modules() if isinstance(layer, AttentionLayer)]
+    if not names:
         raise ValueError(f"{type(model).__name__} has no attention layer of diffvision.nn: give one of our models")
-    sums: list[list[Tensor]] = [[] for _ in layers]
-    other: list[list[Tensor]] = [[] for _ in layers]  # of a batch: negative, absolute
-    rms: list[list[Tensor]] = [[] for _ in layers]
-    calls: Iterator[int] = iter(())  # the layer of each attention, in a pass
+    sums: dict[str, list[Tensor]] = {name: [] for name in names}
+    shares: dict[str, list[Tensor]] = {name: [] for name in names}  # of a batch: negative, absolute
+    sizes: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def see(call: AttentionCall) -> None:
-        layer, applied = next(calls), call.applied()
-        sums[layer].append(applied.sum(-1).flatten().double())
-        allowed = call.allowed.expand_as(call.logits)[:, :, 0]
+    def see(call: Call) -> Scores:
+        scores = call.scores()
+        applied = scores.applied()
+        allowed = scores.allowed.expand_as(scores.logits)[:, :, 0]
         negative = ((applied < 0) & allowed).sum() / allowed.sum()
-        other[layer].append(torch.stack([negative.double(), applied.abs().sum(-1).mean().double()]))
+        heads = (applied @ call.values(applied.dtype)).to(call.q.dtype)
+        sums[call.name].append(row_sums(applied).flatten().double())
+        shares[call.name].append(torch.stack([negative.double(), applied.abs().sum(-1).mean().double()]))
+        sizes[call.name].append(rms(heads.double()).flatten())
+        return scores
 
-    def note(layer: int) -> Any:
-        def hook(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rms[layer].append(args[0].double().square().mean(-1).sqrt().flatten())
-
-        return hook
-
-    hooks = [layer.head_norm.register_forward_pre_hook(note(place)) for place, layer in enumerate(layers)]
-    try:
-        with evaluating(model), attention_seen(model, see):
-            for batch in progress(rows.split(batch_size), "heads"):
-                calls = iter(range(len(layers)))
-                model(batch.to(device_of(model)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), captured(model, see):
+        for batch in progress(rows.split(batch_size), "heads"):
+            run_towers(model, {"tokens": batch.to(device_of(model))})
     metrics: dict[str, float] = {}
-    for place in range(len(layers)):
-        row, (negative, absolute) = torch.cat(sums[place]), torch.stack(other[place]).mean(0).tolist()
-        heads = torch.cat(rms[place])
-        metrics |= {f"row_sum/{place}": row.mean().item(), f"row_sum_std/{place}": row.std(correction=0).item()}
-        metrics |= {f"negative/{place}": negative, f"absolute/{place}": absolute}
-        metrics |= {f"rms/{place}": heads.mean().item(), f"rms_min/{place}": heads.min().item()}
+    for index, name in enumerate(names):
+        row, (negative, absolute) = torch.cat(sums[name]), torch.stack(shares[name]).mean(0).tolist()
+        heads = torch.cat(sizes[name])
+        metrics |= {f"row_sum/{index}": row.mean().item(), f"row_sum_std/{index}": row.std(correction=0).item()}
+        metrics |= {f"negative/{index}": negative, f"absolute/{index}": absolute}
+        metrics |= {f"rms/{index}": heads.mean().item(), f"rms_min/{index}": heads.min().item()}
     return metrics

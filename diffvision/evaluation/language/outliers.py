@@ -1,4 +1,4 @@
-"""Activation outliers: the largest attention logits and hidden states against the median  (arXiv 2410.05258, table 5).
+"""Activation outliers: the largest attention logits and hidden states against the median (arXiv 2410.05258, table 5).
 
 Absolute values. Attention logits are those before softmax that a query may attend to, of all layers, heads and maps
 together (both maps of a differential head: microsoft/unilm issue #1666); hidden states are the outputs of the blocks,
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffvision.evaluation.language.attention import AttentionCall, attention_seen, decoder_layers
-from diffvision.evaluation.language.scoring import Progress, device_of, evaluating, unseen
+from diffvision.analysis.capture import Call, Scores, captured, run_towers
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.models.modes import evaluating
 
 TOP = (1, 2, 3, 10, 100)
 _DROPPED = 12  # low bits of a float32 that the median's histogram leaves out: bins 1/2048 of their value wide
@@ -33,27 +34,27 @@ class Magnitudes:
         self._counts = torch.zeros(1 << (31 - _DROPPED), dtype=torch.int64)
 
     def add(self, values: Tensor) -> None:
-        """Takes further values, of any shape."""
+        """Take further values, of any shape."""
         magnitudes = values.detach().float().abs().flatten()
         if not magnitudes.numel():
             return
-        found = magnitudes.topk(min(self.keep, magnitudes.numel())).values.cpu()
-        self._largest = torch.cat([self._largest, found]).sort(descending=True).values[: self.keep]
+        largest = magnitudes.topk(min(self.keep, magnitudes.numel())).values.cpu()
+        self._largest = torch.cat([self._largest, largest]).sort(descending=True).values[: self.keep]
         bins = magnitudes.view(torch.int32).long() >> _DROPPED  # positive floats are in the order of their bits
         self._counts += bins.bincount(minlength=len(self._counts)).cpu()
 
-    def top(self, place: int) -> float:
-        """The `place`-th largest (from 1); NaN if there are fewer values."""
-        return self._largest[place - 1].item() if place <= len(self._largest) else float("nan")
+    def top(self, rank: int) -> float:
+        """Return the `rank`-th largest (from 1); NaN if there are fewer values."""
+        return self._largest[rank - 1].item() if rank <= len(self._largest) else float("nan")
 
     def median(self) -> float:
-        """The lower median, within 1/4096 of its value; NaN of no values."""
+        """Return the lower median, within 1/4096 of its value; NaN of no values."""
         total = int(self._counts.sum())
         if not total:
             return float("nan")
-        place = int(torch.searchsorted(self._counts.cumsum(0), (total + 1) // 2))
-        edges = torch.tensor([place << _DROPPED, (place + 1) << _DROPPED], dtype=torch.int32)
-        return edges.view(torch.float32).double().mean().item() if place else 0.0
+        index = int(torch.searchsorted(self._counts.cumsum(0), (total + 1) // 2))
+        edges = torch.tensor([index << _DROPPED, (index + 1) << _DROPPED], dtype=torch.int32)
+        return edges.view(torch.float32).double().mean().item() if index else 0.0
 
 
 def outliers(
@@ -64,12 +65,12 @@ def outliers(
     batch_size: int = 1,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """The top-k and median of absolute attention logits and hidden states.
+    """Return the top-k and median of absolute attention logits and hidden states.
 
     Args:
-        model: as `attention.attention_seen`.
+        model: as `analysis.capture.captured`, with its blocks in an `nn.ModuleList`.
         rows: int64 [S, N], which the model reads whole (the paper: 0.4M tokens in all).
-        top: which places among the largest.
+        top: ranks among the largest, from 1.
         batch_size: rows at a time; all logits of a layer are in memory at once.
 
     Returns:
@@ -77,26 +78,36 @@ def outliers(
     """
     kinds = {"attention_logits": Magnitudes(max(top)), "hidden_states": Magnitudes(max(top))}
 
-    def see(call: AttentionCall) -> None:
-        kinds["attention_logits"].add(call.logits[call.allowed.expand_as(call.logits)])
+    def see(call: Call) -> Scores:
+        scores = call.scores()
+        kinds["attention_logits"].add(scores.logits[scores.allowed.expand_as(scores.logits)])
+        return scores
 
     def note(block: nn.Module, args: Any, out: Any) -> None:
         kinds["hidden_states"].add(out[0] if isinstance(out, tuple) else out)
 
     hooks = [block.register_forward_hook(note) for block in decoder_layers(model)]
     try:
-        with evaluating(model), attention_seen(model, see):
+        with evaluating(model), captured(model, see):
             for batch in progress(rows.split(batch_size), "activation outliers"):
-                _run(model, batch.to(device_of(model)))
+                run_towers(model, {"tokens": batch.to(device_of(model))})
     finally:
         for hook in hooks:
             hook.remove()
     metrics: dict[str, float] = {}
-    for kind, seen in kinds.items():
-        metrics |= {f"{kind}/top_{place}": seen.top(place) for place in top} | {f"{kind}/median": seen.median()}
+    for kind, magnitudes in kinds.items():
+        metrics |= {f"{kind}/top_{rank}": magnitudes.top(rank) for rank in top}
+        metrics[f"{kind}/median"] = magnitudes.median()
     return metrics
 
 
-def _run(model: Any, tokens: Tensor) -> None:
-    """A forward pass; without the head where the model can do without."""
-    model.hidden(tokens) if hasattr(model, "hidden") else model(tokens)
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the model's stack of blocks: of its lists of modules, the one with the most parameters.
+
+    Raises:
+        ValueError: it has no list of modules.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} keeps no nn.ModuleList, in which its layers could be found")
+    return max(lists, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))

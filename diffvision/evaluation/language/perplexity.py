@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.language.scoring import Progress, evaluating, padded_batches, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, padded_batches, token_losses, unseen
+from diffvision.models.modes import evaluating
 
 
 class Window(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.language.scoring import Progress, evaluating, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, token_losses, unseen
+from diffvision.models.modes import evaluating
 
 
 def position_nll(

@@ -1,25 +1,30 @@
-"""Attention logits quantised after training, and what that does to the loss (arXiv 2410.05258, figure 8)."""
+"""Attention logits quantised after training, and what that does to the loss (arXiv 2410.05258, figure 8).
+
+Weights in eight bits are not here; they are in `models.int8`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from diffvision.evaluation.language.attention import AttentionCall, attention_seen
+from diffvision.analysis.capture import Call, Scores, captured
 from diffvision.evaluation.language.perplexity import exponential
-from diffvision.evaluation.language.scoring import Progress, evaluating, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, token_losses, unseen
+from diffvision.models.modes import evaluating
 
 Granularity = Literal["layer", "head", "row"]
 _SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
 
 
 def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granularity = "layer") -> Tensor:
-    """Logits rounded to the nearest of 2 ** bits - 1 even levels from -a to a, with a the largest absolute value that
-    any query may attend to (dynamic absmax).
+    """Round logits to the nearest of 2 ** bits - 1 even levels from -a to a (dynamic absmax).
+
+    a is the largest absolute value that any query may attend to.
 
     Args:
         logits: [B, H, P, M, N].
@@ -42,16 +47,22 @@ def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granulari
 
 @contextmanager
 def quantised_attention(model: nn.Module, bits: int, granularity: Granularity = "layer") -> Iterator[None]:
-    """Within it, the model attends by quantised logits; arguments as `quantised`, model as `attention_seen`.
+    """Have the model attend by quantised logits within the block.
 
     The padding of a batch of unequal rows counts towards a row's largest logit: give rows of one length, or a batch of
     one.
+
+    Args:
+        model: as `analysis.capture.captured`.
+        bits: as `quantised`.
+        granularity: as `quantised`.
     """
 
-    def quantise(call: AttentionCall) -> Tensor:
-        return quantised(call.logits, call.allowed, bits, granularity)
+    def quantise(call: Call) -> Scores:
+        scores = call.scores()
+        return scores._replace(logits=quantised(scores.logits, scores.allowed, bits, granularity))
 
-    with attention_seen(model, quantise):
+    with captured(model, quantise):
         yield
 
 
@@ -65,27 +76,25 @@ def quantization(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Loss with attention logits as they are, and at each number of bits.
+    """Return the loss with attention logits as they are, and at each number of bits.
 
     Args:
-        model: as `attention_seen`.
+        model: as `analysis.capture.captured`.
         rows: int64 [S, N], which the model reads whole.
-        bits, granularity: as `quantised`.
-        also: further numbers to take of the model under each of these, such as its needle accuracy. Theirs must be
-            batches of rows of one length.
+        bits: as `quantised`.
+        granularity: as `quantised`.
+        also: further numbers to take of the model under each of these, such as its needle accuracy. Its batches must
+            have rows of one length.
 
     Returns:
         {"nll/full": nats a token, "perplexity/full": ..., "nll/16": ..., "<name of also>/16": ..., ...}.
     """
     metrics: dict[str, float] = {}
-    for own in progress([None, *bits], "quantised attention"):
-        with evaluating(model):
-            if own is None:
-                values = _measured(model, rows, also or {}, batch_size)
-            else:
-                with quantised_attention(model, own, granularity):
-                    values = _measured(model, rows, also or {}, batch_size)
-        metrics |= {f"{name}/{own or 'full'}": value for name, value in values.items()}
+    for count in progress([None, *bits], "quantised attention"):
+        attention = nullcontext() if count is None else quantised_attention(model, count, granularity)
+        with evaluating(model), attention:
+            values = _measured(model, rows, also or {}, batch_size)
+        metrics |= {f"{name}/{count or 'full'}": value for name, value in values.items()}
     return metrics
 
 

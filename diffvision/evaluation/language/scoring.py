@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from diffvision.models.modes import evaluating
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 """Wraps an iterable in a progress bar, given also its description."""
@@ -23,20 +24,6 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 def unseen(items: Iterable[Any], description: str) -> Iterable[Any]:
     """The `Progress` that shows nothing."""
     return items
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients; the modules' modes are put back after."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
-    for module, _ in modes:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def device_of(model: Any) -> torch.device:

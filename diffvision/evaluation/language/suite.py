@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diffvision.analysis.figures import language as figures
+from diffvision.analysis.figures import png
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
 from diffvision.evaluation.distributed import process_group
-from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
@@ -99,7 +100,7 @@ class LanguageEvaluation(NamedTuple):
     """A row of the table below."""
 
     function: Callable[[Work], dict[str, float]]
-    picture: Callable[[figures.Results], bytes]
+    draw: Callable[[figures.Results], Any]  # a matplotlib Figure
     reads: str  # "documents" (text and a tokenizer), or "tokenizer"
 
 
@@ -373,7 +374,7 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
 
 def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
     """Writes TASK.png of the models that have been through the task."""
-    write_bytes(Path(output) / f"{task}.png", LANGUAGE_EVALUATIONS[task].picture(_of_task(results, task)))
+    write_bytes(Path(output) / f"{task}.png", png(LANGUAGE_EVALUATIONS[task].draw(_of_task(results, task))))
 
 
 def _work(subject: Subject, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:

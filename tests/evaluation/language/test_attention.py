@@ -1,4 +1,4 @@
-"""Attention laid open: unchanged while only looked at; outliers and quantised logits by hand."""
+"""Captured attention: unchanged while only read; outliers and quantised logits by hand."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.evaluation.language.attention import AttentionCall, attention_seen, decoder_layers
-from diffvision.evaluation.language.outliers import Magnitudes, outliers
+from diffvision.analysis.capture import Scores, captured
+from diffvision.evaluation.language.outliers import Magnitudes, decoder_layers, outliers
 from diffvision.evaluation.language.quantization import quantised, quantised_attention, quantization
 from diffvision.models import language
 
@@ -15,28 +15,30 @@ ROWS = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def test_looking_changes_nothing(tiny):
+def test_reading_changes_nothing(tiny):
     calls = []
     whole = tiny.double()(ROWS)
-    with attention_seen(tiny, calls.append):
+    with captured(tiny, calls.append):
+        assert torch.equal(tiny(ROWS), whole)
+    assert [call.name for call in calls] == ["blocks.0.attn", "blocks.1.attn"]
+    with captured(tiny, lambda call: call.scores()):
         torch.testing.assert_close(tiny(ROWS), whole, atol=1e-10, rtol=1e-10)
-    assert len(calls) == 2
     assert torch.equal(tiny(ROWS), whole)
     assert len(calls) == 2
-    layer = tiny.blocks[0].attn
+    layer, scores = tiny.blocks[0].attn, calls[0].scores()
     x = 4 * tiny.embed(ROWS)
-    torch.testing.assert_close(calls[0].maps(), layer.attention_maps(x, is_causal=True))
-    assert calls[0].last_query().applied().shape == (3, 2, 1, 20)
-    torch.testing.assert_close(calls[0].last_query().applied(), calls[0].applied()[:, :, -1:])
+    torch.testing.assert_close(scores.maps(), layer.attention_maps(x, is_causal=True))
+    assert scores.last_query().applied().shape == (3, 2, 1, 20)
+    torch.testing.assert_close(scores.last_query().applied(), scores.applied()[:, :, -1:])
 
 
 @torch.no_grad()
-def test_looking_keeps_what_dex_has_learned():
+def test_reading_keeps_what_dex_has_learned():
     model = language.create("transformer-debug", variant="dex", vocab_size=512).double()
     for block in model.blocks:
         nn.init.normal_(block.attn.dex)
     whole = model(ROWS)
-    with attention_seen(model, lambda call: None):
+    with captured(model, lambda call: call.scores()):
         torch.testing.assert_close(model(ROWS), whole, atol=1e-10, rtol=1e-10)
 
 
@@ -45,25 +47,29 @@ def test_a_mask_is_obeyed(tiny):
     layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
     mask = torch.rand(3, 1, 20, 20) > 0.5
     whole = layer(x, attn_mask=mask, is_causal=True)
-    with attention_seen(layer, lambda call: None):
+    with captured(layer, lambda call: call.scores()):
         torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=True), whole, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
-def test_changed_logits_are_gone_on_with(tiny):
-    with attention_seen(tiny, lambda call: torch.zeros_like(call.logits)):
+def test_outputs_are_computed_from_changed_logits(tiny):
+    def flatten(call):
+        scores = call.scores()
+        return scores._replace(logits=torch.zeros_like(scores.logits))
+
+    with captured(tiny, flatten):
         flat = tiny(ROWS)
     layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
     assert not torch.allclose(flat, tiny(ROWS), atol=1e-3)
-    with attention_seen(layer, lambda call: torch.zeros_like(call.logits)):
+    with captured(layer, flatten):
         first = layer(4 * x, is_causal=True)[:, 0]
     torch.testing.assert_close(first, layer(4 * x, is_causal=True)[:, 0], atol=1e-5, rtol=1e-5)  # sees itself only
 
 
 def test_a_model_without_attention_is_refused(table):
     with (
-        pytest.raises(ValueError, match="no attention of this Table"),
-        attention_seen(table([[1.0]]), lambda call: None),
+        pytest.raises(ValueError, match="no attention of this Table can be captured"),
+        captured(table([[1.0]]), lambda call: None),
     ):
         pass
     with pytest.raises(ValueError, match=r"keeps no nn\.ModuleList"):
@@ -72,14 +78,14 @@ def test_a_model_without_attention_is_refused(table):
 
 def test_magnitudes_of_a_stream():
     values = torch.randn(5000) * 10
-    seen = Magnitudes()
+    magnitudes = Magnitudes()
     for part in values.split(700):
-        seen.add(part)
+        magnitudes.add(part)
     ordered = values.abs().sort(descending=True).values
-    for place in (1, 2, 3, 10, 100):
-        assert seen.top(place) == ordered[place - 1].item()
-    assert seen.median() == pytest.approx(values.abs().median().item(), rel=1 / 2048)
-    assert math.isnan(seen.top(101))
+    for rank in (1, 2, 3, 10, 100):
+        assert magnitudes.top(rank) == ordered[rank - 1].item()
+    assert magnitudes.median() == pytest.approx(values.abs().median().item(), rel=1 / 2048)
+    assert math.isnan(magnitudes.top(101))
     few = Magnitudes()
     assert math.isnan(few.median())
     few.add(torch.tensor([-3.0, 0.0, 0.0]))
@@ -115,11 +121,11 @@ def test_quantised_logits_by_hand():
     four = quantised(LOGITS, ALLOWED, 4)
     assert four.flatten().tolist() == [7, -3, 7, 0, 1, 1]  # the forbidden 100 counts for nothing and is cut
     by_row = quantised(LOGITS, ALLOWED, 4, "row")
-    assert by_row[0, 0, 0, 1].tolist() == pytest.approx([0.4, 0.6, 1.4])  # its own step is 0.2
+    assert by_row[0, 0, 0, 1].tolist() == pytest.approx([0.4, 0.6, 1.4])  # the row's step is 0.2
     three = quantised(LOGITS, ALLOWED, 3, "head")  # levels of 7/3
     assert three[0, 0, 0].tolist()[0][:2] == pytest.approx([7, -7 / 3])
     assert three[0, 0, 0, 1].tolist() == pytest.approx([0, 0, 7 / 3])
-    maps = AttentionCall(four, ALLOWED).maps()[0, 0, 0, 1]
+    maps = Scores(four, ALLOWED).maps()[0, 0, 0, 1]
     e = math.e
     assert maps.tolist() == pytest.approx([1 / (1 + 2 * e), e / (1 + 2 * e), e / (1 + 2 * e)])
     assert quantised(torch.zeros_like(LOGITS), ALLOWED, 8).abs().max() == 0
@@ -140,7 +146,7 @@ def test_fewer_bits_change_the_model_more(tiny):
             change[bits] = (tiny(ROWS) - whole).abs().max().item()
     assert change[16] < 0.003 * whole.abs().max()
     assert change[24] <= change[16] < change[8] < change[4]
-    with quantised_attention(tiny, 4):  # a row's scale is its own: others in the batch do not change it
+    with quantised_attention(tiny, 4):  # other rows of the batch do not change a row's scale
         torch.testing.assert_close(tiny(ROWS)[:1], tiny(ROWS[:1]), atol=1e-4, rtol=1e-4)
 
 

@@ -18,20 +18,20 @@ def rows():
 def test_the_sums_are_one_less_lambda(rows):
     torch.manual_seed(0)
     model = language.create("diff-debug", **TINY)
-    found = head_statistics(model, rows, batch_size=2)
-    for place, layer in enumerate(model.attention_layers()):
-        assert found[f"row_sum/{place}"] == pytest.approx(1 - layer.compute_lambda().item(), abs=1e-6)
-        assert found[f"row_sum_std/{place}"] < 1e-6
-        assert 0 < found[f"negative/{place}"] < 0.5
-        assert found[f"absolute/{place}"] > found[f"row_sum/{place}"]
-        assert 0 < found[f"rms_min/{place}"] < found[f"rms/{place}"]
+    metrics = head_statistics(model, rows, batch_size=2)
+    for index, layer in enumerate(model.attention_layers()):
+        assert metrics[f"row_sum/{index}"] == pytest.approx(1 - layer.compute_lambda().item(), abs=1e-6)
+        assert metrics[f"row_sum_std/{index}"] < 1e-6
+        assert 0 < metrics[f"negative/{index}"] < 0.5
+        assert metrics[f"absolute/{index}"] > metrics[f"row_sum/{index}"]
+        assert 0 < metrics[f"rms_min/{index}"] < metrics[f"rms/{index}"]
 
 
 def test_a_lambda_of_each_token_spreads_the_sums(rows):
     torch.manual_seed(0)
     model = language.create("diffv2-debug", **TINY)
-    found = head_statistics(model, rows)
-    assert found["row_sum_std/0"] > 1e-3
+    metrics = head_statistics(model, rows)
+    assert metrics["row_sum_std/0"] > 1e-3
     with torch.no_grad():
         for layer in model.attention_layers():
             layer.lambda_proj.weight.zero_()
@@ -39,10 +39,10 @@ def test_a_lambda_of_each_token_spreads_the_sums(rows):
 
 
 def test_standard_maps_sum_to_one(rows):
-    found = head_statistics(language.create("transformer-debug", **TINY), rows)
-    assert found["row_sum/1"] == pytest.approx(1, abs=1e-6)
-    assert found["absolute/1"] == pytest.approx(1, abs=1e-6)
-    assert found["negative/0"] == 0
+    metrics = head_statistics(language.create("transformer-debug", **TINY), rows)
+    assert metrics["row_sum/1"] == pytest.approx(1, abs=1e-6)
+    assert metrics["absolute/1"] == pytest.approx(1, abs=1e-6)
+    assert metrics["negative/0"] == 0
 
 
 def test_other_models_are_refused(rows):

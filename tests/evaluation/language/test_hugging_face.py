@@ -1,4 +1,4 @@
-"""Hugging Face models among ours: the same evaluations, their attention laid open."""
+"""Hugging Face models among ours: the same evaluations, their attention captured."""
 
 import json
 import subprocess
@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from diffvision.analysis.capture import captured
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language.attention import attention_seen, decoder_layers
 from diffvision.evaluation.language.hugging_face import HuggingFaceTokenizer, load_hugging_face
-from diffvision.evaluation.language.outliers import outliers
+from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.quantization import quantised_attention
 from diffvision.models import language
@@ -36,13 +36,13 @@ def model(request):
 
 
 @torch.no_grad()
-def test_looking_changes_nothing(model):
+def test_reading_changes_nothing(model):
     whole = model(ROWS).logits
     calls = []
-    with attention_seen(model, calls.append):
+    with captured(model, calls.append):
         torch.testing.assert_close(model(ROWS).logits, whole, atol=1e-4, rtol=1e-4)
     maps = model.config.model_type == "diffllama"
-    assert [call.logits.shape for call in calls] == [(2, 4 - 2 * maps, 1 + maps, 12, 12)] * 2
+    assert [call.scores().logits.shape for call in calls] == [(2, 4 - 2 * maps, 1 + maps, 12, 12)] * 2
     assert (calls[0].lam is not None) == maps
     torch.testing.assert_close(model(ROWS).logits, whole)
     assert len(calls) == 2

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
-from diffvision.evaluation.language.harness import ZERO_SHOT_TASKS
 from diffvision.evaluation.language.perplexity import perplexity, windows
 from diffvision.evaluation.language.position_nll import position_nll
 
@@ -79,7 +78,3 @@ def test_recall_parts_the_loss(table):
     assert len(frequent) == 1
     assert math.isnan(associative_recall(table(NEXT), [document], window=8, frequent=frequent)["nll/ar_hit"])
     assert associative_recall(table(NEXT), [document], window=2)["ar_hit_share"] == 0
-
-
-def test_the_papers_seven_tasks():
-    assert len(set(ZERO_SHOT_TASKS)) == 7

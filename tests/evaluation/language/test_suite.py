@@ -10,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from diffvision.analysis.figures import COLOURS, png
+from diffvision.analysis.figures import language as figures
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.made.mapping_text import training_documents as mappings
 from diffvision.data.made.needle_text import FORMS, training_documents
@@ -17,7 +19,6 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.loading import (
     Reading,
     load_subject,
@@ -338,8 +339,8 @@ def test_checkpoints_of_lightning_have_equals_signs(home):
 
 def test_pictures_colour_each_model():
     curves = {"a": {"nll/1": 3.0, "nll/50": 2.0, "documents": 3.0}, "b": {"nll/1": 3.5, "nll/50": 2.5}}
-    image = Image.open(io.BytesIO(figures.position_curves(curves))).convert("RGB")
+    image = Image.open(io.BytesIO(png(figures.position_curves(curves)))).convert("RGB")
     colours = {colour for _, colour in image.getcolors(1 << 24)}
-    for colour in figures.COLOURS[:2]:
+    for colour in COLOURS[:2]:
         assert tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5)) in colours
     assert figures.numbered({"nll/50": 2.0, "nll/1": 3.0, "nll/full": 1.0, "nll": 9.0}, "nll") == {1: 3.0, 50: 2.0}

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 transformers = pytest.importorskip("transformers")
 
-from diffvision.evaluation.language.attention import attention_seen  # noqa: E402
+from diffvision.analysis.capture import captured  # noqa: E402
 from diffvision.models import language  # noqa: E402
 from diffvision.models.language.transformers import DiffTransformerConfig, DiffTransformerForCausalLM  # noqa: E402
 
@@ -107,7 +107,7 @@ def test_hidden_states_are_those_between_the_blocks(host, tokens):
 @torch.no_grad()
 def test_attentions_are_the_differences_of_the_maps(host, tokens, padded):
     calls = []
-    with attention_seen(host, lambda call: calls.append(call.applied())):
+    with captured(host, lambda call: calls.append(call.scores().applied())):
         host(tokens, attention_mask=padded)
     out = host(tokens, attention_mask=padded, output_attentions=True)
     heads = host.config.num_attention_heads

@@ -7,7 +7,7 @@ import torch
 
 import diffvision  # noqa: F401  (registers the models)
 from diffvision.analysis import layer_maps, patch_maps
-from diffvision.analysis.attention import recorded_layers
+from diffvision.analysis.capture import captured
 
 MODELS = ["diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug"]
 
@@ -20,20 +20,24 @@ def image():
 @pytest.mark.parametrize("name", MODELS)
 def test_applied_maps_times_values_are_the_layers_output(name, image):
     model = timm.create_model(name).eval()
-    with recorded_layers(model) as calls, torch.no_grad():
+    calls, outputs = [], []
+    hooks = [block.attn.register_forward_hook(lambda *given: outputs.append(given[2][0])) for block in model.blocks]
+    with captured(model, calls.append), torch.no_grad():
         model(image[None])
+    for hook in hooks:
+        hook.remove()
     layers = layer_maps(model, image)
-    assert [layer.name for layer in layers] == list(calls) == [f"blocks.{i}.attn" for i in range(4)]
-    for layer in layers:
-        attn, x = calls[layer.name].layer, calls[layer.name].x
+    names = [f"blocks.{i}.attn" for i in range(4)]
+    assert [layer.name for layer in layers] == [call.name for call in calls] == names
+    for layer, call, output in zip(layers, calls, outputs, strict=True):
+        attn, v = call.layer, call.v[0]
         torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
         with torch.no_grad():
-            v = attn.v_proj(x).unflatten(-1, (attn.num_kv_heads, attn.value_dim)).transpose(1, 2)[0]
             heads = attn.head_norm(layer.applied @ v)
             if attn.variant == "v1":
                 heads = heads * (1 - attn.lambda_init)
             out = attn.proj(heads.transpose(0, 1).flatten(1))
-            torch.testing.assert_close(out, attn(x)[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(out, output, atol=1e-5, rtol=1e-4)
 
 
 def test_standard_layers_have_one_map(image):
@@ -47,16 +51,16 @@ def test_towers_of_open_clip(image):
     model = open_clip.create_model("DiffCLIP-V2-debug")
     model.train()
     text = open_clip.get_tokenizer("DiffCLIP-V2-debug")(["a red seven"])
-    seen = layer_maps(model, image=image)
+    image_maps = layer_maps(model, image=image)
     depth = len(model.visual.trunk.blocks)
-    assert [layer.name for layer in seen] == [f"visual.trunk.blocks.{i}.attn" for i in range(depth)]
-    read = layer_maps(model, text=text[0])
+    assert [layer.name for layer in image_maps] == [f"visual.trunk.blocks.{i}.attn" for i in range(depth)]
+    text_maps = layer_maps(model, text=text[0])
     depth = len(model.transformer.resblocks)
-    assert [layer.name for layer in read] == [f"transformer.resblocks.{i}.attn" for i in range(depth)]
-    assert read[0].maps.triu(1).count_nonzero() == 0  # causal
+    assert [layer.name for layer in text_maps] == [f"transformer.resblocks.{i}.attn" for i in range(depth)]
+    assert text_maps[0].maps.triu(1).count_nonzero() == 0  # causal
     assert model.training
     assert layer_maps(model.visual, image)[0].name == "trunk.blocks.0.attn"
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or "_attend" in vars(module) for module in model.modules())
 
 
 def test_patch_maps_follow_a_bright_patch():
@@ -97,7 +101,7 @@ def test_wide_images_of_a_dynamic_model():
 
 
 def test_models_and_inputs_that_cannot_be_shown(image):
-    with pytest.raises(ValueError, match=r"no attention layer of diffvision.nn saw the image in this Vision"):
+    with pytest.raises(ValueError, match=r"no attention of this VisionTransformer can be captured.*method='dex'"):
         layer_maps(timm.create_model("vit_tiny_patch16_224", img_size=32), image)
     with pytest.raises(ValueError, match="ResNet has no timm vision transformer inside"):
         patch_maps(timm.create_model("resnet10t"), image)

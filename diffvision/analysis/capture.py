@@ -1,0 +1,336 @@
+"""What a model's attention layers compute with, captured while the model runs.
+
+`captured` is the one hook for layers of `diffvision.nn`, timm's differential attention and transformers' models. What
+is made of a captured call is in `maps`, `statistics`, `relevance` and `heads`, and in the evaluations above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import DiffAttention as TimmDiffAttention
+from timm.models.vision_transformer import DiffParallelScalingBlock
+from torch import Tensor, nn
+
+from diffvision.nn import AttentionLayer
+from diffvision.nn.attention import boolean_mask
+
+_TIMM = (TimmDiffAttention, DiffParallelScalingBlock)
+_INTERFACE = "diffvision_captured"  # the name of our function in transformers' attention interface
+
+
+class Scores(NamedTuple):
+    """Attention logits, and what turns them into maps.
+
+    B batch, H heads, P maps a head (2 in differential layers, 1 in standard ones), M queries, N keys.
+    """
+
+    logits: Tensor  # [B, H, P, M, N] in float32 or better, scaled, before the mask
+    allowed: Tensor  # boolean, broadcastable to the logits: True = may attend
+    lam: Tensor | None = None  # broadcastable to [B, H, M, 1]; None in standard layers
+
+    def maps(self) -> Tensor:
+        """Return the softmax maps [B, H, P, M, N]; a row that may attend to nothing is zeros."""
+        lowest = torch.finfo(self.logits.dtype).min
+        return self.logits.masked_fill(~self.allowed, lowest).softmax(dim=-1) * self.allowed
+
+    def applied(self) -> Tensor:
+        """Return what multiplies the values, [B, H, M, N]: map 1 - lambda * map 2, or the one map."""
+        maps = self.maps()
+        return maps[:, :, 0] if self.lam is None else maps[:, :, 0] - self.lam * maps[:, :, 1]
+
+    def last_query(self) -> Scores:
+        """Return the scores of the last query alone, M = 1."""
+        lam = None if self.lam is None else self.lam[..., -1:, :]
+        return Scores(self.logits[..., -1:, :], self.allowed[..., -1:, :], lam)
+
+
+@dataclass
+class Call:
+    """What one attention layer computes with in a forward pass.
+
+    Attributes:
+        name: of the layer's module in the model; "layers.0" and so on in transformers' models.
+        layer: the module.
+        q: queries [B, H, P, M, D].
+        k: keys [B, Hk, P, N, D], or [B, Hk, 1, N, D] where the maps share one key.
+        v: values [B, Hk, N, V]; None in transformers' models.
+        lam: broadcastable to [B, H, M, 1]; None in standard layers.
+        mask: boolean, True = may attend, broadcastable to [B, H, M, N].
+        is_causal: whether each query attends to no key after it.
+        scale: of the logits.
+        projected: the input of the output projection, once it has run; None in transformers' models.
+    """
+
+    name: str
+    layer: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    lam: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    projected: Tensor | None = None
+
+    def scores(self) -> Scores:
+        """Compute the logits [B, H, P, M, N], which are in memory all at once: choose batch and length accordingly."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        queries, keys = self.q.shape[3], self.k.shape[3]
+        with torch.autocast(self.q.device.type, enabled=False):
+            grouped = self.k.to(dtype).repeat_interleave(self.q.shape[1] // self.k.shape[1], dim=1)
+            logits = (self.q.to(dtype) * self.scale) @ grouped.transpose(-1, -2)
+        allowed = torch.ones(queries, keys, dtype=torch.bool, device=self.q.device)
+        allowed = allowed.tril(keys - queries) if self.is_causal else allowed
+        if self.mask is not None:  # [B, H, M, N]: the maps of a head share it
+            allowed = allowed & self.mask.reshape((1,) * (4 - self.mask.dim()) + self.mask.shape).unsqueeze(2)
+        return Scores(logits, allowed, None if self.lam is None else self.lam.to(dtype))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of each head, [B, H, N, V]."""
+        assert self.v is not None
+        return self.v.to(dtype).repeat_interleave(self.q.shape[1] // self.v.shape[1], dim=1)
+
+
+See = Callable[[Call], Scores | None]
+"""Takes a call; returns the scores to compute the layer's output from, or None, which leaves that to the layer."""
+
+
+@contextmanager
+def captured(model: nn.Module, see: See) -> Iterator[None]:
+    """Call `see` for every attention layer at every forward pass within the block, in the order of the layers.
+
+    Args:
+        model: one with layers of `diffvision.nn` or timm's differential attention, or a transformers model whose
+            attention goes through transformers' attention interface (DiffLlama's heads are paired as it pairs them),
+            also after `replace_attention`.
+        see: see `See`. transformers' attention is computed from `Call.scores()` where it returns None; timm's can be
+            read, not changed.
+
+    Raises:
+        ValueError: no attention was captured within the block; `see` returned scores for a layer of timm's.
+    """
+    calls = 0
+
+    def counted(call: Call) -> Scores | None:
+        nonlocal calls
+        calls += 1
+        return see(call)
+
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if isinstance(layer, AttentionLayer):
+                stack.enter_context(_captured_ours(name, layer, counted))
+            elif isinstance(layer, _TIMM):
+                stack.enter_context(_captured_timm(name, layer, counted))
+        if is_transformers(model):
+            stack.enter_context(_captured_transformers(model, counted))
+        yield
+    if not calls:
+        raise ValueError(_no_attention(model))
+
+
+def check_attention(model: nn.Module) -> None:
+    """Raise a ValueError, before any work, if the model has no attention that can be captured."""
+    if not any(isinstance(layer, (AttentionLayer, *_TIMM)) for layer in model.modules()) and not is_transformers(model):
+        raise ValueError(_no_attention(model))
+
+
+def is_transformers(model: Any) -> bool:
+    """Return whether a model is transformers' and has none of our layers (our own exported models have)."""
+    ours = any(isinstance(module, AttentionLayer) for module in model.modules())
+    return hasattr(model, "set_attn_implementation") and not ours
+
+
+def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
+    """Run the towers that the batch has inputs for.
+
+    Args:
+        model: a timm, OpenCLIP, language or transformers model.
+        batch: `image` [B, 3, h, w] and/or `text` [B, L], or `tokens` [B, N].
+
+    Raises:
+        ValueError: there is text, and the model takes images only.
+    """
+    if "image" in batch:
+        getattr(model, "encode_image", model)(batch["image"])
+    if "text" in batch:
+        if not hasattr(model, "encode_text"):
+            raise ValueError(f"{type(model).__name__} has no encode_text: it takes images only")
+        model.encode_text(batch["text"])
+    if "tokens" in batch:
+        if hasattr(model, "hidden"):  # ours, without the head
+            model.hidden(batch["tokens"])
+        else:
+            model(batch["tokens"], **({"use_cache": False} if is_transformers(model) else {}))
+
+
+def _no_attention(model: nn.Module) -> str:
+    return (
+        f"no attention of this {type(model).__name__} can be captured: give one of our models or their plain twins "
+        "(`diffvision models` lists them), timm's differential attention, or a transformers model that uses its "
+        "attention interface; adapt another pretrained model first: diffvision.adapt(model, method='dex') computes the "
+        "same as before"
+    )
+
+
+# ---- ours and timm's -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _captured_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
+    attend, compute_lambda = layer._attend, getattr(layer, "compute_lambda", None)
+    calls: list[Call] = []
+
+    def captured_attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        lam = None if compute_lambda is None else _four_axes(compute_lambda(x))
+        call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
+        scores = see(call)
+        calls.append(call)
+        if scores is None:
+            return attend(x, q, k, v, mask, is_causal)
+        applied = scores.applied()
+        with torch.autocast(q.device.type, enabled=False):
+            return (applied @ call.values(applied.dtype)).to(v.dtype)
+
+    layer.__dict__["_attend"] = captured_attend  # found before the class's method
+    try:
+        with _noted_projection(layer.proj, calls):
+            yield
+    finally:
+        del layer.__dict__["_attend"]
+
+
+@contextmanager
+def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
+    calls: list[Call] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(("x", "attn_mask", "is_causal"), args, strict=False)) | kwargs
+        mask, is_causal = boolean_mask(given.get("attn_mask")), bool(given.get("is_causal", False))
+        with torch.no_grad():
+            q, k, v = _timm_projections(layer, given["x"])
+            lam = _four_axes(layer._compute_lambda())
+        call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
+        if see(call) is not None:
+            raise ValueError(f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed")
+        calls.append(call)
+
+    hook = layer.register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        with _noted_projection(layer.out_proj if isinstance(layer, DiffParallelScalingBlock) else layer.proj, calls):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _noted_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None]:
+    """Keep what a layer's output projection takes with the last of its calls."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if calls:  # none where a layer was asked for its maps, and computed by them
+            calls.pop().projected = args[0]
+
+    hook = projection.register_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _timm_projections(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q and k [B, H, 2, N, D] and values [B, H, N, 2D] of timm's two modules."""
+    if isinstance(layer, DiffParallelScalingBlock):
+        _, q, k, v = layer.in_proj(layer.in_norm(x)).split(layer.in_split, dim=-1)
+    else:
+        q, k, v = layer.qkv(x).chunk(3, dim=2)
+    paired = (layer.num_heads, 2, layer.head_dim)
+    q = layer.q_norm(q.unflatten(-1, paired)).permute(0, 2, 3, 1, 4)
+    k = layer.k_norm(k.unflatten(-1, paired)).permute(0, 2, 3, 1, 4)
+    return q, k, v.unflatten(-1, (layer.num_heads, 2 * layer.head_dim)).transpose(1, 2)
+
+
+def _four_axes(lam: Tensor) -> Tensor:
+    """Return lambda with four axes; V1 has one number for all tokens and heads."""
+    return lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)
+
+
+# ---- transformers' -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _captured_transformers(model: Any, see: See) -> Iterator[None]:
+    """Have transformers compute attention by the formula within the block.
+
+    Raises:
+        ValueError: an attention that has more to it than softmax of scaled products (softcap, sinks).
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    last: dict[str, Any] = {"query": None}  # DiffLlama asks twice in a row, for the halves of its values
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        if query is not last["query"]:
+            call = _transformers_call(module, query, key, attention_mask, settings)
+            scores = see(call) or call.scores()
+            last.update(query=query, maps=scores.maps().transpose(1, 2).flatten(1, 2))
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        out = last["maps"] @ values.to(last["maps"].dtype)
+        return out.transpose(1, 2).to(value.dtype), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(_INTERFACE, attend)
+    AttentionMaskInterface.register(_INTERFACE, mask)
+    model.set_attn_implementation(_INTERFACE)
+    try:
+        with _original_attention(model):
+            yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _transformers_call(
+    module: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
+) -> Call:
+    """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} has {', '.join(unknown)}, which cannot be captured")
+    maps = hasattr(module, "lambda_q1") + 1
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    q, k = (part.unflatten(1, (maps, -1)).transpose(1, 2) for part in (query, keys))
+    lam = _diff_llama_lambda(module) if maps == 2 else None
+    is_causal = attention_mask is None and getattr(module, "is_causal", True)
+    scale = settings.get("scaling") or query.shape[-1] ** -0.5
+    return Call(f"layers.{module.layer_idx}", module, q, k, None, lam, attention_mask, is_causal, scale)
+
+
+@contextmanager
+def _original_attention(model: nn.Module) -> Iterator[None]:
+    """Give attentions that `replace_attention` changed transformers' own forward within the block."""
+    replaced = [(module, type(module)) for module in model.modules() if type(module).__name__ == "LlamaAttention"
+                and type(module).__module__ == "diffvision.models.replace"]  # fmt: skip
+    try:
+        for module, ours in replaced:
+            module.__class__ = ours.__mro__[1]
+        yield
+    finally:
+        for module, ours in replaced:
+            module.__class__ = ours
+
+
+def _diff_llama_lambda(module: Any) -> Tensor:
+    """Return a DiffLlama layer's lambda, [1, 1, 1, 1]."""
+    first = (module.lambda_q1.float() * module.lambda_k1.float()).sum().exp()
+    second = (module.lambda_q2.float() * module.lambda_k2.float()).sum().exp()
+    return (first - second + module.lambda_init).view(1, 1, 1, 1)

@@ -1,0 +1,10 @@
+"""Figures of training runs, lambda, attention and language evaluations; each function returns a matplotlib Figure.
+
+`png` makes a file's bytes of one. Nothing here computes or reads what is shown.
+"""
+
+from diffvision.analysis.figures.images import ImageAttention, attention_panels
+from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves
+from diffvision.analysis.figures.style import COLOURS, png
+
+__all__ = ["COLOURS", "ImageAttention", "attention_panels", "lambda_curves", "metric_bars", "png", "run_curves"]

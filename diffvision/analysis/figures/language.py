@@ -1,0 +1,208 @@
+"""Figures of language evaluations, of one model or of several.
+
+Each takes {model: metrics} as the evaluations of `diffvision.evaluation.language` return them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from diffvision.analysis.figures.style import (
+    colour_bar,
+    colour_of,
+    draw_bars,
+    legend_below,
+    panels,
+    pictures,
+    styled,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = Mapping[str, Mapping[str, float]]
+_HEIGHT = 3.3  # of a panel, in inches
+
+
+@styled
+def perplexity_bars(results: Results) -> Figure:
+    """Return loss, and bits a byte where all models have it."""
+    titles = {"nll": "nats a token", "bits_per_byte": "bits a byte"}
+    keys = [key for key in titles if all(key in metrics for metrics in results.values())]
+    figure, axes = panels(len(keys), width=3.4, height=_HEIGHT)
+    for ax, key in zip(axes, keys, strict=True):
+        _bars(ax, {"": {name: metrics[key] for name, metrics in results.items()}})
+        ax.set(title=titles[key])
+    return legend_below(figure, axes[0])
+
+
+@styled
+def recall_bars(results: Results) -> Figure:
+    """Return the loss of recall hits, of the rest and of all."""
+    figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
+    titles = {"nll/ar_hit": "recall hits", "nll/others": "others", "nll/all": "all"}
+    _bars(ax, {title: {name: metrics[key] for name, metrics in results.items()} for key, title in titles.items()})
+    ax.set(title="Loss of tokens that the context can recall, and of the rest", ylabel="nats a token")
+    return legend_below(figure, ax)
+
+
+@styled
+def position_curves(results: Results) -> Figure:
+    """Return the running mean of the loss over positions, a curve a model."""
+    figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
+    _curves(ax, {name: numbered(metrics, "nll") for name, metrics in results.items()})
+    ax.set(title="Cumulative average loss by position", xlabel="position", ylabel="nats a token")
+    return legend_below(figure, ax)
+
+
+@styled
+def needle_maps(results: Results) -> Figure:
+    """Return accuracy by depth and length: a row of maps a model, a column a number of needles."""
+    pairs = list(dict.fromkeys(key.partition("/")[0] for metrics in results.values() for key in metrics))
+    figure, grid = pictures(len(results), len(pairs), width=2.6, height=2.1, margin=(0.8, 0.4))
+    for row, (name, metrics) in zip(grid, results.items(), strict=True):
+        for ax, pair in zip(row, pairs, strict=True):
+            cells = {k.removeprefix(f"{pair}/"): v for k, v in metrics.items() if k.startswith(f"{pair}/")}
+            picture = _heat_map(ax, cells)
+            needles, _, queries = pair.partition("x")
+            asked = f"{needles} needle{'s' * (needles != '1')}, {queries} asked for"
+            ax.set_title(f"{asked}\n{name}: {100 * cells['accuracy']:.0f}%", fontsize=9)
+        row[0].set_ylabel("depth of the answer")
+    for ax in grid[-1]:
+        ax.set_xlabel("length in tokens")
+    colour_bar(figure, picture, grid.ravel().tolist(), fraction=0.02, pad=0.02).set_label("accuracy")
+    return figure
+
+
+@styled
+def attention_bars(results: Results) -> Figure:
+    """Return the share of attention on the answer and on noise, by depth."""
+    figure, axes = panels(2, width=4.0, height=_HEIGHT, sharey=True)
+    for ax, span, title in zip(axes, ("answer", "noise"), ("on the answer", "on the noise around it"), strict=True):
+        shares = {name: numbered(metrics, span) for name, metrics in results.items()}
+        depths = sorted({depth for by_depth in shares.values() for depth in by_depth})
+        _bars(ax, {f"{100 * depth:.0f}%": {name: shares[name][depth] for name in shares} for depth in depths})
+        ax.set(title=f"Attention {title}", xlabel="depth of the answer")
+        ax.axhline(0, color="#888888", linewidth=0.8)
+    axes[0].set_ylabel("share of attention")
+    return legend_below(figure, axes[0])
+
+
+@styled
+def many_shot_panels(results: Results) -> Figure:
+    """Return accuracy over shots, and the best to the worst over orders of the same demonstrations."""
+    figure, (shots, orders) = panels(2, width=4.0, height=_HEIGHT)
+    _draw_shots(shots, results)
+    _draw_orders(orders, results)
+    return legend_below(figure, shots)
+
+
+def _draw_shots(ax: Any, results: Results) -> None:
+    curves = {name: {x: 100 * y for x, y in numbered(metrics, "accuracy").items()} for name, metrics in results.items()}
+    _curves(ax, curves)
+    chance = 100 * next(iter(results.values()))["chance"]
+    ax.axhline(chance, color="#888888", linestyle=":", linewidth=1)
+    ax.annotate("chance", (0.01, chance), xycoords=("axes fraction", "data"), va="top", fontsize=8, color="#666666")
+    shots = sorted({x for points in curves.values() for x in points})
+    if len(shots) > 2:
+        ax.set_xscale("log")
+        ax.set_xticks(shots, [f"{x:g}" for x in shots])
+        ax.minorticks_off()
+    ax.set(title="Accuracy by demonstrations", xlabel="demonstrations", ylabel="%")
+    ax.set_ylim(0, 110)
+
+
+def _draw_orders(ax: Any, results: Results) -> None:
+    for number, (name, metrics) in enumerate(results.items()):
+        for group, arrangement in enumerate(("random", "alternating")):
+            mean, best, worst = (100 * metrics[f"order/{arrangement}/{kind}"] for kind in ("mean", "best", "worst"))
+            x = group + (number - (len(results) - 1) / 2) * 0.7 / len(results)
+            errors = [[mean - worst], [best - mean]]
+            bars: Any = {"fmt": "o", "color": colour_of(number), "capsize": 5, "linewidth": 1.8, "label": name}
+            ax.errorbar([x], [mean], yerr=errors, **bars)
+            text: Any = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            ax.annotate(f"{best - worst:.1f}", (x, best), **text)
+    ax.set_xticks([0, 1], ["random", "alternating by class"])
+    ax.set(title="Orders of the same demonstrations:\nmean, best, worst, and best − worst", xlim=(-0.6, 1.6))
+    ax.set_ylim(0, 110)  # room for the numbers above the marks
+    ax.grid(axis="x", visible=False)
+
+
+@styled
+def outlier_bars(results: Results) -> Figure:
+    """Return the largest absolute activations and their median, on a logarithmic scale."""
+    titles = {"attention_logits": "attention logits", "hidden_states": "hidden states"}
+    figure, axes = panels(2, width=4.6, height=_HEIGHT)
+    for ax, (kind, title) in zip(axes, titles.items(), strict=True):
+        keys = [key for key in next(iter(results.values())) if key.startswith(f"{kind}/")]
+        labels = {key.partition("/")[2].replace("_", " "): key for key in keys}
+        groups = {label: {name: metrics[key] for name, metrics in results.items()} for label, key in labels.items()}
+        _bars(ax, groups, log=True)
+        ax.set(title=f"Largest {title} and their median")
+    return legend_below(figure, axes[0])
+
+
+@styled
+def quantization_curves(results: Results) -> Figure:
+    """Return loss by bits of the attention logits, and what else was taken.
+
+    A dotted line is where nothing is quantised.
+    """
+    kinds = list(dict.fromkeys(key.rpartition("/")[0] for metrics in results.values() for key in metrics))
+    kinds = [kind for kind in kinds if kind != "perplexity"]
+    figure, axes = panels(len(kinds), width=4.4, height=_HEIGHT)
+    for ax, kind in zip(axes, kinds, strict=True):
+        curves = {name: numbered(metrics, kind) for name, metrics in results.items()}
+        _curves(ax, curves)
+        for number, metrics in enumerate(results.values()):
+            ax.axhline(metrics[f"{kind}/full"], color=colour_of(number), linestyle=":", linewidth=1)
+        bits = sorted({x for points in curves.values() for x in points})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(bits, [f"{x:g}" for x in bits])
+        ax.minorticks_off()
+        ax.invert_xaxis()
+        if "accuracy" in kind:
+            ax.set_ylim(-0.03, 1.03)
+        title = "loss, nats a token" if kind == "nll" else kind.replace("_", " ")
+        ax.set(title=title, xlabel="bits of attention logits")
+    return legend_below(figure, axes[0])
+
+
+def numbered(metrics: Mapping[str, float], kind: str) -> dict[float, float]:
+    """Return {x: value} of the keys "<kind>/<x>" with a number for x, in its order."""
+    values = {key.removeprefix(f"{kind}/"): value for key, value in metrics.items() if key.startswith(f"{kind}/")}
+    points = {float(x): value for x, value in values.items() if x.replace(".", "", 1).isdecimal()}
+    return dict(sorted(points.items()))
+
+
+def _curves(ax: Any, curves: Mapping[str, Mapping[float, float]]) -> None:
+    for number, (name, points) in enumerate(curves.items()):
+        line: Any = {"color": colour_of(number), "linewidth": 1.8, "markersize": 4, "label": name}
+        ax.plot(list(points), list(points.values()), marker="o" if len(points) < 10 else None, **line)
+
+
+def _bars(ax: Any, groups: Mapping[str, Mapping[str, float]], *, log: bool = False) -> None:
+    crowded = sum(map(len, groups.values())) > 9
+    seeds = {group: {name: [value] for name, value in bars.items()} for group, bars in groups.items()}
+    draw_bars(ax, seeds, _short, log=log, rotation=90 if crowded else 0)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _heat_map(ax: Any, cells: Mapping[str, float]) -> Any:
+    """Draw "accuracy/<length>/<depth>": lengths across, depths downwards, numbers in percent."""
+    accuracies = {tuple(map(float, key.split("/")[1:])): value for key, value in cells.items() if key.count("/") == 2}
+    lengths, depths = (sorted({key[axis] for key in accuracies}) for axis in (0, 1))
+    values = [[accuracies[length, depth] for length in lengths] for depth in depths]
+    picture = ax.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    for row, across in enumerate(values):
+        for column, value in enumerate(across):
+            colour = "black" if value > 0.6 else "white"
+            ax.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    ax.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths])
+    ax.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+    ax.tick_params(length=0)
+    return picture

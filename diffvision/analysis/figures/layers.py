@@ -1,0 +1,91 @@
+"""Figures of numbers over a model's layers. The numbers are made in `statistics` and `inspection`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from diffvision.analysis.figures.style import colour_of, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LINES = {"difference": "-", "attention": "-", "map 1": "--", "map 2": ":", "chance": (0, (1, 4))}
+_COLUMNS = 4  # panels side by side
+
+
+class LayerPanel(NamedTuple):
+    """A number over the layers."""
+
+    title: str
+    runs: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]  # {run: {kind: [a layer's values, one a head]}}
+    log: bool = False
+
+
+@styled
+def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
+    """Return numbers over the layers.
+
+    A colour is a model, a line a kind of map (its mean over heads), a dot a head of what is applied to the values.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2.9 * columns + 0.3, 2.2 * rows + 0.5), layout="constrained")
+    one_quantity = all(panel.log for panel in panels)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=one_quantity).flat)
+    names = list(dict.fromkeys(run for panel in panels for run in panel.runs))
+    for ax, panel in zip(axes, panels, strict=False):
+        for run, lines in panel.runs.items():
+            for kind, layers in lines.items():
+                _draw_line(ax, layers, kind, colour_of(names.index(run)))
+        ax.set_title(panel.title)
+        if panel.log:
+            _logarithmic(ax)
+        ax.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+        ax.margins(x=0.06)
+    for ax in axes[max(0, len(panels) - columns) : len(panels)]:
+        ax.set_xlabel("layer")
+    for ax in axes[len(panels) :]:
+        ax.set_axis_off()
+    handles = _handles(names, {kind for panel in panels for lines in panel.runs.values() for kind in lines})
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)))
+    return figure
+
+
+def _handles(names: Sequence[str], kinds: set[str]) -> list[Any]:
+    """Return the legend: colours of models, then lines of kinds."""
+    from matplotlib.lines import Line2D
+
+    labels: dict[Any, list[str]] = {}
+    for kind, style in _LINES.items():
+        if kind in kinds:
+            labels.setdefault(style, []).append(kind)
+    colours = [Line2D([], [], color=colour_of(index), label=name) for index, name in enumerate(names)]
+    return colours + [
+        Line2D([], [], color="#444444", linestyle=style, label=" or ".join(alike)) for style, alike in labels.items()
+    ]
+
+
+def _draw_line(ax: Any, layers: Sequence[Sequence[float]], kind: str, colour: str) -> None:
+    means = [float(np.mean(heads)) for heads in layers]
+    style, colour = _LINES.get(kind, "-"), "#555555" if kind == "chance" else colour
+    marker = "o" if len(layers) == 1 else None
+    ax.plot(range(len(layers)), means, linestyle=style, color=colour, linewidth=1.7, marker=marker)
+    if style == "-":
+        for layer, heads in enumerate(layers):
+            if len(heads) > 1:
+                ax.plot([layer] * len(heads), heads, "o", color=colour, markersize=2.6, alpha=0.35, markeredgewidth=0)
+
+
+def _logarithmic(ax: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())

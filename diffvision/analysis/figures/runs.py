@@ -1,0 +1,101 @@
+"""Figures of training runs: curves over steps, lambda by layer, and bars of metrics. Runs are read by `curves`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diffvision.analysis.curves import Curve
+from diffvision.analysis.figures.style import colour_of, draw_bars, legend_below, panels, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@styled
+def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]]) -> Figure:
+    """Return runs compared over their steps, a panel a metric.
+
+    Each run is the mean over its seeds, with a band of one standard deviation around it where there are several.
+
+    Args:
+        metrics: {metric: {run: [a curve a seed]}}.
+    """
+    names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
+    figure, axes = panels(len(metrics), width=3.6, height=2.8)
+    for ax, (metric, runs) in zip(axes, metrics.items(), strict=True):
+        for run, curves in runs.items():
+            colour = colour_of(names.index(run))
+            steps, mean, spread = _over_seeds(curves)
+            ax.plot(steps, mean, color=colour, linewidth=1.8, label=run)
+            if len(curves) > 1:
+                ax.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
+        ax.set(title=metric, xlabel="step")
+        ax.margins(x=0.02)
+    return legend_below(figure, axes[0], columns=len(names))
+
+
+@styled
+def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
+    """Return lambda of every layer over the steps: a panel a tower, light to dark from the first layer to the last.
+
+    Args:
+        curves: {layer's module name: curve}; names that begin alike up to the layer's number are one tower.
+    """
+    import matplotlib as mpl
+
+    towers: dict[str, list[Curve]] = {}
+    for name, curve in curves.items():
+        towers.setdefault(_tower(name), []).append(curve)
+    towers = dict(sorted(towers.items()))  # the image tower before the text tower
+    figure, axes = panels(len(towers), width=4.2, height=2.8, sharey=True)
+    for ax, (tower, layers) in zip(axes, towers.items(), strict=True):
+        shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
+        for depth, (curve, shade) in enumerate(zip(layers, shades, strict=True)):
+            label = f"layer {depth}" if depth in (0, len(layers) - 1) or len(layers) <= 6 else None
+            ax.plot(curve.steps, curve.values, color=shade, linewidth=1.6, label=label)
+        ax.set(title=tower, xlabel="step")
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, fontsize=8)
+    axes[0].set_ylabel("λ")
+    return figure
+
+
+@styled
+def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str = "%") -> Figure:
+    """Return runs compared by their metrics: a bar a run with its number on it, a dot a seed where there are several.
+
+    Args:
+        metrics: {metric: {run: [a value a seed]}}.
+        unit: "%" shows fractions of 1 as percent; anything else is a label, and the values are shown as they are.
+    """
+    names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
+    figure, (ax,) = panels(1, width=max(4.0, 0.55 * len(metrics) * (len(names) + 0.8)), height=3.2)
+    if unit == "%":
+        percent = {
+            metric: {run: [100 * value for value in values] for run, values in runs.items()}
+            for metric, runs in metrics.items()
+        }
+        draw_bars(ax, percent, lambda mean: f"{mean:.1f}")
+    else:
+        draw_bars(ax, metrics, lambda mean: f"{mean:.3g}")
+    ax.set_ylabel(unit)
+    return legend_below(figure, ax, columns=len(names))
+
+
+def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (steps, mean, standard deviation) over the steps that all curves cover."""
+    first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
+    steps = np.array(sorted({s for c in curves for s in c.steps if first <= s <= last}))
+    values = np.stack([np.interp(steps, c.steps, c.values) for c in curves])
+    return steps, values.mean(axis=0), values.std(axis=0, ddof=1 if len(curves) > 1 else 0)
+
+
+def _tower(name: str) -> str:
+    """Return what a layer's name has before its number, in words where it is one of OpenCLIP's towers."""
+    before = ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
+    if before.startswith("visual"):
+        return "image tower"
+    return "text tower" if "resblocks" in before else before

@@ -1,0 +1,177 @@
+"""The look that all figures share, and what they are made of: panels, bars, pictures and colour bars.
+
+Figures are drawn on Agg canvases, so no display is needed and no global state of matplotlib is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; a run keeps its colour in every panel of a figure.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SIGNED = "difference"  # the kind of map with negative entries
+_STYLE: Any = {
+    "figure.dpi": 140,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "axes.edgecolor": "#888888",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+}
+
+
+def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Have a function draw its figure in the style above."""
+
+    @functools.wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        import matplotlib as mpl
+
+        with mpl.rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure of this package as a PNG file's bytes."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    with mpl.rc_context(_STYLE):  # ticks are made only now
+        FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def colour_of(index: int) -> str:
+    """Return the colour of the run or model with that index."""
+    return COLOURS[index % len(COLOURS)]
+
+
+# ---- panels --------------------------------------------------------------------------------------------------------
+
+
+def panels(count: int, *, width: float, height: float, sharey: bool = False) -> tuple[Figure, Any]:
+    """Return a figure with panels side by side, each of a size in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
+
+
+def legend_below(figure: Figure, ax: Any, columns: int = 4) -> Figure:
+    """Return the figure with the legend of one of its panels below it."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns) or 1)
+    return figure
+
+
+def draw_bars(
+    ax: Any,
+    groups: Mapping[str, Mapping[str, Sequence[float]]],
+    write: Callable[[float], str],
+    *,
+    log: bool = False,
+    rotation: int = 0,
+) -> None:
+    """Draw bars side by side in groups, each with its number on it, and a dot a seed where there are several.
+
+    Args:
+        ax: where to draw.
+        groups: {group: {run: [a value a seed]}}; a value that is not finite has no bar.
+        write: a mean as text.
+        log: draw on a logarithmic scale.
+        rotation: of the numbers, in degrees.
+    """
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width = 0.8 / len(names)
+    if log:
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_formatter("")
+    for number, name in enumerate(names):
+        label: str | None = name
+        for group, bars in enumerate(groups.values()):
+            values = np.asarray(bars[name], dtype=float)
+            mean = values.mean()
+            if not math.isfinite(mean):
+                continue
+            x = group + (number - (len(names) - 1) / 2) * width
+            ax.bar(x, mean, width=0.92 * width, color=colour_of(number), label=label)
+            label = None  # one entry in the legend
+            if len(values) > 1:
+                dots = x + np.linspace(-0.2, 0.2, len(values)) * width
+                seeds: Any = {"markeredgecolor": "#333333", "markeredgewidth": 0.8, "markersize": 3.5}
+                ax.plot(dots, values, "o", color="white", **seeds)
+            above = mean >= 0
+            ax.annotate(
+                write(mean),
+                (x, max(mean, values.max()) if above else mean),
+                xytext=(0, 4 if above else -4),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if above else "top",
+                fontsize=7 if rotation else 8,
+                color="#333333",
+                rotation=rotation,
+            )
+    ax.set_xticks(range(len(groups)), list(groups))
+    ax.grid(axis="x", visible=False)
+    ax.margins(y=0.3 if log or rotation else 0.15)  # room for the numbers
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+def pictures(
+    rows: int, columns: int, *, width: float, height: float, margin: tuple[float, float]
+) -> tuple[Figure, Any]:
+    """Return a figure with rows of pictures without frames, each of a size in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns + margin[0], height * rows + margin[1]), layout="compressed")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for ax in grid.flat:
+        without_frame(ax)
+        ax.set(facecolor="none")
+    return figure, grid
+
+
+def without_frame(ax: Any) -> None:
+    """Prepare an axes for a picture: no ticks, grid or frame."""
+    ax.set(xticks=[], yticks=[])
+    ax.grid(visible=False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def scale(signed: bool, limit: float) -> dict[str, Any]:
+    """Return the colours of a map, in percent: from 0 up, or of a difference, centred at 0."""
+    return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit} if signed else {"cmap": "magma", "vmin": 0, "vmax": limit}
+
+
+def colour_bar(figure: Figure, picture: Any, axes: Any, **layout: Any) -> Any:
+    """Return a colour bar with small ticks and no frame."""
+    bar = figure.colorbar(picture, ax=axes, **layout)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7, length=2)
+    bar.ax.locator_params(nbins=4)
+    return bar

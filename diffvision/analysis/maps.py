@@ -1,0 +1,167 @@
+"""The attention maps of every layer for one image or text, with what makes head outputs of them.
+
+Numbers of maps are in `statistics`; pictures of them in `figures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.analysis.capture import Call, captured, run_towers
+from diffvision.models.modes import evaluating
+from diffvision.nn import AttentionLayer, DexAttention
+
+
+def _unchanged(heads: Tensor) -> Tensor:
+    return heads
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """One layer's maps of one image or text.
+
+    H heads, P maps a head (2 in differential layers, 1 in standard ones), N tokens, V values a head.
+    """
+
+    name: str  # of the module in the model
+    maps: Tensor  # [H, P, N, N], rows sum to 1
+    lam: Tensor | None  # [H, N, 1]; None in standard layers
+    causal: bool = False  # whether no query attends to a later key
+    values: Tensor | None = None  # [H, N, V]; None where they are not captured
+    norm: Callable[[Tensor], Tensor] = _unchanged  # of head outputs [H, N, V]
+    factor: float = 1.0  # 1 - lambda_init, where there is one
+
+    @property
+    def applied(self) -> Tensor:
+        """What multiplies the values, [H, N, N]: map 1 - lambda * map 2 (rows sum to 1 - lambda), or the one map."""
+        if self.lam is None:
+            return self.maps[:, 0]
+        return self.maps[:, 0] - self.lam * self.maps[:, 1]
+
+    def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
+
+        They are those before the head norm, after it, and after the factor, which is what the output projection takes.
+        """
+        assert self.values is not None
+        before = applied @ self.values
+        after = self.norm(before)
+        return before, after, after * self.factor
+
+    def first(self, tokens: int) -> LayerMaps:
+        """Return the maps of the first tokens alone: of a causal layer, what it would be without the others."""
+        lam = None if self.lam is None else self.lam[:, :tokens]
+        values = None if self.values is None else self.values[:, :tokens]
+        return replace(self, maps=self.maps[..., :tokens, :tokens], lam=lam, values=values)
+
+
+def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | None = None) -> list[LayerMaps]:
+    """Return the maps of every attention layer that one image, or one text, goes through, in order, on the CPU.
+
+    Args:
+        model: a timm model, an OpenCLIP model, or one of its towers; its modes and gradients are left alone.
+        image: [3, h, w] or [1, 3, h, w], transformed as the model wants it.
+        text: [L] or [1, L] token ids, for an OpenCLIP model's text tower.
+
+    Raises:
+        ValueError: both or neither of image and text; no attention layer was reached.
+    """
+    if image is not None and text is None:
+        batch = {"image": image if image.ndim == 4 else image[None]}
+    elif text is not None and image is None:
+        batch = {"text": text if text.ndim == 2 else text[None]}
+    else:
+        raise ValueError("layer_maps takes either an image or a text")
+    if (count := len(next(iter(batch.values())))) != 1:
+        raise ValueError(f"layer_maps takes one image or text, got a batch of {count}")
+    return [
+        LayerMaps(layer.name, layer.maps.cpu(), None if layer.lam is None else layer.lam.cpu(), layer.causal)
+        for layer in opened_layers(model, batch)
+    ]
+
+
+def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
+    """Yield the maps and values of every attention layer that one image or text goes through, in order.
+
+    Queries, keys and values of all layers are kept of a forward pass, and a layer's maps are made when it is its turn:
+    a model of many layers and a long text needs the memory of one layer's maps.
+
+    Args:
+        model: as `capture.captured`; its modes are left alone.
+        batch: `image` [1, 3, h, w], `text` [1, L] or `tokens` [1, N].
+
+    Raises:
+        ValueError: no attention layer was reached.
+    """
+    calls: list[Call] = []
+    with evaluating(model), captured(model, calls.append):
+        run_towers(model, batch)
+    while calls:
+        yield opened(calls.pop(0))
+
+
+@torch.no_grad()
+def opened(call: Call) -> LayerMaps:
+    """Return the maps and values of the first sample of a call, without gradients."""
+    scores = call.scores()
+    maps = scores.maps()[0]
+    heads, _, tokens, _ = maps.shape
+    lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
+    values = None if call.v is None else call.values(maps.dtype)[0]
+    causal = tokens > 1 and not bool(maps.triu(1).any())
+    norm, factor = _norm(call)
+    return LayerMaps(call.name, maps, lam, causal, values, norm, factor)
+
+
+def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
+    """Return what a head's output goes through: a norm, and a factor."""
+    layer = call.layer
+    if call.v is None:
+        return _unchanged, 1.0
+    factor = 1 - getattr(layer, "lambda_init", 0.0)
+    if isinstance(layer, DexAttention):
+        return lambda heads: layer.operate(layer.head_norm(heads)), factor
+    return layer.head_norm if isinstance(layer, AttentionLayer) else layer.sub_norm, factor
+
+
+def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
+    """Return, for each layer of an image tower, where on the image it looks.
+
+    That is the class token's row over the patches; in models without a class token, the mean of all patches' rows.
+
+    Args:
+        model: as `layer_maps`, with a timm vision transformer.
+        image: as `layer_maps`.
+
+    Returns:
+        By layer, [H, P + 1, rows, columns] in differential layers: map 1, map 2, and map 1 - lambda * map 2; in
+        standard ones the one map, [H, 1, rows, columns].
+    """
+    trunk = image_trunk(model)
+    prefix = trunk.num_prefix_tokens
+    height, width = image.shape[-2:]
+    rows, columns = trunk.patch_embed.dynamic_feat_size((height, width))
+    grids = {}
+    for layer in layer_maps(model, image=image):
+        kinds = [*layer.maps.unbind(1), *([] if layer.lam is None else [layer.applied])]
+        over_patches = torch.stack(kinds, dim=1)[..., prefix:]  # [H, kinds, N, patches]
+        read = over_patches[:, :, 0] if trunk.cls_token is not None else over_patches[:, :, prefix:].mean(dim=2)
+        grids[layer.name] = read.unflatten(-1, (rows, columns))
+    return grids
+
+
+def image_trunk(model: nn.Module) -> Any:
+    """Return the timm vision transformer inside a model: itself, or an OpenCLIP model's or tower's trunk.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for candidate in (model, getattr(model, "trunk", None), getattr(getattr(model, "visual", None), "trunk", None)):
+        if hasattr(candidate, "patch_embed") and hasattr(candidate, "num_prefix_tokens"):
+            return candidate
+    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside, whose patches could be shown")

@@ -1,0 +1,106 @@
+"""Captured layers: what their parts give is what the layers compute, ours, timm's and transformers' alike."""
+
+import pytest
+import timm
+import torch
+
+import diffvision
+from diffvision.analysis.capture import captured, check_attention, is_transformers
+from diffvision.analysis.maps import opened_layers
+from diffvision.models import language
+
+
+def _timm(name):
+    return timm.create_model(name, img_size=32, depth=2)
+
+
+def _dex():
+    model = diffvision.adapt(timm.create_model("plain_vit_debug", depth=2), method="dex")
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.dex)
+        torch.nn.init.constant_(block.attn.dex_lambda, 0.3)
+    return model
+
+
+MODELS = {
+    "v1": lambda: timm.create_model("diff_vit_debug", depth=2),
+    "v2": lambda: timm.create_model("diffv2_vit_debug", depth=2),
+    "standard": lambda: timm.create_model("plain_vit_debug", depth=2),
+    "grouped": lambda: timm.create_model("gda_vit_debug", depth=2),
+    "without a head norm": lambda: timm.create_model("diff_vit_debug", depth=2, head_norm=False),
+    "timm": lambda: _timm("vit_dwee_patch16_reg1_gap_256"),
+    "timm, parallel": lambda: _timm("vit_dpwee_patch16_reg1_gap_256"),
+    "timm, replaced": lambda: diffvision.replace_attention(_timm("vit_dwee_patch16_reg1_gap_256")),
+    "dex": _dex,
+    "adapted to v2": lambda: diffvision.adapt(timm.create_model("plain_vit_debug", depth=2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_are_what_the_output_projection_takes(name):
+    model = MODELS[name]()
+    image = torch.randn(1, 3, 32, 32)
+    model.eval()
+    calls = []
+    with torch.no_grad(), captured(model, calls.append):
+        model(image)
+    layers = list(opened_layers(model, {"image": image}))
+    assert len(layers) == len(calls) == 2
+    for layer, call in zip(layers, calls, strict=True):
+        assert not layer.causal
+        torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
+        with torch.no_grad():
+            given = layer.outputs(layer.applied)[2].transpose(0, 1).flatten(1)
+        torch.testing.assert_close(given, call.projected[0, :, : given.shape[1]], atol=1e-5, rtol=1e-4)
+    assert not any(module._forward_pre_hooks or "_attend" in vars(module) for module in model.modules())
+
+
+def test_a_language_model_and_its_beginning():
+    model = language.create("diff-debug", vocab_size=64, max_length=32)
+    tokens = torch.randint(64, (1, 12))
+    (whole, _), (short, _) = (list(opened_layers(model, {"tokens": t})) for t in (tokens, tokens[:, :7]))
+    assert whole.causal
+    cut = whole.first(7)
+    torch.testing.assert_close(cut.applied, short.applied)
+    torch.testing.assert_close(cut.outputs(cut.applied)[2], short.outputs(short.applied)[2])
+
+
+def test_a_model_without_attention_of_ours_says_what_to_do():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    with pytest.raises(ValueError, match=r"no attention of this VisionTransformer can be captured.*diffvision.adapt"):
+        next(opened_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
+    with pytest.raises(ValueError, match=r"no attention of this VisionTransformer can be captured"):
+        check_attention(model)
+
+
+def test_timms_attention_is_read_and_not_changed():
+    model = _timm("vit_dwee_patch16_reg1_gap_256").eval()
+    with (
+        pytest.raises(ValueError, match=r"blocks\.0\.attn is timm's DiffAttention, whose attention can be read, not"),
+        captured(model, lambda call: call.scores()),
+    ):
+        model(torch.randn(1, 3, 32, 32))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_diff_llama_as_it_is_and_replaced():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DiffLlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.DiffLlamaForCausalLM(config).eval()
+    assert is_transformers(model)
+    batch = {"tokens": torch.randint(32, (1, 9))}
+    layers = list(opened_layers(model, batch))
+    assert [layer.name for layer in layers] == ["layers.0", "layers.1"]
+    for layer in layers:
+        assert layer.causal
+        assert layer.maps.shape == (2, 2, 9, 9)
+        assert layer.values is None
+        torch.testing.assert_close(layer.applied.sum(-1), 1 - layer.lam[..., 0], atol=1e-5, rtol=1e-5)
+    replaced = diffvision.replace_attention(model)
+    types = [type(module) for module in model.modules()]
+    for layer, again in zip(layers, opened_layers(replaced, batch), strict=True):
+        torch.testing.assert_close(again.applied, layer.applied)
+    assert [type(module) for module in model.modules()] == types
