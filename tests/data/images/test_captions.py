@@ -11,7 +11,8 @@ import transformers
 
 from diffvision.data import ImageText
 from diffvision.data.images.captions import BoundedCache, text_only
-from diffvision.data.images.decode import MAX_CAPTION, BadSample, clean_caption, is_blank
+from diffvision.data.images.decode import MAX_CAPTION, clean_caption, is_blank
+from diffvision.data.shards.sample import BadSample
 
 MARKS = {
     "literal": "a <end_of_text> b",

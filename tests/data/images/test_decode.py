@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from diffvision.data.images.decode import (
-    BadSample,
     clean_caption,
     decode_image,
     decode_label,
@@ -15,6 +14,7 @@ from diffvision.data.images.decode import (
     open_image,
     to_rgb,
 )
+from diffvision.data.shards.sample import BadSample
 
 
 def encoded(image, form="PNG", **settings):

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from diffvision.data.images.decode import BadSample
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.remote import Patience
 from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import Shard, find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_tar

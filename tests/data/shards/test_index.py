@@ -32,9 +32,9 @@ def test_members_lie_where_the_index_says(whole):
     assert len(index) == 10
     assert index.damage == ""
     for row in range(10):
-        offset, size = index.place(row, "txt")
+        offset, size = index.extent(row, "txt")
         assert data[offset : offset + size] == f"sample {30 + row}".encode()
-        assert index.place(row, "webp") is None
+        assert index.extent(row, "webp") is None
 
 
 def test_samples_are_those_that_webdataset_finds(tmp_path):
@@ -178,7 +178,7 @@ def test_a_member_is_known_by_its_headers(tmp_path, form, key):
     index, data = scan(tmp_path / "a.tar"), (tmp_path / "a.tar").read_bytes()
 
     def headers(row, member_type):
-        offset, _ = index.place(row, member_type)
+        offset, _ = index.extent(row, member_type)
         return data[offset - index.head(row, member_type) : offset]
 
     for row in range(3):
@@ -202,7 +202,7 @@ def test_an_extended_header_is_heard(tmp_path, notes):
     extended[148:156] = b"%06o\0 " % sum(extended[:512])
     (tmp_path / "a.tar").write_bytes(bytes(extended) + block + b"abc".ljust(512, b"\0") + bytes(1024))
     index = scan(tmp_path / "a.tar")
-    plainly = index.key(0) == "a" and index.place(0, "txt")[1] == 3
+    plainly = index.key(0) == "a" and index.extent(0, "txt")[1] == 3
     assert plainly == (not notes.keys() & {"path", "size"})
     headers = bytes(extended) + block
     assert index.head(0, "txt") == len(headers)

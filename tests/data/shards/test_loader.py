@@ -11,7 +11,7 @@ import webdataset
 from torch.utils.data import get_worker_info
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.shards.loader import BatchReader, Request
+from diffvision.data.shards.batch_reader import BatchReader, Request
 
 LENIENT = Limits(max_bad_fraction=1.0)
 
@@ -439,8 +439,9 @@ def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
     shards = ShardSet(whole)
     reader = BatchReader(shards, corpus.kind(), corpus.loader(whole).order, seed=0, limits=Limits())
     batch, _ = reader[Request(0, 0, 5)]
-    copy = pickle.loads(pickle.dumps(ShardSet.__getstate__(shards)))
-    assert not copy["_open"]
+    copy = pickle.loads(pickle.dumps(shards))
+    assert any(shards.reader(number)._opened for number in range(len(shards.counts)))
+    assert not any(copy.reader(number)._opened for number in range(len(shards.counts)))
     assert len(batch["image"]) == 5
     loader = ShardLoader(shards, OneWorker(), 50, num_workers=1)
     assert next(iter(loader)) == [True] * 50

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from diffvision.data import Limits, ShardSet
-from diffvision.data.images.decode import BadSample
 from diffvision.data.make import check
-from diffvision.data.shards import storage
+from diffvision.data.shards import expected, storage
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import shard_index
 from diffvision.data.shards.remote import Patience
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import Shard
 from diffvision.data.shards.writer import write_manifest, write_tar
 
@@ -119,7 +119,7 @@ def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counte
         list(rest(corpus, batches))
     first = loader.order(0).samples(0, 1)[0][0]
     if reopened:
-        loader.shards._close(first)  # as when more shards are open than may be
+        loader.shards.reader(first).close()  # as when more shards are open than may be
     with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
         loader.shards.members((first, 0)).read("png", 100)
 
@@ -137,7 +137,7 @@ def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
     assert sorted(seen) == list(range(60))
     shards = loader.shards
     for number in range(6):
-        shards._close(number)  # as when more shards are open than may be
+        shards.reader(number).close()  # as when more shards are open than may be
         with pytest.raises(BadSample, match="shard not as its manifest says"):
             shards.members((number, 0))
 
@@ -152,8 +152,7 @@ def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
         data = crossed(path.read_bytes())
         path.unlink()
         path.write_bytes(data)
-    copy = ShardSet.__new__(ShardSet)
-    copy.__dict__.update(shards.__getstate__())
+    copy = pickle.loads(pickle.dumps(shards))
     for number in range(6):
         with pytest.raises(BadSample, match="shard not as its manifest says"):
             copy.members((number, 0))
@@ -172,8 +171,8 @@ def reopened(shards, *, worker):
     """A shard set that has to open its shards again; in a worker it is an unpickled copy."""
     if worker:
         return pickle.loads(pickle.dumps(shards))
-    for number in list(shards._open):
-        shards._close(number)
+    for number in range(len(shards.counts)):
+        shards.reader(number).close()
     return shards
 
 
@@ -222,12 +221,12 @@ def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypa
     url, _ = serve(corpus.write(tmp_path / "s", 20))
     shards = ShardSet(url, ShardCache(tmp_path / "cache"))
     members = shards.members((1, 0))
-    monkeypatch.setattr(storage, "sha256_of", None)
-    opened = shards._open[1]
+    monkeypatch.setattr(expected, "sha256_of", None)
+    opened = shards.reader(1)._opened
     for path in (tmp_path / "cache").glob("*.tar"):
         os.utime(path, ns=(1, path.stat().st_mtime_ns))
     assert members.read("txt", 100) == b"sample 10"
-    assert shards._open[1] is opened
+    assert shards.reader(1)._opened is opened
 
 
 def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
@@ -236,8 +235,8 @@ def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path
     shards = ShardSet([f"{url}/000000.tar", f"{url}/000001.tar"], ShardCache(tmp_path / "cache"))
 
     def fetched_again():
-        for number in list(shards._open):
-            shards._close(number)
+        for number in range(2):
+            shards.reader(number).close()
         for path in (tmp_path / "cache").glob("*.tar"):
             path.unlink()
 

@@ -7,14 +7,15 @@ import pytest
 from PIL import Image
 
 from diffvision.data.check import check_shards
-from diffvision.data.images.pictures import find_pictures
+from diffvision.data.images.packing import pack
+from diffvision.data.images.sources import find_images
 from diffvision.data.make import make
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.writer import pack, write_manifest, write_shards
+from diffvision.data.shards.writer import write_manifest, write_shards
 
 
 def pack_folder(source, directory, table=None, **settings):
-    return pack(find_pictures(source, table=table), directory, **settings)
+    return pack(find_images(source, table=table), directory, **settings)
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_the_command(images, tmp_path, capsys):
         make("folder", str(tmp_path / "out2"))
     with pytest.raises(
         ValueError,
-        match="no data set is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder, evaluation",
+        match="no dataset is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder, evaluation",
     ):
         make("cifar", str(tmp_path / "out2"))
 

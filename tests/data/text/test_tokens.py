@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.images.folders import EvaluationLoader
+from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
@@ -78,7 +78,7 @@ def test_sequences_are_those_of_the_documents_one_after_another(made, tokenizer,
     assert len(shards) == len(expected)
     in_shard = [len(stream[start : start + 300]) for start in range(0, len(stream), 300)]
     left = [tokens - ((tokens - 1) // length * length + 1) if tokens > length else tokens for tokens in in_shard]
-    assert shards.beside["tail_tokens"] == sum(left)
+    assert shards.extra_counts["tail_tokens"] == sum(left)
 
 
 def test_a_document_longer_than_a_sequence_goes_on_in_the_next(tokenizer, tmp_path):
@@ -130,7 +130,7 @@ def test_an_epoch_has_each_sequence_once_in_an_order_of_seed_and_epoch(made, tok
         assert len(epoch) == len(loader)
     assert first != second != read(loader_of(made, seed=4))
     assert read(loader_of(made, seed=3)) == first
-    assert loader.report.as_dict()["tail_tokens"] == loader.shards.beside["tail_tokens"] > 0
+    assert loader.report.as_dict()["tail_tokens"] == loader.shards.extra_counts["tail_tokens"] > 0
     assert "tail tokens:" in loader.report.summary()
 
 
@@ -364,5 +364,5 @@ def test_shards_that_tokens_json_does_not_know(made, tmp_path):
     told = json.loads((damaged / "tokens.json").read_text())
     del told["shards"]["000001.tar"]
     (damaged / "tokens.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=r"tokens.json does not tell of 000001.tar"):
+    with pytest.raises(ValueError, match=r"tokens.json does not list 000001.tar"):
         TokenShards(damaged, 16)
