@@ -35,7 +35,7 @@ def tree(tmp_path):
     for n in range(30):
         split = "val" if n % 5 == 4 else "train"
         write(tmp_path / "pets" / split / KINDS[n % 3] / f"photo.{n:02d}.png", n)
-    (tmp_path / "pets/train/cat/notes.txt").write_text("of nothing")
+    (tmp_path / "pets/train/cat/notes.txt").write_text("of no image")
     (tmp_path / "pets/.DS_Store").write_text("x")
     return tmp_path / "pets"
 

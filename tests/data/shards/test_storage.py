@@ -1,4 +1,4 @@
-"""Shards that are not what they were, or not what is said of them: never a wrong pair, never a loss without a word."""
+"""Shards that changed, or differ from their manifest: never a wrong pair, never an unreported loss."""
 
 import hashlib
 import io
@@ -41,7 +41,7 @@ def crossed(data, *, samples=EACH):
 
 
 def overwrite(path, data):
-    """In place: the file stays the same one."""
+    """Write into the file, which keeps its inode."""
     with open(path, "r+b") as file:
         file.write(data)
         file.truncate()
@@ -143,7 +143,7 @@ def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
 
 
 def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
-    """What the process that started it found out was of another version of the file."""
+    """What the process that started it knows is of another version of the file."""
     source = corpus.write(tmp_path / "s", 60)
     shards = ShardSet(source)
     for number in range(6):
@@ -263,7 +263,7 @@ def test_a_whole_shard_that_is_shorter_is_another_one(corpus, tmp_path):
     assert seen == set(range(60)) - set(range(20, 30))
     assert loader.report.skipped == {"shard not as its manifest says (bytes)": 10}
     (source / "manifest.json").unlink()
-    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees: nothing more is known
+    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees, and no more is known
     assert 929 in {number for batch in corpus.read(loader) for number in batch}
 
 
@@ -298,13 +298,13 @@ def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tm
 def forged(path):
     """Exchange the captions of the first two samples in the index next to a shard."""
     shard_index(path)
-    place = path.parent / ".index" / f"{path.name}.npz"
-    with np.load(place) as kept:
+    sidecar = path.parent / ".index" / f"{path.name}.npz"
+    with np.load(sidecar) as kept:
         content = dict(kept)
     column = content["types"].tolist().index("txt")
     for name in ("offsets", "sizes"):
         content[name][column, [0, 1]] = content[name][column, [1, 0]]
-    np.savez(place, **content)
+    np.savez(sidecar, **content)
 
 
 @pytest.mark.parametrize("manifest", [False, True])
@@ -340,7 +340,7 @@ def test_check_finds_a_false_index_and_makes_it_anew(corpus, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What tells shards from others
+# Shards with other content
 
 
 def other_content(corpus, directory, **settings):
