@@ -6,6 +6,7 @@ Which shards there are is `storage`'s; whether a file is the shard that was mean
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class _Opened:
     file: int
     version: Version
     index: ShardIndex
+    close: weakref.finalize  # also when the reader is collected
 
 
 class ShardReader:
@@ -51,10 +53,6 @@ class ShardReader:
     def __getstate__(self) -> dict:
         # What was learnt about the file travels to other processes; the open file does not.
         return self.__dict__ | {"_opened": None, "_failures": 0, "_unreadable_until": 0.0}
-
-    def __del__(self) -> None:
-        if self.__dict__.get("_opened") is not None:
-            self.close()
 
     @property
     def shard(self) -> Shard:
@@ -114,7 +112,7 @@ class ShardReader:
     def close(self) -> None:
         """Close the file; the next read opens it again."""
         if self._opened is not None:
-            os.close(self._opened.file)
+            self._opened.close()
             self._opened = None
 
     @contextmanager
@@ -202,7 +200,9 @@ class ShardReader:
         except BaseException:
             os.close(file)
             raise
-        return _Opened(file, version, index)
+        close = weakref.finalize(self, os.close, file)
+        close.atexit = False  # the process closes it
+        return _Opened(file, version, index, close)
 
     def _unreadable(self) -> BadSample:
         """Put off the next try, and return what all samples are until then."""
