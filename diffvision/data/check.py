@@ -276,7 +276,7 @@ def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
     Raises:
         OSError: it cannot be read, fetched or unpacked.
     """
-    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # nothing is counted: it may be damaged
+    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # not counted here: it may be damaged
     with samples.reader(0).held() as path:
         index = scan(path)
         problems = correct_sidecars(path, index)

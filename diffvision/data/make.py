@@ -30,7 +30,7 @@ def make(
     """Write a dataset as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, stdlib (text: the running Python's own library), recall (synthetic text: needles and
+        name: digits, digit-scenes, stdlib (text: the running Python's library), recall (synthetic text: needles and
             mappings to mix into training text), folder to pack your images as training shards, or evaluation
             to pack them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions).
         directory: the folder to write; it must have no shards yet.

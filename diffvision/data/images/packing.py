@@ -1,6 +1,6 @@
 """Packing images into shards, in parallel: copied as they are, decoded once to leave out what cannot be used.
 
-The tars and their manifest are `shards.writer`'s.
+`shards.writer` writes the tars and their manifest.
 """
 
 from collections import Counter

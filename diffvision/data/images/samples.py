@@ -1,6 +1,6 @@
 """Members of a sample -> items of a batch: a class for each kind of batch of images, with the keys it reads.
 
-The bytes of a member are decoded in `decode`; which samples there are is `shards`'s.
+The bytes of a member are decoded in `decode`; the samples come from `shards` or `image_set`.
 """
 
 from collections import Counter

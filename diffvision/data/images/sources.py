@@ -95,7 +95,7 @@ def find_images(
             a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that;
-            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its own folder;
+            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
         split: "train", "validation" or "test", of a source that has splits.
@@ -278,7 +278,7 @@ def _from_coco(root: Path, table: Path) -> ImageCollection:
             f"caption): {type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
         ) from None
     if root == table.parent and (match := re.search(r"(train|val|test)\d{4}", table.stem)):
-        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's own layout
+        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's layout
     resolved = root.resolve()
     names = [path_inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
     return ImageCollection(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])

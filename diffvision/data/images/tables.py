@@ -1,6 +1,6 @@
 """Tables of images: rows of .csv, .tsv and .jsonl files, the columns that are read, class names as numbers.
 
-The images themselves are found in `sources`.
+`sources` reads the folders of images.
 """
 
 import csv
@@ -21,7 +21,7 @@ COLUMNS = {
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
-_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
+_MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
 def captions_of(cell: Any) -> Captions:

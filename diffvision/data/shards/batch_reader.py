@@ -1,6 +1,6 @@
 """One batch of samples: read, decoded, collated, with a tally of what became of each.
 
-The order of the batches and their account over an epoch are the loaders' (`loader`, `evaluation_loader`).
+The loaders (`loader`, `evaluation_loader`) choose the batches and account for an epoch.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class BatchReader(Dataset):
         seed: with epoch and sample it seeds Python's, numpy's and torch's generators while the sample is decoded;
             None leaves them alone.
         limits: how many bad samples in a row are given up on.
-        pulse: beats with each sample that is decoded, or found bad.
+        pulse: beats with each sample that is decoded, or is bad.
     """
 
     def __init__(

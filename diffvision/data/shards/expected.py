@@ -1,6 +1,6 @@
-"""Is a local file the shard that was meant? Compared with its manifest, else with what was first read of it.
+"""Compare a local file with what its shard must hold: its manifest, else what was first read of it.
 
-Nothing is read of the samples here. `reader` opens the file and asks; `verify` computes and notes its sha256.
+No samples are read here. `reader` opens the file and has it checked; `verify` computes and notes its sha256.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _MISMATCH = "shard not as its manifest says"
 
 
 class ExpectedShard:
-    """What a shard must hold, and which versions of its file were found to hold it.
+    """What a shard must hold, and which versions of its file hold it.
 
     Args:
         shard: with what its manifest says.
@@ -55,7 +55,7 @@ class ExpectedShard:
         Raises:
             BadSample: it is not what its manifest says; none of its samples can be used.
             ValueError: it holds more samples than it should, was damaged before its manifest was written, or was
-                changed and nothing says what it should hold.
+                changed and has no manifest.
             OSError: it cannot be read.
         """
         if index.dotted:
@@ -95,7 +95,7 @@ class ExpectedShard:
         return os.stat(file).st_nlink == 0
 
     def _mismatch(self, path: Path, version: Version, index: ShardIndex, *, changed: bool) -> str:
-        """Return why the file is not the shard that was meant, or "" where it is."""
+        """Return why the file is not the expected shard, or "" where it is."""
         shard = self.shard
         if self.in_cache:
             # It was compared with its manifest when it arrived; without one, it has to be what was counted.

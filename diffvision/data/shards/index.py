@@ -47,7 +47,7 @@ _ARRAYS = {"offsets": "int64", "sizes": "int64", "heads": "int32", "key_bytes": 
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
 # The last part of a name that begins with a dot and ends as what is read; `._` begins what macOS puts next to files.
 _HIDDEN = re.compile(rf"(?:.*/|)(?=[.])(?![.]_)[^/]*[.](?:{'|'.join(MEMBER_TYPES)})", re.IGNORECASE | re.DOTALL)
-_META = re.compile(r"__[^/]*__($|/)")  # webdataset's own notes inside a tar
+_META = re.compile(r"__[^/]*__($|/)")  # webdataset's notes inside a tar
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
     """Replace the sidecars that would be trusted and differ from `index`, which was just read.
 
     Returns:
-        A clause for each, which names it and says what became of it.
+        A clause for each, which names it and says whether it was replaced.
     """
     path = Path(path).absolute()
     stamp, clauses = _stamp(path), []

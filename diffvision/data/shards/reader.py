@@ -1,6 +1,6 @@
 """One shard, opened once: the version of its file, its index, and its members by offset.
 
-Which shards there are is `storage`'s; whether a file is the shard that was meant is `expected`'s.
+The set of shards is in `storage`; the comparison of a file with what its shard must hold is in `expected`.
 """
 
 import os
@@ -47,7 +47,7 @@ class ShardReader:
     def __init__(self, shard: Shard, cache: ShardCache) -> None:
         self.expected, self._cache = ExpectedShard(shard, cache), cache
         self._opened: _Opened | None = None
-        self._rejected = ""  # the reason, once the file was found not to be the shard that was meant
+        self._rejected = ""  # the reason, once the file is not the expected shard
         self._failures, self._unreadable_until = 0, 0.0
 
     def __getstate__(self) -> dict:
@@ -183,7 +183,7 @@ class ShardReader:
         return self._opened
 
     def _verified(self, path: Path) -> _Opened:
-        """Open a file and check that it is the shard that was meant."""
+        """Open a file and check that it is the expected shard."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             version, rejection = Version.of(file), None
@@ -238,7 +238,7 @@ class ShardMembers:
         return None if extent is None else extent[1]
 
     def read(self, member_type: str, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of a member, once its header was found to name it.
+        """Return the first `at_most` bytes of a member, whose header must agree with the index.
 
         Raises:
             KeyError: the sample has no such member.

@@ -1,7 +1,7 @@
 """Files at URLs, through fsspec: read within time limits, and again after failures, for a limited time.
 
-Retries are a loop here rather than `tenacity`, which is no dependency of ours or of our dependencies. Redirects are
-`redirects`'s, whole shards on disk `cache`'s.
+Retries are a loop here rather than `tenacity`, which is no dependency of ours or of our dependencies. `redirects`
+decides which redirects are followed; `cache` keeps whole shards on disk.
 """
 
 import logging
@@ -110,9 +110,9 @@ def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | No
         raise (missing.__cause__ if _is_http(location) else None) or missing
 
     info = patiently(attempt, location, patience)
-    said = {mark: str(info[mark]).removeprefix("W/") for mark in _VERSION_FIELDS if info.get(mark) is not None}
+    fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
     size = info.get("size")
-    return " ".join(f"{mark}={value}" for mark, value in said.items()), size if isinstance(size, int) else None
+    return " ".join(f"{name}={value}" for name, value in fields.items()), size if isinstance(size, int) else None
 
 
 def patiently(attempt: Callable[[float], Any], location: str, patience: Patience) -> Any:
@@ -129,7 +129,7 @@ def patiently(attempt: Callable[[float], Any], location: str, patience: Patience
             return attempt(deadline)
         except Exception as error:
             pause = next(pauses, None)
-            if isinstance(error.__cause__, PermissionError):  # aiohttp's own error around a refused redirect
+            if isinstance(error.__cause__, PermissionError):  # aiohttp's error around a refused redirect
                 raise error.__cause__ from error
             if not _may_pass(error):
                 raise _as_os_error(error) from error
@@ -154,7 +154,7 @@ class Progress(Callback):
         if max(self.size or 0, self.value) > self._limit:
             raise TooLarge(f"it is larger than the {self._limit:,} bytes that there is room for")
         if now > self._deadline:
-            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes came in the time that it has")
+            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes arrived within the time limit")
         if now - self._logged > _LOG_EVERY:
             self._logged = now
             _log.warning("%s: %s of %s bytes so far", self._location, f"{self.value:,}", f"{self.size or 0:,}")
@@ -171,7 +171,7 @@ def _files(location: str, patience: Patience) -> tuple[Any, str]:
 
 
 def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
-    """Return the limits as each scheme's package takes them, without its own retries."""
+    """Return the limits as each scheme's package takes them, without its retries."""
     if _is_http(scheme):
         from aiohttp import ClientTimeout
 

@@ -1,6 +1,6 @@
 """What one sample is to a loader: its members, and the kinds of sample that are made of them.
 
-Only protocols and the error of an unusable sample are here; images and text implement them in their own rooms.
+Only protocols and the error of an unusable sample are here; `images` and `text` implement them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Small files about shards, next to them or in the user's cache; what is in them is `index`'s and `verify`'s."""
+"""Small files about shards, next to them or in the user's cache; `index` and `verify` decide what is in them."""
 
 import errno
 import hashlib

@@ -1,7 +1,7 @@
 """The shards of a dataset as users name it: a directory, tar files, patterns, URLs, or a list of these.
 
 Counts come from `manifest.json` next to the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
-`sizes.json` as OpenCLIP reads it ({name: samples}), else from the shards' own headers.
+`sizes.json` as OpenCLIP reads it ({name: samples}), else from the headers of the shards.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""Members of a sample -> documents: texts, or the reason why one cannot be used. Tokens are `tokens`'s."""
+"""Members of a sample -> documents: texts, or the reason why one cannot be used. Token ids are in `tokens`."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The LightningDataModule of language models: shards of text or of tokens in, packed sequences out.
 
-Tokenising is `tokenize`'s, the sequences are `tokens`'s.
+Text is tokenised in `tokenize`; sequences are read in `tokens`.
 """
 
 from collections.abc import Sequence
