@@ -1,9 +1,9 @@
 """WebDataset shards in, batches out.
 
 `ShardLoader` trains: an exact, resumable order, a true length, an account of every sample. `EvaluationFolder` reads
-CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `modules` and
-`language` have the LightningDataModules, `make` writes and checks shards. A LightningDataModule's name is imported when
-it is first used, for Lightning takes long.
+CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `ImageTextData`,
+`ImageLabelData` and `TextData` are the LightningDataModules, imported when they are first used, for Lightning takes
+seconds. `make` writes and checks shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a batch is: the keys, shapes and dtypes that cross from the data room to training and evaluation."""
+"""What a batch is: the keys, shapes and dtypes that `data` hands to training and evaluation.
+
+The classes that make them are in `images.samples` and `text.tokens`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -14,7 +17,7 @@ class ImageTextBatch(TypedDict):
 
 
 class TokenBatch(TypedDict):
-    """Packed text: at places :-1 the tokens that a model reads, at places 1: those that it predicts.
+    """Packed text: tokens[:, :-1] are what a model reads, tokens[:, 1:] what it predicts.
 
     `documents` counts the documents of a row from 0; the token that ends a document belongs to it.
     """
@@ -38,10 +41,11 @@ class RetrievalBatch(TypedDict):
 
 
 def named(batch: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """A batch of anyone's loader as a dictionary: a tuple or list by position, a single tensor as its first part.
+    """Return a batch of any loader as a dictionary: a tuple or list by position, a single tensor as its first part.
 
     Args:
-        keys: what the parts of a tuple are, in its order.
+        batch: what the loader gave.
+        keys: the names of the parts of a tuple, in its order.
 
     Raises:
         ValueError: it is none of these, or has more parts than there are keys.

@@ -1,4 +1,7 @@
-"""Is a data set whole, and what is in it? Functions that return data, and the tables to print of it."""
+"""Is a dataset whole, and what is in it? Functions that return data, and the tables that print them.
+
+The commands are in `make`.
+"""
 
 import warnings
 from collections import Counter
@@ -18,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from diffvision.data.images.decode import MAX_IMAGE_BYTES, BadSample, decode_label, open_image
+from diffvision.data.images.decode import MAX_IMAGE_BYTES, decode_label, open_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -26,23 +29,27 @@ from diffvision.data.images.samples import (
     ImageLabel,
     ImageMember,
     ImageText,
-    SampleKind,
     caption_key,
+    caption_key_of,
     label_key,
+    label_key_of,
 )
+from diffvision.data.shards.expected import RENAME
 from diffvision.data.shards.index import ShardIndex, correct_sidecars, scan, sha256
-from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_beside, read_counts
-from diffvision.data.shards.storage import RENAME, ShardMembers, ShardSet
+from diffvision.data.shards.reader import ShardMembers
+from diffvision.data.shards.sample import BadSample, SampleKind
+from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
+from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import MEMBER, check_tokens
 
 Source = str | Path | Sequence[str]
-_LANGUAGE = ("text", "tokens")  # what a directory is found to hold, where no key is given
+_LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is given
 
 
 @dataclass
 class ShardCheck:
-    """One shard: how many samples it has, how many can be used, and what is wrong with it and with the others."""
+    """One shard: how many samples it has, how many can be used, and the problems of the shard and of the others."""
 
     location: str
     read: str = ""  # the setting by which samples were read
@@ -54,10 +61,12 @@ class ShardCheck:
 
     @property
     def path(self) -> Path:
+        """The location as a path."""
         return Path(self.location)
 
     @property
     def ok(self) -> bool:
+        """Whether there are no problems and no bad samples."""
         return not self.problems and not self.bad
 
 
@@ -74,7 +83,7 @@ class ShardStats:
     labels: Counter[int] = field(default_factory=Counter)
     texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
     tokens: list[int] = field(default_factory=list)  # of each token shard
-    damaged: int = 0  # shards of which only what lies before the damage is counted
+    damaged: int = 0  # shards that are counted up to their damage
 
     def __add__(self, other: "ShardStats") -> "ShardStats":
         return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -100,7 +109,7 @@ class Keys:
         self._reading()
 
     def resolved(self, shards: Sequence[Shard], directory: Path) -> "_Reading":
-        """How to read the shards of one directory: as the keys say, else by what the first that has samples holds."""
+        """Return how to read the shards of one directory: by the keys, else by the first shard that has samples."""
         if self.caption_key or self.label_key or self.text_key:
             return self._reading()
         for shard in filter(_is_file, shards):
@@ -117,8 +126,8 @@ class Keys:
             return _Reading(folder.task, folder.kind(_no_tensor))
         first = samples.first()
         if any(map(label_key, first)) and not any(map(caption_key, first)):
-            return replace(self, label_key=samples.label_key)._reading()
-        return replace(self, caption_key=samples.caption_key)._reading()
+            return replace(self, label_key=label_key_of(samples))._reading()
+        return replace(self, caption_key=caption_key_of(samples))._reading()
 
     def _reading(self) -> "_Reading":
         image = ImageMember(_no_tensor, self.image_key)
@@ -139,7 +148,7 @@ class _Reading:
     text: TextMember | None = None  # of a language corpus
 
     def check(self, members: ShardMembers, shard: Shard) -> None:
-        """BadSample where it cannot be used."""
+        """Raise BadSample where a sample cannot be used."""
         if self.kind is not None:
             self.kind.decode(members)
         elif self.name in _LANGUAGE:
@@ -153,7 +162,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard to check and what is known before it is read. `reading` is None where there is nothing to read."""
+    """A shard to check and what is known before it is read; `reading` is None where it cannot be read."""
 
     shard: Shard
     problem: str = ""
@@ -161,26 +170,26 @@ class _Job:
 
 
 def shard_directories(directory: str | Path) -> list[Path]:
-    """The directory and those under it that hold shards.
+    """Return the directory and those under it that hold shards.
 
     Raises:
         ValueError: none does.
     """
     root = Path(directory)
-    found = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
-    found += [p.parent for p in root.rglob("manifest.json") if p.parent not in found]
-    if not found:
+    directories = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
+    directories += [p.parent for p in root.rglob("manifest.json") if p.parent not in directories]
+    if not directories:
         raise ValueError(
-            f"no shards (.tar, .tar.gz, ...) in or under {directory}: pictures are checked when they are "
+            f"no shards (.tar, .tar.gz, ...) in or under {directory}: images are checked when they are "
             "trained on, or packed with `diffvision data make folder`"
         )
-    return found
+    return directories
 
 
 def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
     """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
 
-    Where training starts, the good samples and the bad ones by reason are those of its account of an epoch.
+    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
 
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
@@ -219,7 +228,7 @@ def _is_directory(source: Source) -> bool:
 
 
 def _directories(source: Source) -> dict[Path, list[Shard]]:
-    """The shards that are there, by directory."""
+    """Return the shards that exist, by directory."""
     if not _is_directory(source):
         shards = find_shards(source)
         return {part: [shard for shard in shards if _parent(shard) == part] for part in map(_parent, shards)}
@@ -232,7 +241,7 @@ def _directories(source: Source) -> dict[Path, list[Shard]]:
 
 
 def _is_file(shard: Shard) -> bool:
-    """Whether a shard can be opened: a pipe would be waited for."""
+    """Return whether a shard can be opened: a pipe would be waited for."""
     return shard.remote or Path(shard.location).is_file()
 
 
@@ -241,19 +250,19 @@ def _parent(shard: Shard) -> Path:
 
 
 def _absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
-    """What is said to be in a directory and is not."""
+    """Return the shards that the manifest or nshards.txt has and the directory has not."""
     names = {shard.name for shard in shards}
     absent = [Shard(str(directory / name)) for name in listed if name not in names]
     jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
     count = directory / "nshards.txt"
-    said = (read_beside(directory, count.name) or "").strip()
-    if count.is_file() and said != str(len(shards)):
-        jobs.append(_Job(Shard(str(count)), f"says {said[:40]!r}, but there are {len(shards)} shards"))
+    number = (read_small_file(directory, count.name) or "").strip()
+    if count.is_file() and number != str(len(shards)):
+        jobs.append(_Job(Shard(str(count)), f"says {number[:40]!r}, but there are {len(shards)} shards"))
     return jobs
 
 
 def _evaluation(directory: Path) -> EvaluationFolder | None:
-    """The evaluation folder of which a directory is a split."""
+    """Return the evaluation folder of which a directory is a split, or None."""
     try:
         folder = EvaluationFolder(directory.parent)
     except (ValueError, OSError):
@@ -262,13 +271,13 @@ def _evaluation(directory: Path) -> EvaluationFolder | None:
 
 
 def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
-    """A shard's index, read anew; what was wrong with the one that was kept; and its samples as training reads them.
+    """Return a shard's index, read anew; what was wrong with its sidecar; and its samples as training reads them.
 
     Raises:
         OSError: it cannot be read, fetched or unpacked.
     """
-    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # nothing is counted: it may be damaged
-    with samples.held(0) as path:
+    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # not counted here: it may be damaged
+    with samples.reader(0).held() as path:
         index = scan(path)
         problems = correct_sidecars(path, index)
     if shard.samples is None:
@@ -305,7 +314,7 @@ def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: S
     result.samples = len(samples)
     for row in range(len(samples)):
         try:
-            reading.check(cast(ShardMembers, samples.members((0, row))), samples.shards[0])
+            reading.check(samples.reader(0).members(row), samples.shards[0])
             result.good += 1
         except BadSample as reason:
             result.bad[str(reason)] += 1
@@ -313,11 +322,11 @@ def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: S
 
 
 def _problems(shard: Shard, index: ShardIndex) -> list[str]:
-    """What is wrong with a shard as a whole."""
+    """Return what is wrong with a shard as a whole."""
     problems = [f"tar is damaged: {index.damage}"] if index.damage else []
     if shard.samples not in (None, len(index)):
         problems.append(f"{len(index)} samples, the manifest says {shard.samples}")
-    if not shard.remote:  # or it was compared when it came
+    if not shard.remote:  # a remote one was compared when it was fetched
         path = Path(shard.location)
         if shard.bytes not in (None, size := path.stat().st_size):
             problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
@@ -334,7 +343,7 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
 
 
 def _language(index: ShardIndex) -> str:
-    """What a shard of a language corpus holds, "text" or "tokens"; nothing where it is none."""
+    """Return what a shard of a language corpus holds, "text" or "tokens"; "" where it is none."""
     kinds = {name.rpartition(".")[2] for name in index.types}
     if index.other_types:
         return ""
@@ -344,7 +353,7 @@ def _language(index: ShardIndex) -> str:
 
 
 def _read_language(members: ShardMembers, types: list[str], kind: str, shard: Shard) -> list[int]:
-    """Characters of each text member, or tokens of the array."""
+    """Return the characters of each text member, or the tokens of the array."""
     if not types:
         raise BadSample(f"missing {kind}")
     if kind == "tokens":
@@ -353,7 +362,7 @@ def _read_language(members: ShardMembers, types: list[str], kind: str, shard: Sh
 
 
 def _no_tensor(image: Image) -> Tensor:
-    """In place of a model's transform: it is enough that there is an image."""
+    """Stand in for a model's transform: it is enough that there is an image."""
     return torch.empty(0)
 
 
@@ -362,12 +371,12 @@ def _no_tokens(captions: list[str]) -> Tensor:
 
 
 def _measure(shard: Shard) -> ShardStats:
-    index, _, samples = _opened(Shard(shard.location))  # as far as it goes, whatever a manifest says
+    index, _, samples = _opened(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
-    with samples.held(0) as path:
+    with samples.reader(0).held() as path:
         stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
     for row in range(0 if index.dotted else len(index)):
-        members = cast(ShardMembers, samples.members((0, row)))
+        members = samples.reader(0).members(row)
         for name in members.types():
             stats.members[name] += 1
             try:
@@ -395,16 +404,16 @@ def _measure_member(stats: ShardStats, members: ShardMembers, name: str) -> None
 
 
 def check_tables(results: list[ShardCheck], source: Source) -> Group:
-    """The counts, a line for each directory, with the setting by which its samples were read; and the problems."""
+    """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
     name = partial(_relative, source)
     totals = Table(title=f"{source}")
     for column in ("directory", "read", "shards", "samples", "good", "bad"):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
     for part in sorted({result.path.parent for result in results}):
-        own = [result for result in results if result.path.parent == part]
-        sums = (sum(r.samples for r in own), sum(r.good for r in own), sum(r.bad.total() for r in own))
-        read = ", ".join(dict.fromkeys(r.read for r in own if r.read))
-        totals.add_row(name(part), read, str(len(own)), *(f"{value:,}" for value in sums))
+        shards = [result for result in results if result.path.parent == part]
+        sums = (sum(r.samples for r in shards), sum(r.good for r in shards), sum(r.bad.total() for r in shards))
+        read = ", ".join(dict.fromkeys(r.read for r in shards if r.read))
+        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums))
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:
         for problem in result.problems:
@@ -415,12 +424,12 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
 
 
 def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
-    """A column a directory; a row that none of them fills is left out."""
+    """Return a table with a column for each directory; empty rows are left out."""
     table = Table("", title=f"{source}")
     rows: dict[str, list[str]] = {}
-    for part, own in stats.items():
-        table.add_column(_relative(source, part), justify="right")
-        for label, value in _described(own).items():
+    for directory, counts in stats.items():
+        table.add_column(_relative(source, directory), justify="right")
+        for label, value in _described(counts).items():
             rows.setdefault(label, []).append(value)
     for label, values in rows.items():
         if any(values):

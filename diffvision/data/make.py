@@ -27,13 +27,13 @@ def make(
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> int:
-    """Write a data set as WebDataset shards with a manifest.
+    """Write a dataset as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, stdlib (text: the running Python's own library), recall (synthetic text: needles and
-            mappings to mix into training text), folder to pack pictures of your own as training shards, or evaluation
+        name: digits, digit-scenes, stdlib (text: the running Python's library), recall (synthetic text: needles and
+            mappings to mix into training text), folder to pack your images as training shards, or evaluation
             to pack them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions).
-        directory: where; it must have no shards yet.
+        directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
             saved, or torchvision:NAME:ROOT.
@@ -72,16 +72,16 @@ def make(
     elif name in ("folder", "evaluation"):
         if source is None:
             raise ValueError(f"make {name} needs --source, such as a folder of images")
-        made = _made_of_pictures(
+        made = _pack_images(
             name, directory, source, captions, columns, split, templates, per_shard=per_shard, num_workers=num_workers
         )
     else:
-        raise ValueError(f"no data set is called {name!r}: there are {', '.join(MADE)}")
+        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}")
     print(made)
     return 0
 
 
-def _made_of_pictures(
+def _pack_images(
     name: str,
     directory: str,
     source: str,
@@ -91,18 +91,18 @@ def _made_of_pictures(
     templates: list[str] | None,
     **how: int,
 ) -> str:
-    from diffvision.data.images.folders import PictureFolder
-    from diffvision.data.images.pictures import find_pictures
-    from diffvision.data.shards.writer import pack, pack_evaluation
+    from diffvision.data.images.folders import ImageEvaluationFolder
+    from diffvision.data.images.packing import pack, pack_evaluation
+    from diffvision.data.images.sources import find_images
 
     if name == "folder":
-        pictures = find_pictures(source, split, table=table, columns=columns)
-        packed = pack(pictures, directory, shuffle=pictures.labels is not None, **how)
+        images = find_images(source, split, table=table, columns=columns)
+        packed = pack(images, directory, shuffle=images.labels is not None, **how)
         made = f"packed {Path(directory)}: {packed.summary()}"
-        if pictures.caption_key != "txt":
-            made += f"\nseveral captions an image: train with --data.init_args.caption_key {pictures.caption_key}"
+        if images.caption_key != "txt":
+            made += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
         return made
-    folder = PictureFolder(source, table=table, columns=columns)
+    folder = ImageEvaluationFolder(source, table=table, columns=columns)
     splits = pack_evaluation(folder, directory, templates, **how)
     lines = [f"{split}: {packed.summary()}" for split, packed in splits.items()]
     return "\n".join([f"made the {folder.task} evaluation {Path(directory)}", *lines])
@@ -116,7 +116,7 @@ def check(
     label_key: str | None = None,
     text_key: str | None = None,
 ) -> int:
-    """Verify shards and decode every sample of them as training does. Returns 1 if anything is wrong.
+    """Verify shards and decode every sample of them as training does. Return 1 if there are problems.
 
     Args:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
@@ -177,7 +177,7 @@ def tokenizer(
     trained.save(target)
     print(f"trained {target}: {trained.vocab_size:,} tokens, of {account.summary()}")
     if trained.vocab_size < vocab_size:
-        print(f"  fewer than {vocab_size:,}: the text has no more pairs that come twice")
+        print(f"  fewer than {vocab_size:,}: no other pair comes twice in the text")
     return 0
 
 
@@ -193,7 +193,7 @@ def tokenize(
 
     Args:
         source: text shards, as for training.
-        directory: where; it must not exist, or be empty.
+        directory: the folder to write; it must not exist, or be empty.
         tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name.
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.

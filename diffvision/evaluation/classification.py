@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.images.pictures import class_prompts
+from diffvision.data.images.sources import class_prompts
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.zero_shot import classification_metrics

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
-from diffvision.data.images.decode import BadSample, decode_image, to_rgb
+from diffvision.data.images.decode import decode_image, to_rgb
+from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.distributed import found_device
 from diffvision.evaluation.features import Features, Precision
 from diffvision.evaluation.loading import Loaded, load

@@ -80,12 +80,12 @@ def corpus():
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """103 samples in 11 shards, nothing wrong with them. Not to be changed."""
+    """103 samples in 11 undamaged shards, not to be changed."""
     return Corpus.write(tmp_path_factory.mktemp("whole") / "shards", count=103)
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
+def _temporary_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 
 

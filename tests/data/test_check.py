@@ -45,14 +45,14 @@ def test_every_kind_of_damage_is_named(shards, capsys):
     (shards / "000002.tar").unlink()
     (shards / "000009.tar").write_bytes((shards / "000003.tar").read_bytes())
     (shards / "nshards.txt").write_text("7")
-    found = problems(shards)
-    assert found["000000.tar"][-1] == "sha256 is not the manifest's"
-    assert any("tar is damaged" in p for p in found["000001.tar"])
-    assert "4 samples, the manifest says 10" in found["000001.tar"]
-    assert found["000002.tar"] == ["in the manifest, but not there"]
-    assert found["000009.tar"] == ["not in the manifest"]
-    assert found["nshards.txt"] == ["says '7', but there are 4 shards"]
-    assert "000003.tar" not in found
+    by_name = problems(shards)
+    assert by_name["000000.tar"][-1] == "sha256 is not the manifest's"
+    assert any("tar is damaged" in p for p in by_name["000001.tar"])
+    assert "4 samples, the manifest says 10" in by_name["000001.tar"]
+    assert by_name["000002.tar"] == ["in the manifest, but not there"]
+    assert by_name["000009.tar"] == ["not in the manifest"]
+    assert by_name["nshards.txt"] == ["says '7', but there are 4 shards"]
+    assert "000003.tar" not in by_name
     assert check(str(shards)) == 1
     assert "sha256 is not" in capsys.readouterr().out
 
@@ -109,13 +109,13 @@ def test_keys_that_come_twice_are_a_problem(corpus, tmp_path):
 
 
 def test_stats(shards, capsys, corpus):
-    (own,) = shard_stats(shards.parent).values()
-    assert (own.samples, own.members) == (40, {"png": 40, "txt": 40, "cls": 40})
-    assert own.sizes == {(2, 2): 40}
-    assert own.modes == {"PNG RGB": 40}
-    assert sorted(own.caption_lengths) == [8] * 10 + [9] * 30
-    assert own.labels == dict.fromkeys(range(10), 4)
-    assert own.bytes == sum(p.stat().st_size for p in shards.glob("*.tar"))
+    (counts,) = shard_stats(shards.parent).values()
+    assert (counts.samples, counts.members) == (40, {"png": 40, "txt": 40, "cls": 40})
+    assert counts.sizes == {(2, 2): 40}
+    assert counts.modes == {"PNG RGB": 40}
+    assert sorted(counts.caption_lengths) == [8] * 10 + [9] * 30
+    assert counts.labels == dict.fromkeys(range(10), 4)
+    assert counts.bytes == sum(p.stat().st_size for p in shards.glob("*.tar"))
     assert stats(str(shards.parent)) == 0
     printed = capsys.readouterr().out
     assert "PNG RGB 40" in printed
@@ -192,7 +192,7 @@ def test_check_takes_the_keys_of_training(tmp_path):
         assert (result.good, result.bad) == account(tmp_path, **keys)
         assert result.good == good
     assert sorted(result.bad) == [
-        "JSON field 'label' is not a class number: write numbers, or pack pictures with a table of class names "
+        "JSON field 'label' is not a class number: write numbers, or pack images with a table of class names "
         "(`diffvision data make folder --captions`)",
         "no class number in JSON field 'label'",
     ]

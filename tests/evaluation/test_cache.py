@@ -224,8 +224,8 @@ def test_the_command_tells_what_it_keeps_and_skipped_samples_again(data, tmp_pat
 
 
 def one_bad(monkeypatch):
-    from diffvision.data.images.decode import BadSample
     from diffvision.data.shards.loader import BatchReader
+    from diffvision.data.shards.sample import BadSample
 
     plain = BatchReader._item
 

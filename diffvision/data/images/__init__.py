@@ -1,1 +1,1 @@
-"""Images with captions or labels: decoding, samples, evaluation folders, people's own images, DataModules."""
+"""Images with captions or labels: decoding, samples, evaluation folders, images as they lie on disk, DataModules."""

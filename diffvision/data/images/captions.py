@@ -1,7 +1,7 @@
-"""A model's tokenizer made fit for strangers' captions: what is written is text, and memory does not grow with it.
+"""A model's tokenizer made safe for captions from the internet: no special tokens in text, and bounded memory.
 
-Two kinds of OpenCLIP's tokenizers are known by what they have, for the data room knows no host: `SimpleTokenizer`
-(CLIP's own, byte pairs in Python) and those that wrap one of Hugging Face. Any other callable is left as it is.
+Two kinds of OpenCLIP's tokenizers are recognised by their attributes, for `data` imports no host: `SimpleTokenizer`
+(CLIP's, byte pairs in Python) and those that wrap one of Hugging Face. Any other callable is left as it is.
 """
 
 from copy import copy
@@ -14,7 +14,7 @@ CACHED_WORDS = 1 << 16
 class BoundedCache(dict):
     """A dictionary that forgets the older half when it is full.
 
-    Not the least recently used entry: to note each use would make the common case, a word that is known, slower.
+    Not the least recently used entries: noting each use would make the common case, a known word, slower.
     """
 
     def __init__(self, limit: int = CACHED_WORDS) -> None:
@@ -30,27 +30,28 @@ class BoundedCache(dict):
         super().__setitem__(key, value)
 
     def __reduce__(self) -> tuple:
-        return (BoundedCache, (self._limit,))  # a process that is given one begins its own
+        return (BoundedCache, (self._limit,))  # another process begins with an empty one
 
 
 def text_only(tokenizer: Any) -> Any:
-    """The tokenizer, with its marks as plain text in captions, and a bounded cache; tokens are otherwise the same.
+    """Return the tokenizer with special tokens in captions as plain text, and a bounded cache.
 
-    OpenCLIP's takes a literal `<end_of_text>` for the end of the text, where the model reads its features: whoever
-    writes a caption would choose where. And it cleans the text before, which makes such a mark of HTML escapes in any
-    number of layers, of full-width letters and of what has control characters between; so it is here, behind all
-    cleaning, that a mark has to be taken for text.
+    All other tokens stay the same. OpenCLIP's tokenizer takes a literal `<end_of_text>` for the end of the text, where
+    the model reads its features: the writer of a caption would choose where. It cleans the text before, and that makes
+    special tokens of HTML escapes in any number of layers, of full-width letters, and of text with control characters
+    in between; so special tokens have to become text here, after all cleaning.
     """
     if isinstance(getattr(tokenizer, "cache", None), BoundedCache):
         return tokenizer
     if hasattr(tokenizer, "bpe_ranks") and isinstance(getattr(tokenizer, "cache", None), dict):
-        own = copy(tokenizer)
-        own.cache = BoundedCache()  # its own has each mark as a word that is whole: without, it is cut up as any other
-        return own
+        safe = copy(tokenizer)
+        # The tokenizer's cache has each special token as a whole word; without it they are split as any other word.
+        safe.cache = BoundedCache()
+        return safe
     inner = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "split_special_tokens"):
-        own = copy(tokenizer)
-        own.tokenizer = copy(inner)
-        own.tokenizer.split_special_tokens = True
-        return own
+        safe = copy(tokenizer)
+        safe.tokenizer = copy(inner)
+        safe.tokenizer.split_special_tokens = True
+        return safe
     return tokenizer

@@ -1,6 +1,6 @@
-"""Bytes of a member -> image, caption or label, or a `BadSample` that says why not.
+"""Bytes of a member -> image, caption or label, or a `BadSample` with the reason.
 
-An allow-list throughout: three image formats, UTF-8 text, JSON, integers. Nothing is ever unpickled, and sizes are
+Only these are decoded: three image formats, UTF-8 text, JSON, integers. Nothing is ever unpickled, and sizes are
 bounded before anything is decoded.
 """
 
@@ -17,6 +17,8 @@ from typing import Any, TypeGuard
 import numpy as np
 from PIL import Image, ImageOps
 
+from diffvision.data.shards.sample import BadSample
+
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 64_000_000
 MAX_ELONGATION = 5000
@@ -29,17 +31,13 @@ _ORIENTATION = 0x0112  # in EXIF
 MAX_CAPTION = 1000
 """Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
 MAX_JSON_BYTES = 1 << 20
-_AT_ONCE = 1 << 18  # pixels that are rescaled: all at once would take 2 GB for the largest image
+_AT_ONCE = 1 << 18  # pixels rescaled at a time: all at once would take 2 GB for the largest image
 BACKGROUND = (255, 255, 255)
 """What shows through where an image is transparent: white."""
 
 
-class BadSample(Exception):
-    """A sample that cannot be used; `str()` of it is the reason under which it is counted."""
-
-
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A JPEG, PNG or WebP as an upright 8-bit RGB image; the first frame of an animation.
+    """Decode a JPEG, PNG or WebP to an upright 8-bit RGB image; of an animation, its first frame.
 
     Transparent parts show white, 16-bit and floating grey is rescaled rather than clipped, EXIF orientation is applied.
     """
@@ -50,7 +48,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image with only its header read: format and size are known and allowed."""
+    """Open an image and read only its header: its format and size are known and allowed."""
     if not data:
         raise BadSample("empty image")
     with _pil_errors():
@@ -88,7 +86,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any PIL image as 8-bit RGB, see `decode_image`."""
+    """Convert any PIL image to 8-bit RGB, see `decode_image`."""
     if image.mode.startswith("I") or image.mode == "F":
         return _rescaled(image).convert("RGB")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
@@ -100,7 +98,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _rescaled(image: Image.Image) -> Image.Image:
-    """Grey of more than 8 bits to 8: by the range of 16 bits where the values fit it, else by their own range."""
+    """Rescale grey of more than 8 bits to 8: from the range of 16 bits where the values fit it, else from theirs."""
     values = np.asarray(image)
     low, high = 0.0, 65535.0
     if image.mode == "F" or values.min() < low or values.max() > high:
@@ -115,7 +113,7 @@ def _rescaled(image: Image.Image) -> Image.Image:
 
 
 def decode_text(data: bytes, *, cut: bool = False) -> str:
-    """UTF-8 text; `cut` says that the bytes may end in the middle of a character."""
+    """Decode UTF-8 text; with `cut` the bytes may end in the middle of a character."""
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=not cut)
     except UnicodeDecodeError:
@@ -124,10 +122,10 @@ def decode_text(data: bytes, *, cut: bool = False) -> str:
 
 
 def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
-    """One caption, bounded and stripped, with the tokenizer's own marks disarmed.
+    """Return one caption, bounded and stripped, with the tokenizer's special tokens disarmed.
 
     Raises:
-        BadSample: there is nothing in it that a tokenizer would keep, or it is no Unicode text (half a surrogate pair).
+        BadSample: a tokenizer would keep none of it, or it is no Unicode text (half a surrogate pair).
         TypeError: it is no text.
     """
     if not isinstance(text, str):
@@ -141,7 +139,7 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing in it would be seen, or kept by a tokenizer: spaces, also as `&nbsp;`, and control characters."""
+    """Return whether a text has only what a tokenizer drops: spaces, also as `&nbsp;`, and control characters."""
     return not _VISIBLE.search(html.unescape(text))
 
 
@@ -151,8 +149,10 @@ _MARKS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)
 
 
 def _disarmed(text: str) -> str:
-    """Text in which no tokenizer mark can be read as such; `captions.text_only` does the same for what only a
-    tokenizer's own cleaning makes a mark."""
+    """Return the text without special tokens of tokenizers.
+
+    `captions.text_only` does the same for what only a tokenizer's cleaning turns into a special token.
+    """
     plain = text
     for _ in range(3):
         if "&" not in plain:
@@ -162,7 +162,7 @@ def _disarmed(text: str) -> str:
 
 
 def json_record(data: bytes) -> dict[str, Any]:
-    """A JSON object; empty where the JSON is of another kind.
+    """Decode a JSON object; return an empty one where the JSON is of another kind.
 
     Raises:
         BadSample: damaged.
@@ -175,7 +175,7 @@ def json_record(data: bytes) -> dict[str, Any]:
 
 
 def json_field(data: bytes, field: str) -> str | list[str]:
-    """The caption, or list of captions, in a field of a JSON object."""
+    """Return the caption, or list of captions, in a field of a JSON object."""
     value = json_record(data).get(field)
     if not is_caption(value):
         raise BadSample(f"no caption in JSON field {field!r}")
@@ -183,14 +183,14 @@ def json_field(data: bytes, field: str) -> str | list[str]:
 
 
 def is_caption(value: Any) -> TypeGuard[str | list[str]]:
-    """Whether a value of JSON is a caption or a list of captions."""
+    """Return whether a value of JSON is a caption or a list of captions."""
     return isinstance(value, str) or (
         isinstance(value, list) and all(isinstance(v, str) for v in value) and value != []
     )
 
 
 def json_label(data: bytes, field: str) -> int:
-    """The class number in a field of a JSON object, as a whole number or as digits in a string."""
+    """Return the class number in a field of a JSON object, a whole number or digits in a string."""
     value = json_record(data).get(field)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -198,14 +198,14 @@ def json_label(data: bytes, field: str) -> int:
         raise BadSample(f"no class number in JSON field {field!r}")
     if not value.strip().isdecimal():
         raise BadSample(
-            f"JSON field {field!r} is not a class number: write numbers, or pack pictures with a table of class names "
+            f"JSON field {field!r} is not a class number: write numbers, or pack images with a table of class names "
             "(`diffvision data make folder --captions`)"
         )
     return decode_label(value.encode())
 
 
 def decode_label(data: bytes) -> int:
-    """A class number written in decimal."""
+    """Decode a class number written in decimal."""
     if not data.strip().isdigit() or len(data) > 16:
         raise BadSample("label is not a class number")
     return int(data)

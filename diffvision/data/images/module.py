@@ -1,9 +1,10 @@
-"""LightningDataModules: settings, and a call to the loaders. Transforms and tokenizer arrive from the model.
+"""The LightningDataModules of images with captions and of images with labels: settings, and a call to the loaders.
 
-What is not given is taken from the LightningModule that a trainer has these data for.
+Transforms and tokenizer belong to the model: what is not given is taken from the LightningModule that is trained.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -11,15 +12,25 @@ import torch
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from diffvision.data.images.folders import EvaluationFolder, EvaluationLoader, PictureFolder, find_folders
-from diffvision.data.images.picture_set import PictureSet
-from diffvision.data.images.pictures import class_prompts, find_pictures, is_pictures
-from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, ImageLabel, ImageMember, ImageText, SampleKind
+from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
+from diffvision.data.images.image_set import ImageCollection, ImageSet
+from diffvision.data.images.samples import (
+    IMAGE_KEYS,
+    CaptionMember,
+    ImageLabel,
+    ImageMember,
+    ImageText,
+    caption_key_of,
+    label_key_of,
+)
+from diffvision.data.images.sources import class_prompts, find_images, is_image_source
 from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
+from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
 
 
 class ImageTextData(pl.LightningDataModule):
@@ -27,15 +38,15 @@ class ImageTextData(pl.LightningDataModule):
 
     Args:
         train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar.gz`), http(s), s3 or gs
-            URLs, or a list of these; or pictures as `data.pictures.find_pictures` takes them, read where they lie.
+            URLs, or a list of these; or images as `images.sources.find_images` takes them, read where they lie.
         batch_size: global, over all ranks.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         num_workers: processes that read and decode, on each rank.
-        seed: with the epoch, all there is to the order of the samples.
+        seed: with the epoch, it determines the order of the samples.
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
-        image_key: the member types that hold an image, the first found is taken.
+        image_key: the member types that hold an image; the first that a sample has is taken.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
-        columns: of a table of pictures: its columns image, caption and label, where they have other names.
+        columns: of a table of images: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
@@ -70,24 +81,29 @@ class ImageTextData(pl.LightningDataModule):
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
 
     def train_dataloader(self) -> ShardLoader:
-        tokenizer = of_model(self, "tokenizer")
+        """Return the training batches, `ImageTextBatch`es."""
+        tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is None:
             raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
-        samples = _training_samples(self)
-        if isinstance(samples, PictureSet) and samples.pictures.captions is None:
+        images = _training_images(self)
+        if images is not None and images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        image = ImageMember(of_model(self, "transform") or to_float, self.image_key)
-        kind = ImageText(image, CaptionMember(self.caption_key or samples.caption_key), tokenizer)
-        return _train_loader(self, samples, kind)
+        source = _source(self, images)
+        image = ImageMember(setting_or_model(self, "transform") or to_float, self.image_key)
+        kind = ImageText(image, CaptionMember(self.caption_key or caption_key_of(source)), tokenizer)
+        return training_loader(self, source, kind)
 
     def val_dataloader(self) -> "FolderLoader | list":
+        """Return the evaluation folders with the model's preprocessing, or no loader without any."""
         if not self.evaluations:
             return []
         folders = [folder for path in self.evaluations for folder in find_folders(path)]
-        transform, tokenizer = of_model(self, "eval_transform") or to_float, of_model(self, "tokenizer")
+        transform = setting_or_model(self, "eval_transform") or to_float
+        tokenizer = setting_or_model(self, "tokenizer")
         return FolderLoader([folder.bound(transform, tokenizer) for folder in folders])
 
     def test_dataloader(self) -> "FolderLoader | list":
+        """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
 
@@ -95,9 +111,9 @@ class ImageLabelData(pl.LightningDataModule):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
     Args:
-        train: shards of images and class numbers, or pictures in a folder for each class; see `ImageTextData`.
+        train: shards of images and class numbers, or images in a folder for each class; see `ImageTextData`.
         batch_size: global, over all ranks.
-        evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or pictures.
+        evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or images.
         split: which split of the evaluation folder.
         label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
@@ -137,59 +153,62 @@ class ImageLabelData(pl.LightningDataModule):
         self.transform, self.eval_transform = transform, eval_transform
 
     def train_dataloader(self) -> ShardLoader:
-        samples = _training_samples(self)
-        if isinstance(samples, PictureSet):
-            self._check_classes(samples)
-        return _train_loader(self, samples, self._kind(samples, "transform"))
+        """Return the training batches, `ImageLabelBatch`es."""
+        if self._images is not None:
+            self._check_classes(self._images)
+        source = _source(self, self._images)
+        return training_loader(self, source, self._kind(source, "transform"))
 
     def val_dataloader(self) -> EvaluationLoader | list:
+        """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
-        rank, world_size = rank_and_world(self)
-        shards = self._evaluation_samples(self.evaluation)
-        batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
-        kind = self._kind(shards, "eval_transform")
-        return EvaluationLoader(
-            shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
-        )
+        source = self._evaluation_samples(self.evaluation)
+        return evaluation_loader(self, source, self._kind(source, "eval_transform"))
 
     def test_dataloader(self) -> EvaluationLoader | list:
+        """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> EvaluationLoader | list:
+        """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
-    def _evaluation_samples(self, source: str) -> ShardSet | PictureSet:
-        trained_on = find_pictures(cast(str, self.train), columns=self.columns) if is_pictures(self.train) else None
-        classnames = () if trained_on is None else trained_on.classnames
+    @cached_property
+    def _images(self) -> ImageCollection | None:
+        """The training images, which are listed once; None where they are in shards."""
+        return _training_images(self)
+
+    def _evaluation_samples(self, source: str) -> ShardSet | ImageSet:
+        classnames = () if self._images is None else self._images.classnames
         try:
             folder = EvaluationFolder(source)
         except ValueError:  # not that layout
-            if is_pictures(source):
-                how: dict[str, Any] = {"columns": self.columns, "classnames": classnames}
-                samples = PictureFolder(source, task="zero_shot", **how).samples(self.split)
-                self._check_classes(samples)
-                return samples
+            if is_image_source(source):
+                settings: dict[str, Any] = {"columns": self.columns, "classnames": classnames}
+                images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
+                self._check_classes(images)
+                return ImageSet(images)
             return ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
         if classnames and folder.classnames and class_prompts(classnames) != folder.classnames:
             raise ValueError(
                 f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
-                f"{', '.join(classnames[:3])}, ...; make the evaluation folder of pictures of the same classes"
+                f"{', '.join(classnames[:3])}, ...; make the evaluation folder of images of the same classes"
             )
         return folder.samples(self.split)
 
-    def _check_classes(self, samples: PictureSet) -> None:
-        """Of pictures it is known before training whether they have labels, and how many classes."""
-        labels, source = samples.pictures.labels, samples.pictures.source
+    def _check_classes(self, images: ImageCollection) -> None:
+        """Check that images have labels, and no more classes than the model."""
+        labels, source = images.labels, images.source
         if labels is None:
             raise ValueError(f"{source} has captions and no labels: train on them with ImageTextData")
-        classes, limit = max(len(samples.pictures.classnames), int(labels.max()) + 1), of_model(self, "num_classes")
+        classes, limit = max(len(images.classnames), int(labels.max()) + 1), setting_or_model(self, "num_classes")
         if limit is not None and classes > limit:
             raise ValueError(f"{source} has {classes} classes, the model {limit}: set model.num_classes")
 
-    def _kind(self, samples: ShardSet | PictureSet, transform: str) -> ImageLabel:
-        image = ImageMember(of_model(self, transform) or to_float, self.image_key)
-        return ImageLabel(image, self.label_key or samples.label_key, of_model(self, "num_classes"))
+    def _kind(self, source: ShardSet | ImageSet, transform: str) -> ImageLabel:
+        image = ImageMember(setting_or_model(self, transform) or to_float, self.image_key)
+        return ImageLabel(image, self.label_key or label_key_of(source), setting_or_model(self, "num_classes"))
 
 
 class FolderLoader:
@@ -206,43 +225,15 @@ class FolderLoader:
 
 
 def to_float(image: Image) -> torch.Tensor:
-    """The image as it is: float [3, height, width] in 0..1. Batches need images of one size."""
+    """Return the image as it is, float [3, height, width] in 0..1; batches need images of one size."""
     return pil_to_tensor(image).float() / 255
 
 
-def _training_samples(data: ImageTextData | ImageLabelData) -> ShardSet | PictureSet:
-    if is_pictures(data.train):
-        return PictureSet(find_pictures(cast(str, data.train), columns=data.columns))
+def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | None:
+    return find_images(cast(str, data.train), columns=data.columns) if is_image_source(data.train) else None
+
+
+def _source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
+    if images is not None:
+        return ImageSet(images)
     return ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes))
-
-
-def _train_loader(
-    data: ImageTextData | ImageLabelData, samples: ShardSet | PictureSet, kind: SampleKind
-) -> ShardLoader:
-    rank, world_size = rank_and_world(data)
-    loader = ShardLoader(
-        samples,
-        kind,
-        data.batch_size,
-        seed=data.seed,
-        num_workers=data.num_workers,
-        rank=rank,
-        world_size=world_size,
-        window=data.window,
-        limits=data.limits,
-        stall_timeout=data.stall_timeout,
-    )
-    if data.trainer is not None:
-        loader.set_epoch(data.trainer.current_epoch)
-    return loader
-
-
-def of_model(data: pl.LightningDataModule, name: str) -> Any:
-    """A setting of the data; where it is None that of the LightningModule whose data they are, if that has one."""
-    value = getattr(data, name)
-    module = data.trainer.lightning_module if data.trainer is not None else None
-    return getattr(module, name, None) if value is None else value
-
-
-def rank_and_world(data: pl.LightningDataModule) -> tuple[int, int]:
-    return (data.trainer.global_rank, data.trainer.world_size) if data.trainer is not None else (0, 1)

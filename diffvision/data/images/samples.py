@@ -1,7 +1,11 @@
-"""Members of a sample -> what a batch is made of: one class a kind of batch, with the keys it reads."""
+"""Members of a sample -> items of a batch: a class for each kind of batch of images, with the keys it reads.
 
+The bytes of a member are decoded in `decode`; the samples come from `shards` or `image_set`.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,7 +19,6 @@ from diffvision.data.images.decode import (
     MAX_IMAGE_BYTES,
     MAX_JSON_BYTES,
     MAX_PIXELS,
-    BadSample,
     clean_caption,
     decode_image,
     decode_label,
@@ -26,10 +29,13 @@ from diffvision.data.images.decode import (
     json_label,
     json_record,
 )
+from diffvision.data.images.image_set import ImageSet
+from diffvision.data.shards.sample import BadSample, Members, check_key
+from diffvision.data.shards.storage import ShardSet
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
-"""The names of a caption in JSON and in tables, where none is given."""
+"""The usual names of a caption in JSON and in tables."""
 LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label")
 _LISTED = 6  # members, in a reason
 
@@ -37,23 +43,14 @@ Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
-class Members(Protocol):
-    """The members of one sample, read on demand."""
-
-    def size(self, member_type: str) -> int | None: ...
-
-    def read(self, member_type: str, at_most: int) -> bytes: ...
-
-    def names(self) -> list[str]:
-        """The types of all its members, sorted; with those that cannot be read."""
-        ...
-
-
 def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> BadSample:
-    """The reason where a sample lacks a member: what it has instead, and the setting that would read it.
+    """Return the reason where a sample lacks a member: what it has instead, and the setting that would read it.
 
     Args:
-        types: that the setting takes.
+        what: the member in words, such as "caption".
+        members: what the sample has.
+        setting: the name of the setting.
+        types: the types that the setting takes.
     """
     names = members.names()
     listed = ", ".join([*names[:_LISTED], *["..."] * (len(names) > _LISTED)]) or "no members"
@@ -64,13 +61,28 @@ def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> 
 
 
 def caption_key(members: Members) -> str | None:
-    """The key of a sample's caption: its text, else the field of its JSON that has a caption's name; None without."""
+    """Return the key of a sample's caption: its text, else the field of its JSON with a caption's name; else None."""
     return "txt" if members.size("txt") is not None else _json_key(members, CAPTION_NAMES, is_caption)
 
 
 def label_key(members: Members) -> str | None:
-    """The key of a sample's class: `cls`, else the field of its JSON that has a label's name; None without."""
+    """Return the key of a sample's class: `cls`, else the field of its JSON with a label's name; else None."""
     return "cls" if members.size("cls") is not None else _json_key(members, LABEL_NAMES, lambda v: v is not None)
+
+
+def caption_key_of(source: ShardSet | ImageSet) -> str:
+    """Return the key of the caption that most of the first samples have, "txt" where none has one."""
+    return source.images.caption_key if isinstance(source, ImageSet) else _most_common(source, caption_key) or "txt"
+
+
+def label_key_of(source: ShardSet | ImageSet) -> str:
+    """Return the key of the class number that most of the first samples have, "cls" where none has one."""
+    return "cls" if isinstance(source, ImageSet) else _most_common(source, label_key) or "cls"
+
+
+def _most_common(source: ShardSet, key_of: Callable[[Members], str | None]) -> str | None:
+    keys = Counter(key for members in source.first() if (key := key_of(members)) is not None)
+    return keys.most_common(1)[0][0] if keys else None
 
 
 def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
@@ -85,7 +97,7 @@ def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool
 
 
 class ImageMember:
-    """Reads the image of a sample: the first of `keys` that it has."""
+    """Reads the image of a sample: the first of `keys` that the sample has."""
 
     def __init__(self, transform: Transform, keys: str | Sequence[str] = IMAGE_KEYS, max_pixels: int = MAX_PIXELS):
         self.transform = transform
@@ -112,7 +124,7 @@ class CaptionMember:
         check_key(self.key, ("json",) if self.field else ("txt",))
 
     def one(self, members: Members) -> str:
-        """The caption; of a list in JSON, one drawn at random of those that are not blank."""
+        """Return the caption; of a list in JSON, one drawn at random of those that are not blank."""
         captions = self._captions(members)
         if isinstance(captions, list):
             captions = [caption for caption in captions if not is_blank(caption)] or captions
@@ -120,7 +132,7 @@ class CaptionMember:
         return clean_caption(captions, self.max_chars)
 
     def all(self, members: Members) -> list[str]:
-        """Every caption: the lines of the text, or the list in JSON. A blank one among others keeps its place."""
+        """Return every caption, the lines of the text or the list in JSON; blank ones among others are kept as ""."""
         captions = self._captions(members)
         lines = captions if isinstance(captions, list) else captions.splitlines()
         cut = [line.strip()[: self.max_chars] for line in lines]
@@ -140,11 +152,6 @@ class CaptionMember:
         return decode_text(members.read(self.key, min(size, limit)), cut=size > limit)
 
 
-def check_key(key: str, types: tuple[str, ...]) -> None:
-    if key.rpartition(".")[2] not in types:
-        raise ValueError(f"member {key!r} is of a type that is not read here: use one of {', '.join(types)}")
-
-
 class ImageText:
     """`ImageTextBatch`: an image and one caption as token ids, all of it text to the tokenizer (see `captions`)."""
 
@@ -152,10 +159,12 @@ class ImageText:
         self.image, self.caption, self.tokenizer = image, caption, text_only(tokenizer)
 
     def decode(self, members: Members) -> tuple[Tensor, str]:
+        """Decode one sample."""
         caption = self.caption.one(members)  # first: it costs little, and a bad one saves the image
         return self.image(members), caption
 
     def collate(self, items: list[tuple[Tensor, str]]) -> ImageTextBatch:
+        """Join decoded samples into a batch."""
         images, captions = zip(*items, strict=True)
         return {"image": default_collate(list(images)), "text": self.tokenizer(list(captions))}
 
@@ -172,6 +181,7 @@ class ImageLabel:
         check_key(self.key, ("json",) if self.field else ("cls", "txt"))
 
     def decode(self, members: Members) -> tuple[Tensor, int]:
+        """Decode one sample."""
         if (size := members.size(self.key)) is None:
             raise missing("label", members, "label_key", ("cls", "txt", "json"))
         if size > MAX_JSON_BYTES:
@@ -183,6 +193,7 @@ class ImageLabel:
         return self.image(members), label
 
     def collate(self, items: list[tuple[Tensor, int]]) -> ImageLabelBatch:
+        """Join decoded samples into a batch."""
         images, labels = zip(*items, strict=True)
         return {"image": default_collate(list(images)), "label": torch.tensor(labels, dtype=torch.int64)}
 
@@ -194,21 +205,11 @@ class Retrieval:
         self.image, self.caption = image, caption
 
     def decode(self, members: Members) -> tuple[Tensor, list[str]]:
+        """Decode one sample."""
         captions = self.caption.all(members)
         return self.image(members), captions
 
     def collate(self, items: list[tuple[Tensor, list[str]]]) -> RetrievalBatch:
+        """Join decoded samples into a batch."""
         images, captions = zip(*items, strict=True)
         return {"image": default_collate(list(images)), "captions": list(captions)}
-
-
-class SampleKind(Protocol):
-    """What a loader makes of samples: the classes above, and `tokens.TokenSequence`."""
-
-    def decode(self, members: Members) -> Any:
-        """One sample; `BadSample` where it cannot be used."""
-        ...
-
-    def collate(self, items: list[Any]) -> Any:
-        """A batch of them."""
-        ...

@@ -1,9 +1,9 @@
-"""`stdlib`: a corpus that every Python brings along, the source of its standard library and the prose of its `help()`.
+"""`stdlib`: a text corpus that comes with Python, the source of its standard library and the prose of `help()`.
 
 A document is a source file, or one topic of `pydoc_data`. Tests and their data are left out: not every installation has
 them. Which documents are for validation follows from their names alone. The text is that of the running Python, so
-another version makes another corpus; files of one version are the same wherever it runs, save for what a platform
-writes at installation, which is left out too.
+another version makes another corpus; files of one version are the same on every platform, except for what is
+written at installation, which is left out too.
 """
 
 import ast
@@ -32,6 +32,7 @@ class Corpus:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> str:
+        """Return a line of counts."""
         return ", ".join(
             f"{n:,} documents of {self.characters[s]:,} characters in {s}" for s, n in self.documents.items()
         )
@@ -41,6 +42,7 @@ def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corp
     """Write text shards `train` and `validation`.
 
     Args:
+        directory: the folder to write.
         source: the library's directory; by default that of the running Python.
 
     Raises:
@@ -62,7 +64,7 @@ def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corp
 
 
 def split_of(name: str) -> str:
-    """The split of a document, from a hash of its name."""
+    """Return the split of a document, from a hash of its name."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     return "validation" if number % 100 < VALIDATION_PERCENT else "train"
 
@@ -93,7 +95,7 @@ def _documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
 
 
 def _topics(source: str) -> Iterator[tuple[str, str]]:
-    """The entries of the one dictionary in the file, read without running it."""
+    """Yield the entries of the one dictionary in the file, read without running it."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             for topic, text in sorted(ast.literal_eval(statement.value).items()):

@@ -1,7 +1,7 @@
 """`digits`: real handwritten digits, each in a colour on a background of another, with captions in plain words.
 
 The digits are scikit-learn's 1,797 of 8x8 grey levels (UCI ML hand-written digits). Which of them are for testing is
-fixed, whatever the seed, so no data set made here ever trains on a digit that another one tests.
+fixed, whatever the seed, so no dataset made here trains on a digit that another one tests.
 """
 
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ class Digits:
 
 
 def load_split() -> tuple[Digits, Digits]:
-    """(train, test) digits: 1,400 and 397, no drawing in both."""
+    """Return (train, test) digits: 1,400 and 397, no drawing in both."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -85,10 +85,12 @@ def load_split() -> tuple[Digits, Digits]:
 
 
 def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> None:
-    """Write the data set: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
+    """Write the dataset: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
 
     Args:
+        directory: the folder to write.
         copies: coloured renderings of each of the 1,400 training digits.
+        seed: of all that is drawn at random.
     """
     directory = Path(directory)
     for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
@@ -107,7 +109,7 @@ def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> Non
 
 
 def caption(template: str, label: int, colour: str, background: str) -> str:
-    """A template with its words filled in, "a" or "an" as the colours want it."""
+    """Fill in a template, with "a" or "an" as the colours need it."""
     return template.format(
         digit=WORDS[label],
         colour=colour,
@@ -118,21 +120,24 @@ def caption(template: str, label: int, colour: str, background: str) -> str:
 
 
 def with_article(noun: str) -> str:
+    """Return "a noun" or "an noun"."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def draw(grey: np.ndarray, colour: str, background: str, rng: np.random.Generator) -> bytes:
-    """PNG of one digit filling the frame, in shades of its colours."""
+    """Return a PNG of one digit that fills the frame, in shades of its colours."""
     ink = np.asarray(Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float32) / 255
     front, back = shade(INK[colour], rng), shade(PAPER[background], rng)
     return png(back + (front - back) * ink[:, :, None])
 
 
 def shade(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
+    """Return a colour with each channel changed a little at random."""
     return np.asarray(colour, dtype=np.float32) + rng.integers(-_JITTER, _JITTER + 1, 3)
 
 
 def png(pixels: np.ndarray) -> bytes:
+    """Return pixels in 0..255 as a PNG."""
     data = BytesIO()
     Image.fromarray(np.rint(pixels.clip(0, 255)).astype(np.uint8)).save(data, "PNG", compress_level=6)
     return data.getvalue()
@@ -145,7 +150,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _training(digits: Digits, copies: int, rng: np.random.Generator) -> Iterator[Sample]:
-    """Every digit `copies` times, mixed."""
+    """Yield every digit `copies` times, mixed."""
     for position in rng.permutation(len(digits) * copies):
         which, copy = position % len(digits), position // len(digits)
         colour, background = _two_colours(rng)
@@ -166,14 +171,14 @@ def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
-    """One image for each digit, colour and background: no two captions are the same."""
+    """Yield one image for each digit, colour and background: no two captions are the same."""
     for label in range(10):
-        own = np.flatnonzero(digits.labels == label)
+        drawings = np.flatnonzero(digits.labels == label)
         for colour in INK:
             for background in PAPER:
                 if colour == background:
                     continue
-                which = own[rng.integers(len(own))]
+                which = drawings[rng.integers(len(drawings))]
                 yield {
                     "__key__": f"digit{digits.numbers[which]:04d}-{colour}-{background}",
                     "png": draw(digits.images[which], colour, background, rng),
@@ -182,7 +187,7 @@ def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def _swapped(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
-    """The right caption, then the one with its two colours exchanged."""
+    """Yield images with the right caption, then the one with its two colours exchanged."""
     for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
         colour, background = _two_colours(rng)
         right = caption(WITH_COLOURS[0], int(label), colour, background)

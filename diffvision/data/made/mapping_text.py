@@ -24,24 +24,24 @@ NAMES = "dax wug blick toma fep zorp kiki gazzer modi lorp tulver pim"
 
 
 def draw_mapping(draw: random.Random, classes: int) -> dict[str, str]:
-    """{kind: name} of as many kinds, no two with one name."""
+    """Draw {kind: name} of `classes` kinds with different names."""
     return dict(zip(draw.sample(list(KINDS), classes), draw.sample(NAMES.split(), classes), strict=True))
 
 
 def draw_word(draw: random.Random, kind: str) -> str:
-    """A word of the kind."""
+    """Draw a word of a kind."""
     return draw.choice(KINDS[kind].split())
 
 
 def training_documents(
     count: int, *, classes: tuple[int, int] = (2, 8), shots: tuple[int, int] = (8, 64), seed: int = 0
 ) -> Iterator[str]:
-    """Contexts with a mapping each, to mix into training text.
+    """Yield contexts with a mapping each, to mix into training text.
 
     Args:
-        count: how many.
+        count: the number of contexts.
         classes, shots: least and most in a document.
-        seed: other seeds give other documents; the evaluation's mappings and words are drawn apart from them.
+        seed: other seeds give other documents; the evaluation draws its mappings and words separately.
     """
     for number in range(count):
         draw = random.Random(f"mapping training {seed} {number}")

@@ -54,16 +54,16 @@ def _random_words(draw: random.Random) -> Iterator[str]:
 
 
 def sentences_of(text: str) -> Callable[[random.Random], Iterator[str]]:
-    """A haystack of a text of one's own: its sentences in their order from a random one on, round and round."""
+    """Return a haystack of a given text: its sentences in order, from a random one on, repeated without end."""
     sentences = [sentence for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if sentence]
     if not sentences:
         raise ValueError("the haystack's text is empty: give one of at least a sentence")
 
     def stream(draw: random.Random) -> Iterator[str]:
-        place = draw.randrange(len(sentences))
+        index = draw.randrange(len(sentences))
         while True:
-            yield sentences[place % len(sentences)]
-            place += 1
+            yield sentences[index % len(sentences)]
+            index += 1
 
     return stream
 
@@ -103,7 +103,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class NeedleText:
-    """A text, and places in it as [start, stop) of its characters."""
+    """A text, with ranges of its characters as [start, stop)."""
 
     text: str  # haystack with needles, question, answers
     needle: tuple[int, int]  # of the first city that is asked for
@@ -121,9 +121,10 @@ def compose(
     queries: int,
     depth: float,
 ) -> NeedleText:
-    """Writes needles between the sentences of a filler.
+    """Write needles between the sentences of a filler.
 
     Args:
+        form: how needles and questions are written.
         filler: the haystack's sentences.
         draw: cities, numbers, and where the distracting needles go.
         measure: length of a text, in tokens for instance.
@@ -168,7 +169,7 @@ def compose(
 
 
 def _border(sentences: Sequence[str], measure: Callable[[str], int], depth: float) -> int:
-    """The number of sentences before the border that is nearest to a share of their length."""
+    """Return the number of sentences before the border that is nearest to a share of their length."""
     ends = [0, *itertools.accumulate(measure(f" {sentence}") for sentence in sentences)]
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
@@ -183,9 +184,10 @@ def compose_to_length(
     queries: int,
     depth: float,
 ) -> NeedleText:
-    """As `compose`, with as much of the form's haystack as fits.
+    """Compose a text with as much of the form's haystack as fits.
 
     Args:
+        form, draw, needles, queries, depth: as `compose` takes them.
         measure: length of a text, in tokens for instance.
         length: the most that the whole may measure.
 
@@ -226,17 +228,19 @@ def training_documents(
     most_needles: int = 16,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Documents to mix into training text, from which retrieval can be learned: in turn, facts that are told and asked
-    for again and again, which is where a small model starts to look back, and a haystack with questions at its end, as
-    the evaluation has them but for the order of needles and questions, which says nothing here.
+    """Yield documents to mix into training text, from which retrieval can be learned.
+
+    Two of three have facts that are stated and asked for many times, from which a small model learns to look back. The
+    third is a haystack with questions at its end, as in the evaluation, except that needles and questions are in random
+    order.
 
     Args:
-        form: a name in `FORMS`, or one.
-        count: how many.
+        form: a name in `FORMS`, or a form.
+        count: the number of documents.
         lengths: least and most words of a document, short ones being the more frequent (log-uniform); a tokenizer makes
             one to two tokens of a word.
         most_needles: the most in a document; no more than a word in eight.
-        seed: other seeds give other documents; the evaluation's never coincide with them but by chance.
+        seed: other seeds give other documents; the evaluation's are different ones, except by chance.
 
     Raises:
         ValueError: unknown form, or lengths without room for one needle and its question.
@@ -252,21 +256,21 @@ def training_documents(
         cities = draw.sample(list(form.cities), needles)
         numbers = draw.sample(range(form.lowest, form.highest + 1), needles)
         pairs = [{"city": city, "number": str(value)} for city, value in zip(cities, numbers, strict=True)]
-        yield (_told_and_asked if number % 3 else _hidden)(form, draw, pairs, length)
+        yield (_stated_and_asked if number % 3 else _hidden)(form, draw, pairs, length)
 
 
-def _told_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
-    """Facts one by one, and after each some questions for any of those so far."""
+def _stated_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
+    """Return facts one by one, and after each some questions for any of those so far."""
     stream = form.haystack(draw)
-    told: list[dict[str, str]] = []
+    stated: list[dict[str, str]] = []
     text, words = "", 0
     while words < length:
         kind = draw.random()
-        if len(told) < len(pairs) and (not told or kind < 0.3):
-            told.append(pairs[len(told)])
-            part = " " + form.needle.format(**told[-1])
+        if len(stated) < len(pairs) and (not stated or kind < 0.3):
+            stated.append(pairs[len(stated)])
+            part = " " + form.needle.format(**stated[-1])
         elif kind < 0.9:
-            part = "\n" + form.answer.format(**draw.choice(told))
+            part = "\n" + form.answer.format(**draw.choice(stated))
         else:
             part = " " + next(stream)
         text, words = text + part, words + _words(part)
@@ -274,7 +278,7 @@ def _told_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]]
 
 
 def _hidden(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
-    """Facts anywhere in a haystack, and a question for each of them."""
+    """Return facts anywhere in a haystack, and a question for each of them."""
     sentences = [form.needle.format(**pair) for pair in pairs]
     stream, left = form.haystack(draw), length - len(pairs) * (_words(form.needle) + _words(form.answer))
     while left > 0:
@@ -290,7 +294,7 @@ def _words(text: str) -> int:
 
 
 def as_form(form: str | Form) -> Form:
-    """The form of a name in `FORMS`, or the form that is given; ValueError for an unknown name."""
+    """Return the form of a name in `FORMS`, or the form that is given; raise ValueError for an unknown name."""
     if isinstance(form, Form):
         return form
     if form not in FORMS:

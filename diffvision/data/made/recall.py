@@ -1,6 +1,6 @@
-"""`recall`: synthetic text that can only be continued from its own context, for the training text of small models.
+"""`recall`: synthetic text that can only be continued from its context, for the training text of small models.
 
-Facts to be found again (`needle_text`) and words with made-up names (`mapping_text`), in documents of a few to a few
+Facts to retrieve (`needle_text`) and words with made-up names (`mapping_text`), in documents of a few to a few
 hundred words. The synthetic forms of the needle and many-shot evaluations ask for what is learned here.
 """
 
@@ -17,13 +17,13 @@ _PER_SHARD = 4000
 
 
 def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = WORDS, seed: int = 0) -> int:
-    """Write text shards: three documents with needles for each with a mapping. Returns the characters written.
+    """Write text shards: three documents with needles for each with a mapping; return their characters.
 
     Args:
-        directory: where; it must have no shards yet.
-        documents: how many.
+        directory: the folder to write; it must have no shards yet.
+        documents: the number of documents.
         words: the most in a document with needles. A tokenizer trained on this text makes about 1.6 tokens of one, and
-            a model learns to look back no further than its training text asks for.
+            a model learns to look back no further than its training text requires.
         seed: other seeds give other documents.
 
     Raises:
@@ -47,7 +47,7 @@ def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = 
 
 
 def recall_documents(count: int, words: int = WORDS, seed: int = 0) -> Iterator[str]:
-    """The documents, every fourth with a mapping; arguments as `make_recall`."""
+    """Yield the documents, every fourth with a mapping; arguments as `make_recall`."""
     mappings = mapping_text.training_documents(count // 4, seed=seed)
     needles = needle_text.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)
     for number in range(count):

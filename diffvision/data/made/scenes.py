@@ -1,4 +1,4 @@
-"""`digit-scenes`: one to three handwritten digits with colours and places among clutter, described in words.
+"""`digit-scenes`: one to three handwritten digits with colours and positions among clutter, described in words.
 
 Harder than `digits`, for studies: small models need far more than a demo's minutes here. Digits are scikit-learn's, and
 those for testing are the same as in `digits`.
@@ -28,7 +28,7 @@ _EVALUATED = 500  # images of retrieval and composition
 _INK = (20, 27)  # pixels of a digit's side
 _PLAIN_FRACTION = 0.25  # of training captions leave the colours out
 
-# Centres in the frame, and the words that tell them apart. {0}, {1}, {2} are the digits in this order.
+# Centres in the frame, and the words that describe them. {0}, {1}, {2} are the digits in this order.
 _LAYOUTS: tuple[tuple[tuple[tuple[int, int], ...], tuple[str, ...]], ...] = (
     (((32, 32),), ("{0} in the middle", "{0}", "a picture of {0}")),
     (((17, 17),), ("{0} in the top left corner", "{0}")),
@@ -49,7 +49,7 @@ _BY_NUMBER = {n: [layout for layout in _LAYOUTS if len(layout[0]) == n] for n in
 
 @dataclass(frozen=True)
 class Scene:
-    """Digits (positions in a `Digits`), their labels and colours, where they are, and how that is said."""
+    """Digits (rows of a `Digits`), their labels, colours and places, and the sentence that describes them."""
 
     digits: tuple[int, ...]
     labels: tuple[int, ...]
@@ -58,22 +58,25 @@ class Scene:
     sentence: str
 
     def caption(self, *, colours: bool = True) -> str:
+        """Return the sentence with the digits filled in, with their colours or without."""
         words = [WORDS[label] for label in self.labels]
         if colours:
             words = [f"{colour} {word}" for colour, word in zip(self.colours, words, strict=True)]
         return self.sentence.format(*map(with_article, words))
 
     def swapped(self) -> "Scene":
-        """The same with its first two colours exchanged."""
+        """Return the scene with its first two colours exchanged."""
         first, second, *rest = self.colours
         return replace(self, colours=(second, first, *rest))
 
 
 def make_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) -> None:
-    """Write the data set: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
+    """Write the dataset: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
 
     Args:
+        directory: the folder to write.
         copies: training scenes for each of the 1,400 training digits.
+        seed: of all that is drawn at random.
     """
     directory = Path(directory)
     for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
@@ -98,10 +101,13 @@ def _both_ways(scene: Scene) -> str:
 
 
 def compose(digits: Digits, numbers: tuple[int, ...], rng: np.random.Generator, first: int | None = None) -> Scene:
-    """A random scene of one of these numbers of digits: labels and colours are all different in it.
+    """Draw a scene of one of these numbers of digits, of different labels and colours.
 
     Args:
-        first: the digit that must be in it.
+        digits: to choose from.
+        numbers: of digits in a scene.
+        rng: draws everything.
+        first: the row of a digit that must be in it.
     """
     number = int(rng.choice(numbers))
     places, sentences = _BY_NUMBER[number][rng.integers(len(_BY_NUMBER[number]))]
@@ -117,7 +123,7 @@ def compose(digits: Digits, numbers: tuple[int, ...], rng: np.random.Generator, 
 
 
 def draw_scene(scene: Scene, digits: Digits, rng: np.random.Generator) -> bytes:
-    """PNG [64, 64]: a grey ground with strokes and dots, the digits over it."""
+    """Return a PNG [64, 64]: a grey ground with strokes and dots, the digits over it."""
     canvas = np.asarray(_clutter(rng), dtype=np.float32).copy()
     for which, colour, (x, y) in zip(scene.digits, scene.colours, scene.places, strict=True):
         side = int(rng.integers(*_INK))
@@ -163,17 +169,17 @@ def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
 def _distinct(
     digits: Digits, numbers: tuple[int, ...], text: Callable[[Scene], str], rng: np.random.Generator
 ) -> Iterator[Sample]:
-    """Scenes no two of which are described alike."""
-    told: set[str] = set()
-    while len(told) < _EVALUATED:
+    """Yield scenes with different descriptions."""
+    described: set[str] = set()
+    while len(described) < _EVALUATED:
         scene = compose(digits, numbers, rng)
-        if text(scene) in told:
+        if text(scene) in described:
             continue
         image = draw_scene(scene, digits, rng)
-        yield {"__key__": _key(len(told), scene, digits), "png": image, "txt": text(scene)}
-        told.add(text(scene))
+        yield {"__key__": _key(len(described), scene, digits), "png": image, "txt": text(scene)}
+        described.add(text(scene))
 
 
 def _key(number: int, scene: Scene, digits: Digits) -> str:
-    """Tells which of scikit-learn's digits are in it."""
+    """Return a key with the numbers of scikit-learn's digits that are in a scene."""
     return f"scene{number:05d}-" + "-".join(f"{digits.numbers[which]:04d}" for which in scene.digits)

@@ -1,11 +1,11 @@
-"""Whole shards on local disk: remote ones fetched, compressed ones unpacked, in a directory of bounded size.
+"""Remote shards fetched, compressed ones unpacked: plain tars on local disk, in a directory of bounded size.
 
 Files are written in a scratch folder and renamed, under a lock, so that any number of processes may share a cache; the
 least recently used ones make room. A process that has a shard open keeps reading it after it has been removed.
 
 What a shard holds must not change while its index is in use. So each shard has one version from the start of a run to
-its end: the manifest's sha256, else what the server says of the file (ETag, time of change, size), else a local file's
-size and time. Another version is never read in its place.
+its end: the manifest's sha256, else what the server says of the file (ETag, Last-Modified, size), else a local file's
+size and mtime. Another version is never read instead.
 """
 
 import bz2
@@ -33,7 +33,7 @@ from diffvision.data.shards.sources import COMPRESSED, Shard
 _log = logging.getLogger(__name__)
 DEFAULT_BYTES = 100 * 10**9
 _BLOCK = 1 << 20
-_ASKING = 16  # requests at a time for the versions of shards
+_REQUESTS = 16  # at a time, for the versions of shards
 _ALWAYS_UNPACKED = 1 << 28
 _MAX_RATIO = 200  # of unpacked to compressed bytes, beyond that size
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -43,10 +43,10 @@ class ShardCache:
     """A bounded directory of shards.
 
     Args:
-        directory: where; by default the user's cache (`~/.cache/diffvision/shards`).
-        max_bytes: room for shards, with those on their way; it should hold two shuffle windows, or shards are fetched
-            more than once an epoch.
-        patience: with servers.
+        directory: the folder of the copies; by default in the user's cache (`~/.cache/diffvision/shards`).
+        max_bytes: room for shards, including those being fetched; it should hold two shuffle windows, or shards are
+            fetched more than once an epoch.
+        patience: how long servers are waited for.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class ShardCache:
         self.max_bytes, self.patience = max_bytes, patience
 
     progress: Callable[[], None] = staticmethod(lambda: None)
-    """Called with each piece of a shard that arrives; whoever waits for it may put their own in its place."""
+    """Called with each piece of a shard that arrives; a loader that waits for shards sets it."""
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "progress"}
 
     def keeps(self, shard: Shard) -> bool:
-        """Whether a shard is read from here rather than where it lies."""
+        """Return whether a shard is read from this cache rather than from its own location."""
         return shard.remote or shard.name.endswith(COMPRESSED)
 
     def pin(self, shard: Shard) -> Shard:
-        """The shard with the version and size that it has now, which its manifest does not say: one request.
+        """Return the shard with its version and size of now, which its manifest does not say: one request.
 
         Raises:
             OSError: its server does not answer, or has no such file.
@@ -77,15 +77,15 @@ class ShardCache:
         if not shard.remote:
             version, size = _version_on_disk(shard), os.path.getsize(shard.location)
         else:
-            said, size = stamp(shard.location, self.patience)  # type: ignore[assignment]
-            version = _digest(said)
+            answer, size = stamp(shard.location, self.patience)  # type: ignore[assignment]
+            version = _digest(answer)
         return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
 
     def pinned(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The shards, all those that are read from here pinned to a version, as far as their servers answer.
+        """Return the shards, those that this cache keeps pinned to a version, as far as their servers answer.
 
-        Where one does not, the copy that is here is used, with one warning for all of them; without a copy the shard is
-        returned as it is. A server that is silent is not asked for the next shard.
+        Where a server does not answer, a copy in the cache is used, with one warning for all of them; without a copy
+        the shard is returned as it is. A server that is silent is not asked for the next shard.
 
         Raises:
             ValueError: a shard that is larger than this cache.
@@ -110,9 +110,9 @@ class ShardCache:
             return shard
 
         open_ones = [shard for shard in shards if self.keeps(shard) and not shard.pinned]
-        with ThreadPoolExecutor(_ASKING) as pool:
+        with ThreadPoolExecutor(_REQUESTS) as pool:
             asked = dict(zip(open_ones, pool.map(ask, open_ones), strict=True))
-        found = [asked.get(shard, shard) for shard in shards]
+        pinned = [asked.get(shard, shard) for shard in shards]
         if unknown:
             first, why = min(unknown.items())
             warnings.warn(
@@ -120,16 +120,16 @@ class ShardCache:
                 f"copies in {self.directory} are used; first {first}: {why}",
                 stacklevel=3,
             )
-        if too_large := [shard for shard in found if self.keeps(shard) and (shard.bytes or 0) > self.max_bytes]:
+        if too_large := [shard for shard in pinned if self.keeps(shard) and (shard.bytes or 0) > self.max_bytes]:
             largest = max(too_large, key=lambda shard: shard.bytes or 0)
             raise ValueError(
                 f"shard {largest.location} has {largest.bytes:,} bytes, and the cache of shards room for "
                 f"{self.max_bytes:,}: give it more (cache_bytes)"
             )
-        return found
+        return pinned
 
     def check_room(self, shards: Sequence[Shard], at_once: int) -> None:
-        """Warn where shards that are in use together, `at_once` of them, may not fit: each is then fetched again."""
+        """Warn if `at_once` shards that are in use together may not fit: each is then fetched again."""
         sizes = sorted((shard.bytes or 0 for shard in shards if self.keeps(shard)), reverse=True)
         if (needed := sum(sizes[:at_once])) > self.max_bytes:
             warnings.warn(
@@ -141,8 +141,9 @@ class ShardCache:
 
     @contextmanager
     def held(self, shard: Shard) -> Iterator[Path]:
-        """The local, uncompressed copy of a remote or compressed shard, made now if need be. It stays while it is held;
-        after that it may be removed to make room for others.
+        """Hold the local, uncompressed copy of a remote or compressed shard, made now if need be.
+
+        After that it may be removed to make room for others.
 
         Raises:
             OSError: the shard cannot be read, is not what the manifest says, does not fit, or has another version now.
@@ -150,16 +151,16 @@ class ShardCache:
         path = self._path(shard)
         self.directory.mkdir(parents=True, exist_ok=True)
         with locked(_lock_of(path), shared=True):
-            if there := _touched(path):
+            if present := _touched(path):
                 yield path
-        if not there:
+        if not present:
             with locked(_lock_of(path)):
                 if not _touched(path):
                     self._make(shard, path)
                 yield path
 
     def fetch(self, shard: Shard) -> Path:
-        """As `held`, for who knows that nothing else is fetched meanwhile."""
+        """Return the copy of a shard as `held` does, where no other shard is fetched meanwhile."""
         with self.held(shard) as path:
             return path
 
@@ -167,9 +168,9 @@ class ShardCache:
         return self.directory / f"{identity(shard)}-{_plain_name(shard.name)}"
 
     def _copies(self, shard: Shard) -> list[Path]:
-        """Copies of any version of a shard, the latest last."""
-        found = self.directory.glob(f"{_digest(shard.location)}*.tar")
-        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        """Return the copies of any version of a shard, the latest last."""
+        copies = self.directory.glob(f"{_digest(shard.location)}*.tar")
+        return sorted(copies, key=lambda path: path.stat().st_mtime_ns)
 
     def _make(self, shard: Shard, path: Path) -> None:
         try:
@@ -191,7 +192,7 @@ class ShardCache:
             os.replace(whole, path)
 
     def _check_version(self, shard: Shard) -> None:
-        """The version that was pinned is still the one that lies there, and so the one that was read."""
+        """Raise `Refused` if the shard no longer has the pinned version, so that another one may have been read."""
         if shard.version is None or shard.sha256 is not None:
             return
         if shard.remote:
@@ -207,7 +208,7 @@ class ShardCache:
             raise Refused("it was replaced since this run began")
 
     def _verified(self, shard: Shard, folder: Path, deadline: float) -> Path:
-        """The shard's bytes in a local file, compared with the manifest as far as it goes."""
+        """Return a local file of the shard's bytes, compared with the manifest as far as it goes."""
         path = Path(shard.location)
         if shard.remote:
             path = folder / "download"
@@ -216,8 +217,8 @@ class ShardCache:
             self._check_version(shard)
         size = path.stat().st_size
         if shard.bytes is not None and size != shard.bytes:
-            said = "it had when the run began" if shard.version and not shard.sha256 else "the manifest says"
-            raise OSError(f"{size:,} bytes {'came' if shard.remote else 'there'}, {said} {shard.bytes:,}")
+            expected = "it had when the run began" if shard.version and not shard.sha256 else "the manifest says"
+            raise OSError(f"{size:,} bytes {'came' if shard.remote else 'there'}, {expected} {shard.bytes:,}")
         if shard.sha256 is not None and sha256(path) != shard.sha256:
             raise OSError("its sha256 is not the manifest's")
         return path
@@ -240,8 +241,10 @@ class ShardCache:
         return unpacked
 
     def _make_room(self, coming: int) -> None:
-        """Remove the least recently used shards that nobody holds until the others, what is being fetched and the bytes
-        still to come are within the bound; what killed processes left of theirs is removed first."""
+        """Remove what killed processes left, then the least recently used shards that no process holds.
+
+        Until the others, what is being fetched and the bytes still to come are within the bound.
+        """
         with locked(self.directory / "room.lock"):
             files = [(path, path.stat()) for path in self.directory.glob("*.tar")]
             used = sweep(self.directory) + coming + sum(stat.st_size for _, stat in files)
@@ -257,7 +260,7 @@ class ShardCache:
 
 
 def identity(shard: Shard) -> str:
-    """Names a shard and its version: what its manifest or server said, or what its file is now."""
+    """Return a name of a shard and its version: that of its manifest or server, else of its file as it is now."""
     version = shard.version or (_digest(shard.sha256) if shard.remote else _version_on_disk(shard))
     return _digest(shard.location) + version
 
@@ -285,7 +288,7 @@ def _plain_name(name: str) -> str:
 
 
 def _touched(path: Path) -> bool:
-    """Whether the file is there; if so it is now the most recently used."""
+    """Return whether the file exists; if so, make it the most recently used one."""
     try:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""Where each sample of a tar shard lies: one pass over the headers, kept in a sidecar file.
+"""The samples of a tar shard and the offsets of their members: one pass over the headers, kept in a sidecar file.
 
 A sample is a run of members with the same key: the name up to the first dot of its last part, as webdataset has it. The
-rest of the name, in lower case, is the member's type. Places are noted only of members of an allow-list of types, so
-nothing else can be read later; of other members it is noted which samples have them. A sample with none to be read
-still counts as one, so that counts agree with webdataset's.
+rest of the name, in lower case, is the member's type. Offsets are kept only of members of an allow-list of types, so
+no others can be read later; of these it is noted which samples have them. A sample with no readable member still counts
+as one, so that counts agree with webdataset's.
 
-A sidecar is believed by the tar's size, time of change and last bytes. Whoever reads a member reads its header with it
-and compares the two (`ShardIndex.matches`), so a sidecar that is false all the same gives an error and no wrong sample.
+A sidecar is trusted if it has the tar's size, mtime and last bytes. A member is read together with its header, which is
+compared with the index (`ShardIndex.matches`), so a sidecar that is false all the same gives an error, no wrong sample.
 """
 
 import errno
@@ -42,17 +42,17 @@ _MAX_SIDECAR = 1 << 20  # bytes beyond what the tar's size allows an index
 _USTAR = np.frombuffer(b"ustar", dtype=np.uint8)  # at byte 257 of a header
 _BLOCK = 1 << 20
 _ENCODING, _ERRORS = "utf-8", "surrogateescape"  # of names, whatever the locale: keys are compared
-_NO_SUCH_PLACE = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # what a header tells to seek to
+_CANNOT_SEEK = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # to the offset that a header gives
 _ARRAYS = {"offsets": "int64", "sizes": "int64", "heads": "int32", "key_bytes": "uint8", "key_ends": "int64"}
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
 # The last part of a name that begins with a dot and ends as what is read; `._` begins what macOS puts next to files.
 _HIDDEN = re.compile(rf"(?:.*/|)(?=[.])(?![.]_)[^/]*[.](?:{'|'.join(MEMBER_TYPES)})", re.IGNORECASE | re.DOTALL)
-_META = re.compile(r"__[^/]*__($|/)")  # webdataset's own notes inside a tar
+_META = re.compile(r"__[^/]*__($|/)")  # webdataset's notes inside a tar
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Keys and places of one shard's samples.
+    """Keys and offsets of one shard's samples.
 
     `offsets` and `sizes` of members are int64 [types, samples], `heads` (bytes of headers before each) int32; all are
     -1 where a sample has no such member.
@@ -70,18 +70,19 @@ class ShardIndex:
     hidden: str = ""  # members whose names begin with a dot, which are in no sample
     other_types: tuple[str, ...] = ()  # of members that cannot be read
     end: int = 0  # byte at which reading stopped
-    unread: int = 0  # bytes before it that belong to no member with a place
+    unread: int = 0  # bytes before it that belong to no member with an offset
     other_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 0), bool))  # [other types, samples]
 
     def __len__(self) -> int:
         return len(self.key_ends)
 
     def key(self, row: int) -> str:
+        """Return the key of a sample."""
         start = int(self.key_ends[row - 1]) if row else 0
         return self.key_bytes[start : int(self.key_ends[row])].tobytes().decode("utf-8", "replace")
 
-    def place(self, row: int, member_type: str) -> tuple[int, int] | None:
-        """(offset, size) in bytes of a sample's member, or None where it has no such member."""
+    def extent(self, row: int, member_type: str) -> tuple[int, int] | None:
+        """Return (offset, size) in bytes of a sample's member, or None where it has no such member."""
         if member_type not in self.types:
             return None
         column = self.types.index(member_type)
@@ -89,20 +90,20 @@ class ShardIndex:
         return None if offset < 0 else (offset, int(self.sizes[column, row]))
 
     def members(self, row: int) -> list[str]:
-        """The types this sample has."""
+        """Return the types this sample has."""
         return [name for name, offset in zip(self.types, self.offsets[:, row], strict=True) if offset >= 0]
 
     def names(self, row: int) -> list[str]:
-        """The types this sample has, with those that cannot be read."""
+        """Return the types this sample has, including those that cannot be read."""
         others = [name for name, has in zip(self.other_types, self.other_rows[:, row], strict=True) if has]
         return sorted(self.members(row) + others)
 
     def head(self, row: int, member_type: str) -> int:
-        """Bytes of headers in front of a member that the sample has."""
+        """Return the bytes of headers in front of a member that the sample has."""
         return int(self.heads[self.types.index(member_type), row])
 
     def matches(self, row: int, member_type: str, headers: bytes) -> bool:
-        """Whether these are the headers of a member that the sample has: they name its key, its type and its size."""
+        """Return whether these headers are those of this member: they have its key, its type and its size."""
         start = int(self.key_ends[row - 1]) if row else 0
         key = self.key_bytes[start : self.key_ends[row]].tobytes()
         size = int(self.sizes[self.types.index(member_type), row])
@@ -121,12 +122,12 @@ class ShardIndex:
         )
 
     def agrees(self, other: "ShardIndex") -> bool:
-        """Whether both say the same of every sample."""
+        """Return whether both say the same of every sample."""
         return self.digest == other.digest and (self.damage, self.cut) == (other.damage, other.cut)
 
     @property
     def digest(self) -> str:
-        """sha256 of all keys, types, places and sizes."""
+        """The sha256 of all keys, types, offsets and sizes."""
         digest = hashlib.sha256("/".join(self.types).encode("utf-8", "surrogateescape"))
         for values in (self.offsets, self.sizes, self.heads, self.key_ends, self.key_bytes):
             digest.update(np.ascontiguousarray(values).data)
@@ -200,8 +201,10 @@ class _Rows:
 
 
 def _plainly(headers: bytes, name: bytes, size: int) -> bool:
-    """Whether these are the headers of a file of this name and size, seen without tarfile, which takes tens of
-    microseconds. False where it is not as plain as in most tars: tarfile then says."""
+    """Return whether these are the headers of a file of this name and size, without tarfile's tens of microseconds.
+
+    False where the headers are not as plain as in most tars: tarfile decides then.
+    """
     last = headers[-tarfile.BLOCKSIZE :]
     if last[: len(name) + 1] != name + b"\0" or len(name) >= 100 or last[345] or last[156] not in b"0\0":
         return False
@@ -220,7 +223,7 @@ def _plainly(headers: bytes, name: bytes, size: int) -> bool:
 
 
 def _split(name: str) -> tuple[bytes, str] | None:
-    """(key, type) of a member's name; None where the name is no sample's."""
+    """Return (key, type) of a member's name, or None where the name is no sample's."""
     match = _NAME.fullmatch(name)
     if match is None or _META.match(name) or len(match[1]) > _MAX_KEY:
         return None
@@ -267,19 +270,19 @@ def scan(path: str | os.PathLike) -> ShardIndex:
 
 
 def _opened(file: IO[bytes]) -> tarfile.TarFile:
-    """Reads headers from where the file is; to close it would close nothing more than the file."""
+    """Open a tar at the position of the file; it need not be closed."""
     return tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding=_ENCODING, errors=_ERRORS)
 
 
 def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
-    """Add the members from a byte of a tar on; returns the byte at which they end, and what is wrong there."""
+    """Add the members from a byte of a tar on; return the byte at which they end, and what is wrong there."""
     tar = None
     try:
         file.seek(start)
         tar = _opened(file)
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps every header in memory
-            if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have put another in its place
+            if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have replaced it
                 raise tarfile.ReadError(f"a header says that {member.size:,} bytes follow")
             if member.isreg() and not member.issparse():
                 if not member.name:  # its long name is gone
@@ -293,13 +296,13 @@ def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
             return tar.offset, f"no end-of-archive mark where it should be, at byte {tar.offset}"
         return tar.offset, ""
     except Exception as error:  # tarfile raises nearly anything on damaged headers: RecursionError, OverflowError
-        if isinstance(error, OSError) and error.errno not in _NO_SUCH_PLACE:
+        if isinstance(error, OSError) and error.errno not in _CANNOT_SEEK:
             raise  # the disk's, not the tar's
         return tar.offset if tar else start, f"{error} (at byte {file.tell()})"
 
 
 def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
-    """The first byte from `start` on that is not zero; None where there is none."""
+    """Return the first byte from `start` on that is not zero, or None where there is none."""
     file.seek(start)
     while block := file.read(_BLOCK):
         if rest := block.lstrip(b"\0"):
@@ -308,7 +311,7 @@ def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
 
 
 def _next_header(file: IO[bytes], start: int) -> int | None:
-    """The first byte from `start` on, in steps of 512, at which there is a header whose checksum is right."""
+    """Return the first byte from `start` on, in steps of 512, at which there is a header with a right checksum."""
     size = tarfile.BLOCKSIZE
     for begin in range(start, os.fstat(file.fileno()).st_size, _BLOCK):
         file.seek(begin)
@@ -324,7 +327,7 @@ def _next_header(file: IO[bytes], start: int) -> int | None:
 
 
 def shard_index(path: str | os.PathLike) -> ShardIndex:
-    """The index of a local tar, from its sidecar where that is still true, else read anew and kept.
+    """Return the index of a local tar, from its sidecar where that is still true, else read anew and kept.
 
     The sidecar is `.index/<name>.npz` next to the tar, or in the user's cache where that cannot be written.
 
@@ -332,35 +335,38 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
         OSError: the tar cannot be read.
     """
     path = Path(path).absolute()
-    stamp, places = _stamp(path), sidecars(path, ".npz")
-    for place in places:
-        if (index := _load(place, stamp)) is not None:
+    stamp, candidates = _stamp(path), sidecars(path, ".npz")
+    for sidecar in candidates:
+        if (index := _load(sidecar, stamp)) is not None:
             return index
     index = scan(path)
     if np.array_equal(stamp, _stamp(path)):  # else it was written to meanwhile, and no sidecar would be true
-        for place in places:
-            if _save(place, index, stamp):
+        for sidecar in candidates:
+            if _save(sidecar, index, stamp):
                 break
     return index
 
 
 def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
-    """Replace the sidecars that would be believed and do not say what `index`, which was just read, says.
+    """Replace the sidecars that would be trusted and differ from `index`, which was just read.
 
-    Returns a clause for each, which names it and says what became of it.
+    Returns:
+        A clause for each, which names it and says whether it was replaced.
     """
     path = Path(path).absolute()
     stamp, clauses = _stamp(path), []
-    for place in sidecars(path, ".npz"):
-        if (kept := _load(place, stamp)) is not None and not kept.agrees(index):
-            done = "it has been made anew" if _save(place, index, stamp) else "it cannot be replaced: remove it"
-            clauses.append(f"its index {place} was not true of it: {done}")
+    for sidecar in sidecars(path, ".npz"):
+        if (kept := _load(sidecar, stamp)) is not None and not kept.agrees(index):
+            done = "it has been made anew" if _save(sidecar, index, stamp) else "it cannot be replaced: remove it"
+            clauses.append(f"its index {sidecar} was not true of it: {done}")
     return clauses
 
 
 class Version(NamedTuple):
-    """What changes whenever a file is written to, or is another one. `ctime_ns` also changes with its mode and links,
-    and nothing can set it back."""
+    """What changes whenever a file is written to or replaced.
+
+    `ctime_ns` also changes with the file's mode and links, and cannot be set back.
+    """
 
     size: int
     mtime_ns: int
@@ -369,13 +375,13 @@ class Version(NamedTuple):
 
     @classmethod
     def of(cls, file: int | str | os.PathLike) -> "Version":
-        """Of an open file or of a path."""
+        """Return the version of an open file or of a path."""
         status = os.stat(file)
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def _stamp(path: Path) -> np.ndarray:
-    """What a sidecar must agree with to be believed of this tar."""
+    """Return what a sidecar must agree with to be trusted."""
     version = Version.of(path)
     with open(path, "rb") as file:
         file.seek(max(0, version.size - _TAIL))
@@ -384,16 +390,16 @@ def _stamp(path: Path) -> np.ndarray:
 
 
 def sha256(path: Path) -> str:
-    """Of a local file."""
+    """Return the sha256 of a local file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
+def _load(sidecar: Path, stamp: np.ndarray) -> ShardIndex | None:
     tar_bytes = int(stamp[1])
     limit = _MAX_SIDECAR + 2 * tar_bytes
     try:
-        file = io.BytesIO(read_sidecar(place, limit))
+        file = io.BytesIO(read_sidecar(sidecar, limit))
         _check_unpacked(file, limit)
         with np.load(file, allow_pickle=False) as kept:
             if not np.array_equal(kept["stamp"], stamp):
@@ -410,7 +416,7 @@ def _load(place: Path, stamp: np.ndarray) -> ShardIndex | None:
 
 
 def _check_unpacked(file: IO[bytes], limit: int) -> None:
-    """ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
+    """Raise ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
 
     A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
     """
@@ -421,15 +427,15 @@ def _check_unpacked(file: IO[bytes], limit: int) -> None:
 
 
 def _possible(index: ShardIndex, tar_bytes: int) -> bool:
-    """Whether a sidecar's arrays could be those of a tar of this size."""
+    """Return whether a sidecar's arrays could be those of a tar of this size."""
     arrays = [getattr(index, name) for name in _ARRAYS]
     shape = (len(index.types), len(index))
     if [a.dtype for a in arrays] != list(_ARRAYS.values()) or any(a.shape != shape for a in arrays[:3]):
         return False
     if index.other_rows.dtype != bool or index.other_rows.shape != (len(index.other_types), len(index)):
         return False
-    there = index.offsets >= 0
-    offsets, sizes, heads = (values[there] for values in arrays[:3])
+    present = index.offsets >= 0
+    offsets, sizes, heads = (values[present] for values in arrays[:3])
     ends = np.concatenate(([0], index.key_ends))
     return bool(
         ((sizes >= 0) & (sizes <= _MAX_SIZE) & (offsets <= tar_bytes)).all()
@@ -442,9 +448,9 @@ def _possible(index: ShardIndex, tar_bytes: int) -> bool:
 
 
 def _covered(index: ShardIndex) -> int | None:
-    """Bytes of the members with a place, with their headers, in whole blocks; None where two of them overlap."""
-    there = index.offsets >= 0
-    offsets, sizes, heads = index.offsets[there], index.sizes[there], index.heads[there]
+    """Return the bytes of the members with an offset and their headers, in whole blocks; None if two overlap."""
+    present = index.offsets >= 0
+    offsets, sizes, heads = index.offsets[present], index.sizes[present], index.heads[present]
     begins, ends = offsets - heads, offsets + -(-sizes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
     order = np.argsort(begins)
     if (begins[order][1:] < ends[order][:-1]).any():
@@ -452,8 +458,8 @@ def _covered(index: ShardIndex) -> int | None:
     return int((ends - begins).sum())
 
 
-def _save(place: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
+def _save(sidecar: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
     names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "end", "unread", "other_rows")
     values: dict[str, Any] = {name: getattr(index, name) for name in names}
     values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
-    return write_sidecar(place, lambda file: np.savez(file, stamp=stamp, **values))
+    return write_sidecar(sidecar, lambda file: np.savez(file, stamp=stamp, **values))

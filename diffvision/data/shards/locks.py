@@ -1,4 +1,8 @@
-"""Files and folders that processes of a machine share: locks, and scratch folders that outlive no process for long."""
+"""What processes of a machine share: lock files, and scratch folders that do not outlive their process for long.
+
+Not `filelock`: it has no shared locks on files, and does not notice that a lock file was removed while it was waited
+for.
+"""
 
 import fcntl
 import os
@@ -11,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Waits for a lock file, which is made if need be, and holds it: alone, or with others that hold it shared."""
+    """Wait for a lock file, which is made if need be, and hold it: exclusively, or with others that hold it shared."""
     file = _lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     try:
         yield
@@ -21,7 +25,7 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def locked_if_free(path: Path) -> Iterator[bool]:
-    """Holds a lock file alone, and gives True; gives False at once where another holds it."""
+    """Hold a lock file exclusively and give True; give False at once where another process holds it."""
     try:
         file = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,7 +48,7 @@ def _lock(path: Path, how: int) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # it was removed while it was waited for, and another may have its name
+        os.close(file)  # it was removed during the wait, and another file may have its name
 
 
 def _unlock(file: int) -> None:
@@ -54,13 +58,13 @@ def _unlock(file: int) -> None:
 
 @contextmanager
 def scratch(parent: Path, prefix: str = "") -> Iterator[Path]:
-    """An empty folder `PREFIX*.part` in `parent`, removed at the end if it still has that name.
+    """Make an empty folder `PREFIX*.part` in `parent`, and remove it at the end if it still has that name.
 
-    It is locked as long as its process lives, so that `sweep` can tell it from what a killed one left.
+    It is locked as long as its process lives, so that `sweep` can distinguish it from what a killed process left.
     """
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"{prefix}{secrets.token_hex(6)}.part"
-    with locked(_lock_of(folder)):  # before it is there
+    with locked(_lock_of(folder)):  # before the folder exists
         folder.mkdir()
         try:
             yield folder
@@ -69,7 +73,7 @@ def scratch(parent: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def sweep(parent: Path, prefix: str = "") -> int:
-    """Remove the scratch folders whose process is gone; returns the bytes in the others."""
+    """Remove the scratch folders of processes that ended; return the bytes in the others."""
     total = 0
     for folder in list(parent.iterdir()):
         if folder.name.startswith(prefix) and folder.name.endswith(".part"):

@@ -1,22 +1,24 @@
 """The order of an epoch's samples: a pure function of (seed, epoch), computed on integers, a window at a time.
 
 Shards are permuted, then the samples of each window of consecutive shards are shuffled together. Only one window's
-permutation is in memory, and any place in the epoch is reached without computing what lies before it.
+permutation is in memory, and any position in the epoch is reached without computing what lies before it. Nothing is
+read here.
 """
 
 from typing import Protocol
 
 import numpy as np
 
-Sample = tuple[int, int]
-"""(shard number, row in that shard)"""
+from diffvision.data.shards.sample import SampleId
 
 
 class Order(Protocol):
+    """The samples of an epoch, one after another."""
+
     def __len__(self) -> int: ...
 
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        """The samples at places start..stop-1 of the order."""
+    def samples(self, start: int, stop: int) -> list[SampleId]:
+        """Return the samples at positions start..stop-1 of the order."""
         ...
 
 
@@ -29,11 +31,12 @@ class SequentialOrder:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        places = np.arange(start, stop)
-        shards = np.searchsorted(self._ends, places, side="right")
+    def samples(self, start: int, stop: int) -> list[SampleId]:
+        """Return the samples at positions start..stop-1 of the order."""
+        positions = np.arange(start, stop)
+        shards = np.searchsorted(self._ends, positions, side="right")
         begins = np.concatenate(([0], self._ends))[shards]
-        return list(zip(shards.tolist(), (places - begins).tolist(), strict=True))
+        return list(zip(shards.tolist(), (positions - begins).tolist(), strict=True))
 
 
 class ShuffledOrder:
@@ -58,26 +61,27 @@ class ShuffledOrder:
     def __len__(self) -> int:
         return int(self._window_ends[-1]) if len(self._window_ends) else 0
 
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        found: list[Sample] = []
+    def samples(self, start: int, stop: int) -> list[SampleId]:
+        """Return the samples at positions start..stop-1 of the order."""
+        samples: list[SampleId] = []
         while start < stop:
             number = self.window_at(start)
             begin = int(self._window_ends[number - 1]) if number else 0
             end = min(stop, int(self._window_ends[number]))
             shards, rows = self._shuffled(number)
             part = slice(start - begin, end - begin)
-            found += zip(shards[part].tolist(), rows[part].tolist(), strict=True)
+            samples += zip(shards[part].tolist(), rows[part].tolist(), strict=True)
             start = end
-        return found
+        return samples
 
-    def window_at(self, place: int) -> int:
-        """The number of the window that holds this place."""
-        if not 0 <= place < len(self):
-            raise IndexError(f"place {place} of an order of {len(self)} samples")
-        return int(np.searchsorted(self._window_ends, place, side="right"))
+    def window_at(self, position: int) -> int:
+        """Return the number of the window that holds this position."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} of an order of {len(self)} samples")
+        return int(np.searchsorted(self._window_ends, position, side="right"))
 
     def window_shards(self, number: int) -> list[int]:
-        """The shards of a window; none past the last one."""
+        """Return the shards of a window; none past the last one."""
         return self._shards[number * self.window : (number + 1) * self.window].tolist()
 
     def _shuffled(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
-"""An HTTP client that is not redirected to where the user would not have gone: other schemes, or the local network.
+"""An HTTP client that refuses redirects to other schemes, and from the internet to the local network.
 
-A server of the internet could otherwise have this machine ask its neighbours, or itself, for whatever it likes. What
+Otherwise a server of the internet could make this machine request anything from its neighbours, or from itself. What
 the user names is not restricted, and servers of the local network may redirect within it. The address that is
 connected to decides, whatever a name resolves to.
 """
@@ -20,7 +20,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses in the last 32 b
 
 
 class RefusedRedirect(PermissionError):
-    """A server redirects to where it is not followed."""
+    """A redirect that is not followed."""
 
 
 @dataclass
@@ -35,11 +35,11 @@ _JOURNEY: ContextVar[_Journey] = ContextVar("journey")
 
 
 async def client(**settings: Any) -> ClientSession:
-    """What fsspec takes as `get_client`."""
+    """Return a session, as fsspec's `get_client`."""
     trace = TraceConfig()
     trace.on_request_start.append(_start)
     trace.on_request_redirect.append(_redirect)
-    # No connection is used twice: one that the user's own request opened would not be looked at again.
+    # No connection is used twice: one that the user's request opened would not be checked again.
     connector = TCPConnector(socket_factory=_socket, force_close=True)
     return ClientSession(connector=connector, trace_configs=[trace], **settings)
 
@@ -63,9 +63,9 @@ async def _redirect(session: ClientSession, context: SimpleNamespace, params: Tr
 
 
 def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """For a connection to an address of `getaddrinfo`."""
-    family, kind, protocol, _, where = address
-    journey, public = _JOURNEY.get(), is_public(where[0])
+    """Return a socket for an address of `getaddrinfo`, unless a redirect leads there from the internet."""
+    family, kind, protocol, _, endpoint = address
+    journey, public = _JOURNEY.get(), is_public(endpoint[0])
     if journey.redirect and journey.was_public and not public:
         # Without the address: where a name has several, aiohttp raises the error itself only if all are alike.
         raise RefusedRedirect(
@@ -77,7 +77,7 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet: not of this machine, a private network or a special purpose."""
+    """Return whether an IP address is one of the internet: not of this machine, its network or a special purpose."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.is_site_local or any(ip in network for network in _SPECIAL):

@@ -1,4 +1,8 @@
-"""Files at URLs, through fsspec: read within time limits, again after failures, and never for ever."""
+"""Files at URLs, through fsspec: read within time limits, and again after failures, for a limited time.
+
+Retries are a loop here rather than `tenacity`, which is no dependency of ours or of our dependencies. `redirects`
+decides which redirects are followed; `cache` keeps whole shards on disk.
+"""
 
 import logging
 import random
@@ -12,18 +16,18 @@ from typing import Any
 from fsspec.callbacks import Callback
 
 _log = logging.getLogger(__name__)
-_MAX_BESIDE = 1 << 30  # bytes of a manifest; one of ten million shards is as large
-_TELL_EVERY = 30.0  # seconds, of a transfer that takes long
-_MARKS = ("ETag", "Last-Modified", "LastModified", "generation", "size")  # of a version, by http, s3 and gs
+_MAX_SMALL_FILE = 1 << 30  # bytes of a manifest; one of ten million shards is as large
+_LOG_EVERY = 30.0  # seconds, of a transfer that takes long
+_VERSION_FIELDS = ("ETag", "Last-Modified", "LastModified", "generation", "size")  # in the answers of http, s3 and gs
 _AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
 
 
 class Refused(OSError):
-    """What would be refused again, however often it is asked for."""
+    """A failure that trying again cannot mend."""
 
 
 class TooLarge(Refused):
-    """More bytes than there is room for."""
+    """A file with more bytes than there is room for."""
 
 
 class GivenUp(OSError):
@@ -55,13 +59,13 @@ class Patience:
                 raise ValueError(f"{name} is {value}: it must be above 0")
 
     def pauses(self) -> Iterator[float]:
-        """Between the tries."""
+        """Yield the seconds between the tries."""
         for number in range(self.tries - 1):
             yield min(60.0, self.pause * 2**number) * random.Random().uniform(0.5, 1.0)
 
 
 def read(location: str, patience: Patience = Patience()) -> bytes | None:
-    """A small file; None where there is none.
+    """Return the content of a small file, or None where there is none.
 
     Raises:
         OSError: it cannot be read.
@@ -73,7 +77,7 @@ def read(location: str, patience: Patience = Patience()) -> bytes | None:
 
             def attempt(deadline: float) -> None:
                 # Not cat_file: it takes whatever a server sends, or unpacks what it sends compressed, into memory.
-                progress = Progress(location, _MAX_BESIDE, deadline, lambda: None)
+                progress = Progress(location, _MAX_SMALL_FILE, deadline, lambda: None)
                 files.get_file(path, file.name, callback=progress)
 
             patiently(attempt, location, patience)
@@ -83,13 +87,13 @@ def read(location: str, patience: Patience = Patience()) -> bytes | None:
 
 
 def download(location: str, to: str, progress: Callback, patience: Patience) -> None:
-    """One try at a file, into another on this machine; `progress` is told of each piece, and may raise to end it."""
+    """Try once to copy a file to this machine; `progress` is called with each piece, and may raise to end it."""
     files, path = _files(location, patience)
     files.get_file(path, to, callback=progress)
 
 
 def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | None]:
-    """What a server says of the version that a file has now, and its size in bytes; "" and None where it says nothing.
+    """Return what a server says of a file's version, and its size in bytes; "" and None where it says nothing.
 
     Raises:
         OSError: the server does not answer, or has no such file.
@@ -102,20 +106,21 @@ def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | No
             return files.info(path)
         except FileNotFoundError as error:
             missing = error
-        raise (missing.__cause__ if _is_http(location) else None) or missing  # so says fsspec of HTTP, whatever it was
+        # fsspec raises this for any failure over HTTP.
+        raise (missing.__cause__ if _is_http(location) else None) or missing
 
     info = patiently(attempt, location, patience)
-    said = {mark: str(info[mark]).removeprefix("W/") for mark in _MARKS if info.get(mark) is not None}
+    fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
     size = info.get("size")
-    return " ".join(f"{mark}={value}" for mark, value in said.items()), size if isinstance(size, int) else None
+    return " ".join(f"{name}={value}" for name, value in fields.items()), size if isinstance(size, int) else None
 
 
 def patiently(attempt: Callable[[float], Any], location: str, patience: Patience) -> Any:
-    """What `attempt` returns, given the time (`time.monotonic`) at which it has to give up.
+    """Return what `attempt` returns, which is called with the time (`time.monotonic`) at which it has to give up.
 
     Raises:
-        FileNotFoundError, Refused, OSError: what cannot get better, at once.
-        GivenUp: the rest, when patience is at its end.
+        FileNotFoundError, Refused, OSError: at once, where trying again cannot help.
+        GivenUp: after the last try, or when the time is over.
     """
     deadline = time.monotonic() + patience.total
     pauses = patience.pauses()
@@ -124,24 +129,24 @@ def patiently(attempt: Callable[[float], Any], location: str, patience: Patience
             return attempt(deadline)
         except Exception as error:
             pause = next(pauses, None)
-            if isinstance(error.__cause__, PermissionError):  # aiohttp's own error around a refused redirect
+            if isinstance(error.__cause__, PermissionError):  # aiohttp's error around a refused redirect
                 raise error.__cause__ from error
             if not _may_pass(error):
                 raise _as_os_error(error) from error
             if pause is None or time.monotonic() + pause > deadline:
                 spent = time.monotonic() - deadline + patience.total
-                raise GivenUp(f"given up after {spent:.1f} s: {_words(error)}") from error
-            _log.warning("%s: %s; again in %.1f s", location, _words(error), pause)
+                raise GivenUp(f"given up after {spent:.1f} s: {_message(error)}") from error
+            _log.warning("%s: %s; again in %.1f s", location, _message(error), pause)
             time.sleep(pause)
 
 
 class Progress(Callback):
-    """Ends a transfer that grows too large or takes too long, and tells of one that goes on and on."""
+    """Ends a transfer that grows too large or takes too long, and logs one that takes a while."""
 
     def __init__(self, location: str, limit: int, deadline: float, beat: Callable[[], None]) -> None:
         super().__init__()
         self._location, self._limit, self._deadline, self._beat = location, limit, deadline, beat
-        self._told = time.monotonic()
+        self._logged = time.monotonic()
 
     def call(self, *args: Any, **kwargs: Any) -> None:
         self._beat()
@@ -149,14 +154,14 @@ class Progress(Callback):
         if max(self.size or 0, self.value) > self._limit:
             raise TooLarge(f"it is larger than the {self._limit:,} bytes that there is room for")
         if now > self._deadline:
-            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes came in the time that it has")
-        if now - self._told > _TELL_EVERY:
-            self._told = now
+            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes arrived within the time limit")
+        if now - self._logged > _LOG_EVERY:
+            self._logged = now
             _log.warning("%s: %s of %s bytes so far", self._location, f"{self.value:,}", f"{self.size or 0:,}")
 
 
 def _files(location: str, patience: Patience) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it."""
+    """Return fsspec's file system for a URL, and the path in it."""
     import fsspec
 
     try:
@@ -166,7 +171,7 @@ def _files(location: str, patience: Patience) -> tuple[Any, str]:
 
 
 def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
-    """The limits in the words of each scheme's package; they do not try again by themselves, for it is done here."""
+    """Return the limits as each scheme's package takes them, without its retries."""
     if _is_http(scheme):
         from aiohttp import ClientTimeout
 
@@ -186,7 +191,7 @@ def _is_http(location: str) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether to ask again could help: all but what is not there, is not allowed, or has no room."""
+    """Return whether trying again could help: not where a file is missing, not allowed, or too large."""
     if isinstance(error, (FileNotFoundError, PermissionError, Refused, GivenUp, ValueError, TypeError, AttributeError)):
         return False
     status = getattr(error, "status", None)
@@ -194,10 +199,10 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _as_os_error(error: Exception) -> Exception:
-    return error if isinstance(error, OSError) else OSError(_words(error))
+    return error if isinstance(error, OSError) else OSError(_message(error))
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     status = getattr(error, "status", None)
     if status == 0:  # without an answer: too many redirects
         return type(error).__name__

@@ -1,4 +1,7 @@
-"""What became of an epoch's samples: seen, skipped by reason, left over; and when there are too many bad ones."""
+"""What became of an epoch's samples: seen, skipped by reason, left over; and when bad ones are too many.
+
+The loaders count; nothing is read or printed here.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +9,7 @@ from typing import Any
 
 
 class BadDataError(RuntimeError):
-    """Too many samples of a data set cannot be used."""
+    """Too many samples of a dataset cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,11 @@ class Limits:
 
 @dataclass
 class Tally:
-    """What a worker tells of one batch, beside the batch: plain values, so that it crosses process borders cheaply."""
+    """What a worker reports of one batch, next to it: plain values, so that they are cheap to send."""
 
     start: int
     stop: int
-    bad: dict[int, tuple[str, str]] = field(default_factory=dict)  # place -> (reason, "shard: key")
+    bad: dict[int, tuple[str, str]] = field(default_factory=dict)  # position -> (reason, "shard: key")
     substituted: int = 0
     given_up: bool = False
 
@@ -39,14 +42,14 @@ class Report:
     """One rank's account of one epoch: `seen + skipped + tail + before + remaining == total`, summed over ranks.
 
     Attributes:
-        total: samples in the data set, of all ranks.
-        seen: samples delivered in their own place, by this rank.
-        skipped: bad samples in this rank's places, by reason.
-        substituted: good samples delivered a second time, in the place of a bad one.
+        total: samples in the dataset, of all ranks.
+        seen: samples delivered at their position, by this rank.
+        skipped: bad samples at this rank's positions, by reason.
+        substituted: good samples delivered a second time, in place of a bad one.
         tail: samples after the last whole global batch, left for other epochs (of all ranks).
         before: samples consumed before the run was resumed (of all ranks).
         examples: for each reason the first few samples, as "shard: key".
-        beside: counts of what no sample of the data set holds, such as the tokens after the last whole sequence.
+        extra_counts: counts of what is in no sample of the dataset, such as the tokens after the last whole sequence.
     """
 
     total: int
@@ -59,10 +62,11 @@ class Report:
     substituted: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
     in_a_row: int = 0
-    beside: dict[str, int] = field(default_factory=dict)
+    extra_counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def bad(self) -> int:
+        """Bad samples, whatever the reason."""
         return sum(self.skipped.values())
 
     @property
@@ -74,7 +78,7 @@ class Report:
         """Count one batch.
 
         Raises:
-            BadDataError: when a limit is passed, with a summary.
+            BadDataError: a limit is passed; the message has a summary.
         """
         for reason, example in tally.bad.values():
             self.skipped[reason] += 1
@@ -101,28 +105,30 @@ class Report:
             self.in_a_row = 0
             return 0
         longest = 0
-        for place in range(tally.start, tally.stop):
-            self.in_a_row = self.in_a_row + 1 if place in tally.bad else 0
+        for position in range(tally.start, tally.stop):
+            self.in_a_row = self.in_a_row + 1 if position in tally.bad else 0
             longest = max(longest, self.in_a_row)
         return longest
 
     def summary(self) -> str:
+        """Return a line of counts, and one for each reason."""
         lines = [
             f"epoch {self.epoch + 1}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
             f"{self.tail:,} left over, of {self.total:,}"
         ]
         for reason, count in self.skipped.most_common():
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
-        lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.beside.items()]
+        lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.extra_counts.items()]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
+        """Return plain numbers for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
         counts = {"total": self.total, "seen": self.seen, "skipped": self.bad, "substituted": self.substituted}
         counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
-        counts |= self.beside
+        counts |= self.extra_counts
         return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}
 
 
 def counted(bad: int) -> str:
+    """Return "1 bad sample" or "2 bad samples"."""
     return f"{bad} bad sample{'' if bad == 1 else 's'}"

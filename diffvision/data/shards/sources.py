@@ -1,7 +1,7 @@
-"""What a user calls a data set -> the shards it has: a directory, tar files, patterns, URLs, or a list of these.
+"""The shards of a dataset as users name it: a directory, tar files, patterns, URLs, or a list of these.
 
-Counts come from `manifest.json` beside the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
-`sizes.json` as OpenCLIP reads it ({name: samples}), else from the shards' own headers.
+Counts come from `manifest.json` next to the shards ({format, shards: [{name, samples, bytes, sha256}]}), else from
+`sizes.json` as OpenCLIP reads it ({name: samples}), else from the headers of the shards.
 """
 
 import glob
@@ -45,27 +45,29 @@ class Shard:
 
     @property
     def name(self) -> str:
+        """The file name."""
         return PurePosixPath(self.location).name
 
     @property
     def remote(self) -> bool:
+        """Whether the location is a URL."""
         return is_remote(self.location)
 
     @property
     def pinned(self) -> bool:
-        """Whether it is known which version is read, by that or by the sha256 of a remote one's content."""
+        """Whether it is known which version is read: by `version`, or by the sha256 of a remote shard."""
         return self.version is not None or (self.remote and self.sha256 is not None)
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
-    """The shards of a source, in a fixed order.
+    """Return the shards of a source, in a fixed order.
 
     Args:
         source: a directory; a tar; a pattern of local ones with `*`, `?` and `**` (folders at any depth), or with
             braces (`expand_braces`), or with both; a URL; or a list of these. A `Shard` is taken as it is.
 
     Raises:
-        ValueError: a command or unknown URL, nothing found, or a manifest that does not fit the directory.
+        ValueError: a command or unknown URL, no shards, or a manifest that does not fit the directory.
     """
     if isinstance(source, Shard):
         shards = [source]
@@ -86,7 +88,7 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
 
 
 def _matching(pattern: str) -> list[str]:
-    """The shards that a local pattern matches, in natural order; a name without wildcards is itself.
+    """Return the shards that a local pattern matches, in natural order; a name without wildcards as it is.
 
     Raises:
         ValueError: it matches none.
@@ -101,16 +103,17 @@ def _matching(pattern: str) -> list[str]:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file's name is that of a shard, plain or compressed."""
+    """Return whether a file's name is that of a shard, plain or compressed."""
     return name.endswith(PLAIN + COMPRESSED)
 
 
 def is_remote(location: str) -> bool:
+    """Return whether a location is a URL of an allowed scheme."""
     return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
 
 
 def checked_location(location: str) -> str:
-    """The location itself, once it is known to be a path or a URL of an allowed scheme: never a command."""
+    """Return the location if it is a path or a URL of an allowed scheme, never a command; raise ValueError else."""
     allowed = "give a path, or a URL starting with " + ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
     if "::" in location:
         raise ValueError(f"shard location {location!r} has '::' in it, which joins URLs: {allowed}; several as a list")
@@ -122,7 +125,7 @@ def checked_location(location: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`{000000..000123}` and `{train,val}` written out, left to right; numbers keep their leading zeros."""
+    """Write out `{000000..000123}` and `{train,val}`, left to right; numbers keep their leading zeros."""
     match = _BRACES.search(pattern)
     if match is None:
         return [checked_location(pattern)]
@@ -145,7 +148,7 @@ def _choices(inside: str) -> list[str]:
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key under which 2.tar comes before 10.tar."""
+    """Return a sort key under which 2.tar comes before 10.tar."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -161,15 +164,15 @@ def _directory(directory: Path) -> list[Shard]:
         return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
     if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
         number = _number(directory / "nshards.txt")
-        there = set(names)
-        if (missing := next((n for n in range(number) if f"{n}.tar" not in there), None)) is not None:
+        present_names = set(names)
+        if (missing := next((n for n in range(number) if f"{n}.tar" not in present_names), None)) is not None:
             raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing}.tar is not there")
         names = [f"{n}.tar" for n in range(number)]
     return [Shard(str(directory / name)) for name in names]
 
 
 def _remote(directory: str) -> list[Shard]:
-    """The shards that the manifest at a URL lists: the files there cannot be."""
+    """Return the shards that the manifest at a URL lists, for the files there cannot be listed."""
     directory = directory.rstrip("/")
     counts = read_counts(directory)
     if not counts:
@@ -206,8 +209,8 @@ def _with_counts(locations: list[str]) -> list[Shard]:
 
 
 def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
-    """{shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else nothing."""
-    if (text := read_beside(directory, MANIFEST)) is not None:
+    """Return {shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else {}."""
+    if (text := read_small_file(directory, MANIFEST)) is not None:
         manifest = _parsed(text, directory, MANIFEST)
         if manifest.get("format") != MANIFEST_FORMAT:
             raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
@@ -229,7 +232,7 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             | {"sha256": h}
             for n, s, b, h in fields
         }
-    if (text := read_beside(directory, SIZES)) is not None:
+    if (text := read_small_file(directory, SIZES)) is not None:
         sizes = _parsed(text, directory, SIZES)
         where = f"{directory}/{SIZES}"
         return {
@@ -249,8 +252,8 @@ def _count(value: object, name: str, of: str, where: str) -> int:
     return value
 
 
-def read_beside(directory: str | Path, name: str) -> str | None:
-    """A small text file of a local directory (a Path) or of one at a URL (a str); None where there is none.
+def read_small_file(directory: str | Path, name: str) -> str | None:
+    """Return a small text file of a local directory (a Path) or of one at a URL (a str), or None.
 
     Raises:
         ValueError: it is not UTF-8.
@@ -263,7 +266,7 @@ def read_beside(directory: str | Path, name: str) -> str | None:
 
 
 def decoded(data: bytes, name: str | Path) -> str:
-    """The text of a file, with or without the mark that some editors put before UTF-8.
+    """Return the text of a file, with or without the mark that some editors put before UTF-8.
 
     Raises:
         ValueError: it is not UTF-8.

@@ -1,8 +1,8 @@
-"""Is a local shard what its manifest says? Each version of a file is read whole once, and what was found is noted.
+"""The sha256 of a local shard: each version of a file is read whole once, and the result is noted.
 
-The note lies beside the shard, or in the user's cache. It is true as long as the file's size, times and number on the
-disk are: a copy, even one that keeps its time of change, is read again. What changes on the disk behind the file
-system's back after that is found by `diffvision data check`, which reads everything.
+The note lies next to the shard, or in the user's cache. It is true as long as the file's size, times and inode are: a
+copy, even one that keeps its mtime, is read again. What the disk changes without the file system after that is not
+noticed here; `diffvision data check` reads everything.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _MAX_NOTE = 1 << 10  # bytes
 
 
 def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
-    """sha256 of a local file, from its note or read now; of several processes that ask, one reads.
+    """Return the sha256 of a local file, from its note or read now; of several processes that ask, one reads.
 
     Args:
         progress: called with each MiB that is read.
@@ -30,14 +30,14 @@ def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
     notes = sidecars(path.absolute(), ".sha256")
     if (known := _noted(notes, path)) is not None:
         return known
-    with _alone(notes[-1]):
+    with _one_process(notes[-1]):
         if (known := _noted(notes, path)) is not None:
             return known
         stamp = _stamp(path)
-        found = _read(path, progress)
+        digest = _read(path, progress)
         if _stamp(path) == stamp:  # else it was written to meanwhile, and no note would be true
-            _note(notes, f"{stamp} {found}")
-        return found
+            _note(notes, f"{stamp} {digest}")
+        return digest
 
 
 def _read(path: Path, progress: Callable[[], None]) -> str:
@@ -58,11 +58,11 @@ def _noted(notes: list[Path], path: Path) -> str | None:
     stamp = _stamp(path)
     for note in notes:
         try:
-            told, _, found = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
+            noted_stamp, _, digest = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
         except (OSError, ValueError):
             continue
-        if told == stamp and len(found) == 64:
-            return found
+        if noted_stamp == stamp and len(digest) == 64:
+            return digest
     return None
 
 
@@ -73,9 +73,9 @@ def _note(notes: list[Path], line: str) -> None:
 
 
 @contextmanager
-def _alone(beside: Path) -> Iterator[None]:
-    """One process of this machine at a time; all of them at once where no lock can be kept."""
-    lock = beside.with_suffix(".lock")
+def _one_process(note: Path) -> Iterator[None]:
+    """Admit one process of this machine at a time; all of them at once where no lock file can be made."""
+    lock = note.with_suffix(".lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()

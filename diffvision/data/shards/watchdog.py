@@ -1,8 +1,8 @@
-"""A reading process that got stuck is noticed, named and ended, so that a run stops with an error instead of for ever.
+"""Stuck workers are noticed, named and ended, so that a run stops with an error instead of waiting for ever.
 
-DataLoader's own `timeout` does not see a worker that was stopped: the main process waits inside of the handing over of
-a tensor, where no time limit holds. So a thread watches from beside, and it is progress that it looks at: while a batch
-is waited for, some sample must be made or some piece of a shard arrive every `stall_timeout` seconds.
+DataLoader's `timeout` does not notice a worker that was stopped: the main process waits while a tensor is handed over,
+where no time limit holds. So a thread watches the progress: while a batch is waited for, some sample must be made or
+some piece of a shard arrive every `stall_timeout` seconds.
 """
 
 import logging
@@ -20,9 +20,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 STALL_TIMEOUT = 300.0
-"""Seconds. Less than the ten minutes after which NCCL gives up on the other ranks, so that the cause is told first."""
+"""Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
 
-_TOLD_AFTER = 0.2  # of the timeout: when a long wait is told
+_WARN_AFTER = 0.2  # of the timeout: when a long wait is logged
 _STATES = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class StalledError(RuntimeError):
-    """No process that reads data got anything done for too long."""
+    """No process that reads data made progress for too long."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -43,21 +43,23 @@ class WorkerDiedError(RuntimeError):
 
 
 class Pulse:
-    """When any of the processes that share it last got something done."""
+    """The time at which any of the processes that share it last made progress."""
 
     def __init__(self) -> None:
         self._last = multiprocessing.RawValue("d", 0.0)
 
     def beat(self) -> None:
+        """Note progress, now."""
         self._last.value = time.monotonic()
 
     @property
     def last(self) -> float:
+        """The time of the last progress, as `time.monotonic`."""
         return self._last.value
 
 
 def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[Any]:
-    """The loader's batches.
+    """Yield the loader's batches.
 
     Raises:
         StalledError: a batch was waited for, and for `stall_timeout` seconds there was no pulse. The workers are ended.
@@ -76,11 +78,11 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
             except StopIteration:
                 return
             except Exception as error:
-                if watch.found:
+                if watch.stall:
                     _wait_for_ends(workers)
-                    raise StalledError(watch.found) from error
-                if told := _deaths(workers, wait=isinstance(error, (OSError, EOFError))):
-                    raise WorkerDiedError(told) from error
+                    raise StalledError(watch.stall) from error
+                if deaths := _deaths(workers, wait=isinstance(error, (OSError, EOFError))):
+                    raise WorkerDiedError(deaths) from error
                 raise
             yield batch
     finally:
@@ -88,17 +90,20 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
 
 
 def _wait_for_ends(workers: list[Any]) -> None:
-    """A killed worker's pipes close before it is dead, and at its death DataLoader's signal handler raises wherever the
-    main process then is: here, and not in what handles our error."""
+    """Wait for killed workers to be dead.
+
+    Their pipes close before that, and at their death DataLoader's signal handler raises wherever the main process then
+    is: here, and not in what handles our error.
+    """
     for worker in workers:
         with suppress(RuntimeError):
             worker.join(1.0)
 
 
 def _deaths(workers: list[Any], *, wait: bool) -> str:
-    """Which workers died of what; nothing where none did. A death shows in many ways, such as a reset connection."""
+    """Return which workers died of what, or ""; deaths raise many kinds of error, such as a reset connection."""
     for _ in workers:
-        with suppress(RuntimeError):  # DataLoader's signal handler may tell of one right here
+        with suppress(RuntimeError):  # DataLoader's signal handler may raise for one right here
             return _deaths_now(workers, wait=wait)
     return _deaths_now(workers, wait=False)
 
@@ -126,7 +131,7 @@ class _Watch:
     """A thread that looks at the workers while a batch is waited for; none where there are no workers."""
 
     def __init__(self, workers: list[int], pulse: Pulse, timeout: float) -> None:
-        self.found = ""  # what was stuck, once something was
+        self.stall = ""  # what was stuck, once something was
         self._workers, self._pulse, self._timeout = workers, pulse, timeout
         self._since: float | None = None
         self._ended = threading.Event()
@@ -147,25 +152,25 @@ class _Watch:
 
     def _run(self) -> None:
         tick = min(1.0, self._timeout / 10)
-        quiet, told, before = 0.0, False, time.monotonic()
+        quiet, warned, before = 0.0, False, time.monotonic()
         while not self._ended.wait(tick):
             now, since = time.monotonic(), self._since
             if since is None or max(since, self._pulse.last) > before:
-                quiet, told = 0.0, False
+                quiet, warned = 0.0, False
             else:
                 quiet += min(now - before, 2 * tick)  # no more: this process may have been suspended itself
             before = now
             if quiet and any(_state(pid) == _STATES["Z"] for pid in self._workers):
                 return  # a death DataLoader sees by itself, in five seconds at most
-            if quiet > _TOLD_AFTER * self._timeout and not told:
-                told = True
+            if quiet > _WARN_AFTER * self._timeout and not warned:
+                warned = True
                 _log.warning("no data for %.0f s: %s", quiet, self._described())
             if quiet > self._timeout:
                 self._kill(quiet)
                 return
 
     def _kill(self, quiet: float) -> None:
-        self.found = (
+        self.stall = (
             f"no batch came and no sample was made for {quiet:.0f} s (stall_timeout): {self._described()}. They are "
             "ended. A stopped process was stopped from outside (kill -STOP, a debugger); one that waits for a disk is "
             "on a drive that hangs; one that runs is in a transform without end, or the limit is too short for it. "
@@ -183,5 +188,5 @@ def _state(pid: int) -> str:
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "gone, or not to be seen here"
+        return "gone, or not visible here"
     return _STATES.get(letter, f"in state {letter}")

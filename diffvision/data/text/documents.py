@@ -1,15 +1,14 @@
-"""Members of a sample -> documents: texts as they are, or the reason why one cannot be used."""
+"""Members of a sample -> documents: texts, or the reason why one cannot be used. Token ids are in `tokens`."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diffvision.data.images.decode import BadSample
-from diffvision.data.images.samples import Members, check_key
+from diffvision.data.shards.sample import BadSample, Members, check_key
 
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_LINES_BYTES = 1 << 30
-"""Of one member with a document in each line, which is read whole."""
+"""The limit of one member with a document in each line, which is read whole."""
 
 
 @dataclass(kw_only=True)
@@ -17,7 +16,7 @@ class DocumentAccount:
     """What became of the documents of a source.
 
     Attributes:
-        documents: that were used; `empty` ones and those `skipped`, by reason, are not among them.
+        documents: the number used, without `empty` ones and those `skipped`, by reason.
         examples: for each reason the first few, as "shard: key".
     """
 
@@ -28,20 +27,23 @@ class DocumentAccount:
 
     @property
     def bad(self) -> int:
+        """Skipped documents, whatever the reason."""
         return sum(self.skipped.values())
 
     @property
     def seen(self) -> int:
+        """All documents that were read."""
         return self.documents + self.empty + self.bad
 
     def skip(self, reason: str, where: str) -> None:
+        """Count a document that cannot be used; `where` is "shard: key"."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < 3:
             shown.append(where)
 
     def summary(self) -> str:
-        """A line of counts, and one for each reason."""
+        """Return a line of counts, and one for each reason."""
         lines = [f"{self._used()}, {self.empty:,} empty, {self.bad:,} skipped"]
         for reason, count in sorted(self.skipped.items(), key=lambda entry: -entry[1]):
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples.get(reason, []))}")
@@ -69,7 +71,7 @@ class TextMember:
         self._lines = self._member.rpartition(".")[2] == "jsonl"
 
     def documents(self, members: Members) -> Iterator[str | BadSample]:
-        """Each document, or why it cannot be used; an empty one is an empty text."""
+        """Yield each document, or why it cannot be used; an empty one is an empty text."""
         size = members.size(self._member)
         if size is None:
             yield BadSample(f"missing text member {self._member!r}")
@@ -87,16 +89,16 @@ class TextMember:
     def _document(self, data: bytes) -> str | BadSample:
         try:
             text = data.decode("utf-8-sig")
-            found = text if not self._field else _field(text, self._field)
-            if isinstance(found, str):
-                found.encode()  # JSON can write half of a surrogate pair
-            return found
+            document = text if not self._field else _field(text, self._field)
+            if isinstance(document, str):
+                document.encode()  # JSON can write half of a surrogate pair
+            return document
         except UnicodeError:
             return BadSample("text not UTF-8")
 
 
 def check_document(members: Members, member_type: str) -> int:
-    """A text member is what its type says; returns how many characters it has.
+    """Check that a text member is what its type says; return how many characters it has.
 
     Raises:
         BadSample: not UTF-8, not JSON, or empty.

@@ -1,4 +1,7 @@
-"""The LightningDataModule of language models: shards of text or of tokens in, packed sequences out."""
+"""The LightningDataModule of language models: shards of text or of tokens in, packed sequences out.
+
+Text is tokenised in `tokenize`; sequences are read in `tokens`.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -7,8 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from diffvision.data.images.folders import EvaluationLoader
-from diffvision.data.images.module import of_model, rank_and_world
+from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards
@@ -18,6 +20,7 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import cached_tokens, check_limits
 from diffvision.data.text.tokenizers import FILE, Tokenizer, load_tokenizer
 from diffvision.data.text.tokens import TokenSequence, TokenShards, are_tokens
+from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
 
 Source = str | Sequence[str]
 
@@ -33,9 +36,9 @@ class TextData(pl.LightningDataModule):
         length: tokens that the model reads of each sequence; a batch has one more, for the last to be predicted.
         evaluation: shards to validate on, of either kind.
         tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name; None: that of the LightningModule
-            that is trained. Token shards bring their own.
+            that is trained. Token shards have theirs next to them.
         num_workers: processes that read, on each rank; and that tokenise.
-        seed: with the epoch, all there is to the order of the sequences.
+        seed: with the epoch, it determines the order of the sequences.
         max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
         text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
         window: shards shuffled together.
@@ -70,74 +73,59 @@ class TextData(pl.LightningDataModule):
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer: the one that is set, else the one that lies beside the token shards.
+        """The tokenizer that is set, else the one next to the token shards.
 
         Raises:
-            ValueError: neither is there.
+            ValueError: there is neither.
         """
-        tokenizer = of_model(self, "tokenizer")
+        tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is not None:
             return load_tokenizer(tokenizer)
         if not are_tokens(self.train):
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
         shard = find_shards(self.train)[0]
         if shard.remote:
-            raise ValueError(f"{self.train} is remote: set tokenizer, a local copy of the {FILE} beside the shards")
+            raise ValueError(f"{self.train} is remote: set tokenizer, a local copy of the {FILE} next to the shards")
         return load_tokenizer(Path(shard.location).parent)
 
     @property
     def vocab_size(self) -> int:
-        """Ids in batches are below it."""
+        """The bound of the ids in batches."""
         return self.text_tokenizer.vocab_size
 
     def prepare_data(self) -> None:
-        """Tokenise what is not yet. Lightning calls this on one process of each machine, and lets the others wait."""
+        """Tokenise the text shards; Lightning calls this on one process of each machine while the others wait."""
         self._check_vocabulary()
         for source in (self.train, self.evaluation):
             if source is not None:
                 self._token_source(source)
 
     def setup(self, stage: str | None = None) -> None:
+        """Check that the model has an embedding for every id."""
         self._check_vocabulary()
 
     def train_dataloader(self) -> ShardLoader:
+        """Return the training batches, `TokenBatch`es."""
         shards = self.token_shards(self.train)
-        rank, world_size = rank_and_world(self)
-        loader = ShardLoader(
-            shards,
-            self._kind(shards),
-            self.batch_size,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            rank=rank,
-            world_size=world_size,
-            window=self.window,
-            limits=self.limits,
-            stall_timeout=self.stall_timeout,
-        )
-        if self.trainer is not None:
-            loader.set_epoch(self.trainer.current_epoch)
-        return loader
+        return training_loader(self, shards, self._kind(shards))
 
     def val_dataloader(self) -> EvaluationLoader | list:
+        """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
         shards = self.token_shards(self.evaluation)
-        rank, world_size = rank_and_world(self)
-        batch_size = self.eval_batch_size or max(1, self.batch_size // world_size)
-        kind = self._kind(shards)
-        return EvaluationLoader(
-            shards, kind, batch_size, self.num_workers, rank, world_size, self.limits, self.stall_timeout
-        )
+        return evaluation_loader(self, shards, self._kind(shards))
 
     def test_dataloader(self) -> EvaluationLoader | list:
+        """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> EvaluationLoader | list:
+        """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
     def token_shards(self, source: Source) -> TokenShards:
-        """Shards as sequences of this length, tokenised if need be.
+        """Return shards as sequences of `length` tokens, tokenised if need be.
 
         Raises:
             ValueError: token shards of another tokenizer than the one that is set; see `TokenShards`.
@@ -151,7 +139,7 @@ class TextData(pl.LightningDataModule):
             raise ValueError(
                 f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), "
                 f"{self.tokenizer or self.train} has {tokenizer.vocab_size} ({tokenizer.fingerprint}): "
-                "set the tokenizer that lies beside the token shards, or tokenise the text again"
+                "set the tokenizer next to the token shards, or tokenise the text again"
             )
         return shards
 
@@ -165,7 +153,7 @@ class TextData(pl.LightningDataModule):
         return TokenSequence(shards.account, documents=self.documents)
 
     def _check_vocabulary(self) -> None:
-        """Before any work: are there ids that the model has no embedding for?"""
+        """Raise ValueError, before any work, if there are ids that the model has no embedding for."""
         module = self.trainer.lightning_module if self.trainer is not None else None
         size = _vocabulary_of(module)
         if size is not None and size < self.vocab_size:
@@ -176,7 +164,7 @@ class TextData(pl.LightningDataModule):
 
 
 def _vocabulary_of(module: Any) -> int | None:
-    """`vocab_size` of a LightningModule, of its config, or of its model's; None where it tells none."""
+    """Return `vocab_size` of a LightningModule, of its config, or of its model's; None where there is none."""
     model = getattr(module, "model", None)
     for owner in (module, getattr(module, "config", None), getattr(model, "config", None)):
         size = getattr(owner, "vocab_size", None)

@@ -1,8 +1,10 @@
-"""tiktoken's encodings as tokenizers of the `tokenizers` library, so that they can be saved and compared as the others.
+"""tiktoken's encodings as tokenizers of the `tokenizers` library, so that they are saved and compared as the others.
 
 Both libraries do byte-pair encoding, but tiktoken joins any two neighbours whose union is a token, lowest rank first,
-where the other wants the pairs written out: every way to split a token in two becomes one, in order of rank. What comes
-out is compared with tiktoken's own encoding before it is used.
+where the other library takes a list of pairs: every way to split a token in two becomes one, in order of rank. The
+result is compared with tiktoken's encoding before it is used. transformers' `TikTokenConverter` does not serve: it
+needs the file rather than the encoding, keeps expressions that the two libraries read differently, and gives special
+tokens other ids.
 """
 
 from typing import Any
@@ -21,7 +23,7 @@ _PROBES = (
 
 
 def from_tiktoken(name: str) -> tokenizers.Tokenizer:
-    """An encoding by its name.
+    """Return tiktoken's encoding of a name as a tokenizer.
 
     Raises:
         ValueError: tiktoken is not installed, or cannot get the file.
@@ -35,7 +37,7 @@ def from_tiktoken(name: str) -> tokenizers.Tokenizer:
         ) from None
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # of requests, of the file system, of its own
+    except Exception as error:  # of requests, of the file system, of tiktoken
         raise ValueError(
             f"tiktoken cannot get {name!r}: {error}; it is downloaded once, into the directory that TIKTOKEN_CACHE_DIR "
             "names: copy it there, or give a tokenizer.json"
@@ -44,16 +46,16 @@ def from_tiktoken(name: str) -> tokenizers.Tokenizer:
 
 
 def converted(encoding: Any) -> tokenizers.Tokenizer:
-    """A `tiktoken.Encoding` as a tokenizer of the other library.
+    """Convert a `tiktoken.Encoding` to a tokenizer of the `tokenizers` library.
 
     Raises:
         ValueError: the two do not agree on a few lines of difficult text.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
-    written = _byte_names()
+    names = _byte_names()
 
     def word(token: bytes) -> str:
-        return "".join(written[byte] for byte in token)
+        return "".join(names[byte] for byte in token)
 
     pairs = [
         (rank, ranks[token[:cut]], ranks[token[cut:]], word(token[:cut]), word(token[cut:]))
@@ -83,7 +85,7 @@ def converted(encoding: Any) -> tokenizers.Tokenizer:
 
 
 def _add_special(result: tokenizers.Tokenizer, special: dict[str, int]) -> None:
-    """Special tokens under their own ids. The library numbers new ones in turn, so gaps before them are filled."""
+    """Add special tokens with their ids; the library numbers new ones in turn, so gaps before them are filled."""
     for name, number in sorted(special.items(), key=lambda entry: entry[1]):
         while (reached := result.get_vocab_size()) < number:
             result.add_special_tokens([AddedToken(f"<|unused{reached}|>", special=True)])
@@ -93,7 +95,7 @@ def _add_special(result: tokenizers.Tokenizer, special: dict[str, int]) -> None:
 
 
 def _byte_names() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself where printable, as GPT-2 has it."""
+    """Return the character for each byte in byte-level vocabularies: itself where printable, as in GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

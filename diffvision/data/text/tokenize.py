@@ -1,7 +1,7 @@
-"""Text shards to token shards: beforehand by `diffvision data tokenize`, else once, into the user's cache.
+"""Text shards to token shards: ahead of training by `diffvision data tokenize`, else once, into the user's cache.
 
-Either way training reads token shards, so that the order of an epoch is the same function of seed and epoch, its length
-is true, and a text is not tokenised again every epoch.
+Either way training reads token shards (`tokens`), so that the order of an epoch is the same function of seed and epoch,
+its length is true, and a text is not tokenised again every epoch.
 """
 
 import hashlib
@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from diffvision.data.images.decode import BadSample
+from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.cache import identity
-from diffvision.data.shards.loader import as_is
 from diffvision.data.shards.locks import locked, scratch, sweep
-from diffvision.data.shards.order import Sample
 from diffvision.data.shards.report import BadDataError, Limits
+from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import packing_progress, write_manifest, write_tar
@@ -51,10 +50,10 @@ class _Parts(Dataset):
         self.shards, self.tokenizer, self.text = shards, tokenizer, text
         self.dtype = token_dtype(tokenizer.vocab_size)
 
-    def __getitem__(self, place: tuple[int, int]) -> _Part:
-        number, first = place
+    def __getitem__(self, first_sample: SampleId) -> _Part:
+        number, first = first_sample
         rows = range(first, min(first + _ROWS, int(self.shards.counts[number])))
-        part, found = _Part(len(rows), np.array([], dtype=self.dtype)), [np.array([], dtype=self.dtype)]
+        part, documents = _Part(len(rows), np.array([], dtype=self.dtype)), [np.array([], dtype=self.dtype)]
         for row in rows:
             for document in self._documents((number, row)):
                 ids = self._ids(document)
@@ -64,18 +63,18 @@ class _Parts(Dataset):
                     part.empty += 1
                 else:
                     part.documents += 1
-                    found.append(ids)
-        part.tokens = np.concatenate(found)
+                    documents.append(ids)
+        part.tokens = np.concatenate(documents)
         return part
 
-    def _documents(self, sample: tuple[int, int]) -> Iterator[str | BadSample]:
+    def _documents(self, sample: SampleId) -> Iterator[str | BadSample]:
         try:
             yield from self.text.documents(self.shards.members(sample))
         except BadSample as reason:
             yield reason
 
     def _ids(self, document: str | BadSample) -> np.ndarray | BadSample:
-        """A document's ids with the end behind them; none of an empty one."""
+        """Return a document's ids with the end after them; none of an empty one."""
         if isinstance(document, BadSample):
             return document
         if not document.strip():
@@ -101,14 +100,14 @@ def tokenize_shards(
     The directory appears once it is whole. The same source gives the same bytes, whatever the number of workers.
 
     Args:
-        directory: where; it must not exist, or be empty.
-        text: where a sample's documents are; by default in its `txt` member.
-        tokens_per_shard: a shard is closed at this number, in the middle of a document if need be.
+        directory: the folder to write; it must not exist, or be empty.
+        text: reads a sample's documents; by default its `txt` member.
+        tokens_per_shard: the tokens of each shard but the last; documents may be cut.
         num_workers: processes that tokenise; 0 does it in this one.
-        limits: of documents that cannot be used.
+        limits: how many documents that cannot be used are an error.
 
     Raises:
-        ValueError: the directory holds something, or the source holds no document.
+        ValueError: the directory is not empty, or the source has no document.
         BadDataError: too many documents cannot be used; nothing is kept.
     """
     directory = Path(directory)
@@ -117,7 +116,7 @@ def tokenize_shards(
     if tokens_per_shard < 2:
         raise ValueError(f"tokens_per_shard is {tokens_per_shard}: it must be at least 2")
     with scratch(directory.parent, prefix := f".{directory.name}.") as folder:
-        sweep(directory.parent, prefix)  # what a killed one left
+        sweep(directory.parent, prefix)  # what a killed process left
         parts = _Parts(source, tokenizer, text or TextMember())
         account = _write(source, folder, parts, tokens_per_shard, num_workers, limits or Limits())
         os.replace(folder, directory)
@@ -132,34 +131,34 @@ def cached_tokens(
     num_workers: int = 2,
     limits: Limits | None = None,
 ) -> Path:
-    """The token shards of text shards in the user's cache (`~/.cache/diffvision/tokens`), made now if need be.
+    """Return the token shards of text shards in the user's cache (`~/.cache/diffvision/tokens`), made if need be.
 
-    They are known by the text shards' places and versions, the tokenizer and the text member, so what any of these
-    makes different is made anew. Any number of processes may ask at once; one makes them. Nothing is ever removed.
+    They are identified by the text shards' locations and versions, the tokenizer and the text member; a change of any
+    of these makes new ones. Any number of processes may ask at once; one makes them. They are never removed.
 
     Raises:
         BadDataError, ValueError: as `tokenize_shards`.
     """
     text, limits = text or TextMember(), limits or Limits()
     identities = [identity(shard) for shard in source.shards]
-    told = json.dumps([TOKENS_FORMAT, identities, tokenizer.fingerprint, text.key])
+    identity_of_all = json.dumps([TOKENS_FORMAT, identities, tokenizer.fingerprint, text.key])
     root = user_cache() / "tokens"
-    directory = root / hashlib.sha256(told.encode()).hexdigest()[:24]
+    directory = root / hashlib.sha256(identity_of_all.encode()).hexdigest()[:24]
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f"{directory.name}.lock"):
         if not (directory / TOKENS).is_file():
             tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
     for account in find_accounts(ShardSet(directory).shards).values():
         assert account is not None
-        check_limits(account, limits)  # they may have been others when the shards were made
+        check_limits(account, limits)  # the limits may have been others when the shards were made
     return directory
 
 
 def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) -> None:
-    """Too many documents skipped, of those seen or of as many as are expected?
+    """Check that not too many documents were skipped, of those seen or of as many as are expected.
 
     Raises:
-        BadDataError: yes, with a summary.
+        BadDataError: too many were; the message has a summary.
     """
     total = max(expected, account.seen)
     if account.bad > limits.max_bad_fraction * total:
@@ -174,12 +173,12 @@ def documents_of(
     limits: Limits | None = None,
     account: DocumentAccount | None = None,
 ) -> Iterator[str]:
-    """Every document that can be read, in order, the empty ones with them.
+    """Yield every document that can be read, in order, including empty ones.
 
     Args:
-        text: where a sample's documents are; by default in its `txt` member.
-        limits: of documents that cannot be used.
-        account: these documents, and those that cannot be used, are added to it.
+        text: reads a sample's documents; by default its `txt` member.
+        limits: how many documents that cannot be used are an error.
+        account: counts these documents, and those that cannot be used.
 
     Raises:
         BadDataError: too many documents cannot be used, of those that there seem to be.
@@ -195,13 +194,13 @@ def documents_of(
             check_limits(account, limits, expected=before + here)
 
 
-def _usable(source: ShardSet, sample: Sample, text: TextMember, account: DocumentAccount) -> Iterator[str]:
-    """The documents of a sample; all of them are counted."""
+def _usable(source: ShardSet, sample: SampleId, text: TextMember, account: DocumentAccount) -> Iterator[str]:
+    """Yield the documents of a sample, and count all of them."""
     try:
-        found = list(text.documents(source.members(sample)))
+        documents = list(text.documents(source.members(sample)))
     except BadSample as reason:
-        found = [reason]
-    for document in found:
+        documents = [reason]
+    for document in documents:
         if isinstance(document, BadSample):
             account.skip(str(document), source.describe(sample))
         else:
@@ -231,15 +230,15 @@ def _write(
 def _read(
     source: ShardSet, parts: _Parts, num_workers: int, account: TokenAccount, limits: Limits
 ) -> Iterator[np.ndarray]:
-    """The tokens of each part in order; what became of its documents is added to the account."""
-    places = [(n, first) for n, count in enumerate(source.counts) for first in range(0, int(count), _ROWS)]
+    """Yield the tokens of each part in order; what became of its documents is added to the account."""
+    firsts = [(n, first) for n, count in enumerate(source.counts) for first in range(0, int(count), _ROWS)]
     loader: Iterable[_Part] = DataLoader(
         parts,
         batch_size=None,
-        sampler=places,
-        num_workers=min(num_workers, len(places)),
-        collate_fn=as_is,
-        generator=torch.Generator(),  # or it would draw from the process's own
+        sampler=firsts,
+        num_workers=min(num_workers, len(firsts)),
+        collate_fn=identity_collate,
+        generator=torch.Generator(),  # else it would draw from the process's generator
     )
     with packing_progress() as progress:
         task = progress.add_task("tokenising", total=len(source))
@@ -254,7 +253,7 @@ def _read(
 
 
 def _cut(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The same tokens in arrays of `size`; the last may be smaller."""
+    """Yield the same tokens in arrays of `size`; the last may be smaller."""
     kept: list[np.ndarray] = []
     have = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Tokenizers of text: Hugging Face `tokenizers` files, tiktoken's names, byte-level BPE trained on one's own text.
+"""Tokenizers of text: Hugging Face `tokenizers` files, tiktoken's names, byte-level BPE trained on the user's text.
 
-Text is only ever text: a special token's name written out in a document is encoded as the characters that it has, so no
-document can end itself. The end of a document is an id that only the data pipeline adds.
+A special token's name in a document is encoded as its characters, so no document can end itself. The end of a document
+is an id that only the data pipeline adds. Captions of images are tokenised by the model's tokenizer.
 """
 
 import hashlib
@@ -25,16 +25,18 @@ _MAX_VOCABULARY = 1 << 24
 
 
 class BadText(ValueError):
-    """A text that cannot be tokenised, and in `reason` what such texts of a corpus are counted under."""
+    """A text that cannot be tokenised; `reason` is what such texts of a corpus are counted under."""
 
-    def __init__(self, reason: str, told: str) -> None:
-        super().__init__(f"{reason}: {told}")
+    def __init__(self, reason: str, details: str) -> None:
+        super().__init__(f"{reason}: {details}")
         self.reason = reason
 
 
 def check_text(text: str) -> None:
-    """Raises:
-    BadText: the text has half of a surrogate pair, which is no character and cannot be written in UTF-8.
+    """Check that a text can be written in UTF-8.
+
+    Raises:
+        BadText: it has half of a surrogate pair, which is no character.
     """
     try:
         text.encode()
@@ -50,9 +52,9 @@ class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        backend: of the `tokenizers` library; it is taken over and changed, so that it neither pads nor cuts, nor takes
-            text for special tokens.
-        eos: the token that ends a document; None finds it by name.
+        backend: of the `tokenizers` library; it is changed, so that it neither pads nor truncates, nor takes text for
+            special tokens.
+        eos: the token that ends a document; None takes one with a usual name.
 
     Attributes:
         vocab_size: ids are below it.
@@ -69,7 +71,7 @@ class Tokenizer:
         if eos is None or eos not in vocabulary:
             wanted = repr(eos) if eos else "any of " + ", ".join(_KNOWN_ENDS)
             raise ValueError(
-                f"the tokenizer has no token for the end of a document, {wanted}: add one, or name its own"
+                f"the tokenizer has no token for the end of a document, {wanted}: add one, or give its name as eos"
             )
         backend.no_truncation()
         backend.no_padding()
@@ -88,17 +90,17 @@ class Tokenizer:
         self.__init__(tokenizers.Tokenizer.from_str(state["file"]), state["eos"])  # type: ignore[misc]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, with nothing added before or after.
+        """Return the ids of a text, without any added before or after.
 
         Raises:
-            BadText: the text has half of a surrogate pair; or the tokenizer cannot but end a document with it.
+            BadText: the text has half of a surrogate pair, or the tokenizer would end a document with it.
         """
         check_text(text)
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return self._without_end(text) if self.eos_id in ids else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD. Special tokens are written out by name.
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD, special tokens their names.
 
         Raises:
             ValueError: an id outside of the vocabulary.
@@ -111,7 +113,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with what the tokenizer does, not with where its file lies."""
+        """A digest of what the tokenizer does, wherever its file lies."""
         return hashlib.sha256(f"{self._canonical()} {self.eos}".encode()).hexdigest()[:16]
 
     def save(self, path: str | os.PathLike) -> None:
@@ -128,7 +130,7 @@ class Tokenizer:
         return json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
 
     def _without_end(self, text: str) -> list[int]:
-        """Some tokenizers take the written name for the token whatever they are told: show it to them in two halves."""
+        """Encode in two halves the end's name, which some tokenizers take for the token in spite of their settings."""
         ids: list[int] = []
         for number, part in enumerate(text.split(self.eos)):
             halves = ([self.eos[1:]] if number else []) + [part]
@@ -145,10 +147,10 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
-    """A tokenizer.json, a directory that holds one, or a name of tiktoken's.
+    """Load a tokenizer.json, from a directory that holds one, or by a name of tiktoken's.
 
     Raises:
-        ValueError: nothing there, a file that is no tokenizer, a tiktoken name that cannot be had on this machine.
+        ValueError: no such file, a file that is no tokenizer, a tiktoken name that is not available on this machine.
     """
     from diffvision.data.text.tiktokens import TIKTOKENS, from_tiktoken
 
@@ -156,7 +158,7 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     if path.is_dir():
         path = path / FILE
     if path.is_file():
-        return Tokenizer(_read(path), _told_end(path))
+        return Tokenizer(_read(path), _configured_end(path))
     if str(source) in TIKTOKENS:
         return Tokenizer(from_tiktoken(str(source)), END)
     raise ValueError(
@@ -173,7 +175,7 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def _write(path: Path, content: Any) -> None:
-    """A JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)  # a link may have come with the folder
     with part.open("x", encoding="utf-8") as file:
@@ -181,29 +183,29 @@ def _write(path: Path, content: Any) -> None:
     os.replace(part, path)
 
 
-def _told_end(path: Path) -> str | None:
-    """The end of a text that Hugging Face's settings beside the file name, if they do."""
-    beside = path.with_name(_CONFIG)
-    if not beside.is_file():
+def _configured_end(path: Path) -> str | None:
+    """Return the end of a text that tokenizer_config.json next to the file names, or None."""
+    path = path.with_name(_CONFIG)
+    if not path.is_file():
         return None
     try:
-        told: Any = json.loads(beside.read_text(encoding="utf-8"))
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{beside} is not JSON, or nested too deeply: {error}") from None
-    token = told.get("eos_token") if isinstance(told, dict) else None
+        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
+    token = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2) of these texts; the same texts give the same.
+    """Train byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2); the same texts give the same tokenizer.
 
     Any text can be encoded, for every byte is a token. The end of a document is id 0. A small corpus may have fewer
-    pairs to merge than asked for: `vocab_size` of the result tells.
+    pairs to merge than asked for: see `vocab_size` of the result.
 
     Raises:
-        ValueError: a vocabulary with no room for the bytes and the end of a document; no text; one that is not UTF-8.
+        ValueError: a vocabulary too small for the bytes and the end of a document; no text; one that is not UTF-8.
     """
     least = _BYTES + 1
     if not least <= vocab_size <= _MAX_VOCABULARY:
@@ -226,7 +228,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 class _Counted:
-    """Texts, and how many characters went by."""
+    """An iterator of texts that counts their characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts, self.characters = iter(texts), 0

@@ -1,8 +1,8 @@
 """Token shards: a corpus as one long run of token ids, and the sequences of any length that are read from it.
 
 A token shard is a WebDataset tar of one sample, an array of uint16 or uint32 (`000000.npy`): documents one after
-another, each followed by its tokenizer's end-of-document id. `tokens.json` beside the shards says whose ids they are,
-and the tokenizer itself lies there too. Sequence i of a shard is its tokens i*L .. i*L + L, so that consecutive ones
+another, each followed by its tokenizer's end-of-document id. `tokens.json` next to the shards names the tokenizer,
+whose file lies there too. Sequence i of a shard is its tokens i*L .. i*L + L, so that consecutive ones
 share one token and every token but a shard's first is predicted exactly once. Nothing in the files depends on L. What
 is left at a shard's end is shorter than a sequence; it is counted.
 """
@@ -18,12 +18,10 @@ import numpy as np
 import torch
 
 from diffvision.data.batches import TokenBatch
-from diffvision.data.images.decode import BadSample
-from diffvision.data.images.samples import Members
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.order import Sample
-from diffvision.data.shards.sources import Shard, find_shards, read_beside
-from diffvision.data.shards.storage import ShardMembers, ShardSet
+from diffvision.data.shards.sample import BadSample, Members, SampleId
+from diffvision.data.shards.sources import Shard, find_shards, read_small_file
+from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount
 
 TOKENS = "tokens.json"
@@ -51,48 +49,51 @@ class TokenAccount(DocumentAccount):
 
     @property
     def tokens(self) -> int:
+        """The tokens of all shards."""
         return sum(self.shards.values())
 
     @property
     def dtype(self) -> np.dtype:
+        """The integers that the shards hold."""
         return token_dtype(self.vocab_size)
 
     def _used(self) -> str:
         return f"{self.documents:,} documents, {self.tokens:,} tokens"
 
     def text(self) -> str:
+        """Return the content of tokens.json."""
         return json.dumps({"format": TOKENS_FORMAT, **self.__dict__}, indent=1) + "\n"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Little-endian unsigned integers, of 2 bytes where that holds every id."""
+    """Return little-endian unsigned integers, of 2 bytes where that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def find_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
-    """{directory: its tokens.json, or None where there is none}.
+    """Return {directory: its tokens.json, or None where there is none}.
 
     Raises:
         ValueError: a file of another format.
     """
-    found: dict[str, TokenAccount | None] = {}
+    accounts: dict[str, TokenAccount | None] = {}
     for shard in shards:
         parent = _parent(shard)
-        if parent not in found:
-            text = read_beside(parent if shard.remote else Path(parent), TOKENS)
-            found[parent] = None if text is None else _parsed(text, f"{parent}/{TOKENS}")
-    return found
+        if parent not in accounts:
+            text = read_small_file(parent if shard.remote else Path(parent), TOKENS)
+            accounts[parent] = None if text is None else _parsed(text, f"{parent}/{TOKENS}")
+    return accounts
 
 
 def are_tokens(source: Any) -> bool:
-    """Whether shards hold tokens rather than text.
+    """Return whether shards hold tokens rather than text.
 
     Raises:
         ValueError: some do and others do not.
     """
-    found = find_accounts(find_shards(source))
-    without = [parent for parent, account in found.items() if account is None]
-    if without and len(without) < len(found):
+    accounts = find_accounts(find_shards(source))
+    without = [parent for parent, account in accounts.items() if account is None]
+    if without and len(without) < len(accounts):
         raise ValueError(f"{source} joins token shards and {without[0]}, which has no {TOKENS}: give either kind alone")
     return not without
 
@@ -103,10 +104,10 @@ def _parent(shard: Shard) -> str:
 
 def _parsed(text: str, where: str) -> TokenAccount:
     try:
-        told = json.loads(text)
-        if told.pop("format", None) != TOKENS_FORMAT:
+        fields = json.loads(text)
+        if fields.pop("format", None) != TOKENS_FORMAT:
             raise ValueError
-        account = TokenAccount(**told)
+        account = TokenAccount(**fields)
         numbers = [account.vocab_size, account.documents, account.empty, *account.shards.values()]
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
             raise ValueError
@@ -116,11 +117,11 @@ def _parsed(text: str, where: str) -> TokenAccount:
 
 
 def check_tokens(data: bytes, shard: Shard) -> int:
-    """The array of a token shard is what the tokens.json beside it says; returns how many tokens it has.
+    """Check that the array of a token shard is as its tokens.json says; return how many tokens it has.
 
     Raises:
-        BadSample: it is not.
-        ValueError: tokens.json is not there, or of another format.
+        BadSample: it is not, or there is no tokens.json.
+        ValueError: tokens.json is of another format.
     """
     account = find_accounts([shard])[_parent(shard)]
     if account is None:
@@ -157,7 +158,7 @@ class TokenShards(ShardSet):
         self.length = length
         accounts = find_accounts(self.shards)
         self.account = _joined(accounts, str(source))
-        self._tokens = np.array([_told(shard, accounts[_parent(shard)]) for shard in self.shards], dtype=np.int64)
+        self._tokens = np.array([_listed(s, accounts[_parent(s)]) for s in self.shards], dtype=np.int64)
         self._starts: dict[int, int] = {}  # shard -> byte in the tar at which its tokens begin
         self.counts = np.maximum(0, self._tokens - 1) // length
         if not self.counts.any():
@@ -168,22 +169,24 @@ class TokenShards(ShardSet):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the length too, and with the tokenizer."""
+        """A digest of names and counts, of the length and of the tokenizer."""
         return f"{super().fingerprint}-{self.length}-{self.account.fingerprint}"
 
     @property
-    def beside(self) -> dict[str, int]:
+    def extra_counts(self) -> dict[str, int]:
+        """Tokens after the last whole sequence of each shard, and documents that are not in the shards."""
         used = self.counts * self.length + (self.counts > 0)
         counts = {"tail_tokens": int((self._tokens - used).sum())}
         return counts | {"skipped_documents": self.account.bad, "empty_documents": self.account.empty}
 
-    def members(self, sample: Sample) -> Members:
+    def members(self, sample: SampleId) -> Members:
+        """Return one sequence as the member `npy`; raise as `ShardSet.members`."""
         number, row = sample
-        super().members((number, 0))  # the shard can be read, and holds its array
+        super().members((number, 0))  # raises unless the shard can be read and holds its array
         return _Sequence(self, number, row)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """The tokens of each document in order, without its end; shards cut documents, and these are whole again.
+        """Yield the tokens of each document in order, without its end; documents that shards cut are whole again.
 
         Raises:
             ValueError: a shard is damaged.
@@ -206,11 +209,12 @@ class TokenShards(ShardSet):
         if any(map(len, kept)):
             yield np.concatenate(kept)
 
-    def describe(self, sample: Sample) -> str:
+    def describe(self, sample: SampleId) -> str:
+        """Return "shard: sequence N" of a sample, for reports."""
         return f"{self.shards[sample[0]].name}: sequence {sample[1]}"
 
     def read_tokens(self, number: int, start: int, stop: int) -> bytes:
-        """Tokens start..stop-1 of a shard, as they lie in it.
+        """Return the bytes of tokens start..stop-1 of a shard.
 
         Raises:
             BadSample: the shard is cut short, or does not hold what tokens.json says.
@@ -218,15 +222,16 @@ class TokenShards(ShardSet):
         if number not in self._starts:
             self._starts[number] = self._start(number)
         size = self.account.dtype.itemsize
-        return self.pread(number, self._starts[number] + start * size, (stop - start) * size)
+        return self.reader(number).read(self._starts[number] + start * size, (stop - start) * size)
 
     def _start(self, number: int) -> int:
-        index = self.index(number)
-        place = index.place(0, MEMBER) if len(index) else None
-        if place is None:
+        """Return the byte of a shard at which its tokens begin."""
+        reader = self.reader(number)
+        extent = reader.index.extent(0, MEMBER) if len(reader.index) else None
+        if extent is None:
             raise BadSample("shard without tokens")
-        offset, size = place
-        file = BytesIO(ShardMembers(self, number, 0, index).read(MEMBER, _HEADER_BYTES))
+        offset, size = extent
+        file = BytesIO(reader.members(0).read(MEMBER, _HEADER_BYTES))
         try:
             if np.lib.format.read_magic(file) != (1, 0):
                 raise ValueError
@@ -271,13 +276,14 @@ class TokenSequence:
         self._documents = documents
 
     def decode(self, members: Members) -> np.ndarray:
-        """Tokens [L + 1]; every one is in the vocabulary."""
+        """Return tokens [L + 1], all of them in the vocabulary."""
         tokens = np.frombuffer(members.read(MEMBER, members.size(MEMBER) or 0), self._dtype)
         if int(tokens.max()) >= self._vocab_size:
             raise BadSample("token outside of the vocabulary")
         return tokens
 
     def collate(self, items: list[np.ndarray]) -> TokenBatch:
+        """Join sequences into a batch."""
         tokens = np.stack(items).astype(np.int64)
         batch: TokenBatch = {"tokens": torch.from_numpy(tokens)}
         if self._documents:
@@ -313,7 +319,7 @@ def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccou
     return joined
 
 
-def _told(shard: Shard, account: TokenAccount | None) -> int:
+def _listed(shard: Shard, account: TokenAccount | None) -> int:
     if account is None or shard.name not in account.shards:
-        raise ValueError(f"{_parent(shard)}/{TOKENS} does not tell of {shard.name}: make the token shards anew")
+        raise ValueError(f"{_parent(shard)}/{TOKENS} does not list {shard.name}: make the token shards anew")
     return account.shards[shard.name]

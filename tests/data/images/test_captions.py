@@ -11,7 +11,8 @@ import transformers
 
 from diffvision.data import ImageText
 from diffvision.data.images.captions import BoundedCache, text_only
-from diffvision.data.images.decode import MAX_CAPTION, BadSample, clean_caption, is_blank
+from diffvision.data.images.decode import MAX_CAPTION, clean_caption, is_blank
+from diffvision.data.shards.sample import BadSample
 
 MARKS = {
     "literal": "a <end_of_text> b",
@@ -40,7 +41,7 @@ def clip():
 
 
 def check_row(row, tokenizer):
-    """Fixed length, one start, one end, nothing behind it."""
+    """Fixed length, one start, one end, zeros after it."""
     ids = row.tolist()
     assert len(ids) == 77
     assert ids[0] == tokenizer.sot_token_id
@@ -66,16 +67,16 @@ def test_captions_of_any_kind_have_one_end_and_take_no_time(clip, caption):
     start = time.perf_counter()
     cleaned = clean_caption(caption)
     (row,) = text_only(clip)([cleaned])
-    assert time.perf_counter() - start < 1.0  # 4.5 s for a word of 16,000 letters where nothing cuts it
+    assert time.perf_counter() - start < 1.0  # 4.5 s for a word of 16,000 letters that is not cut
     assert len(cleaned) <= MAX_CAPTION
     check_row(row, clip)
 
 
-@pytest.mark.parametrize("nothing", ["", " \t\n", "\u3000", "&nbsp;", "&nbsp; &#160;", "\x01\x02", "\u200b", "\ufeff"])
-def test_what_no_tokenizer_would_keep_is_an_empty_caption(nothing):
-    assert is_blank(nothing)
+@pytest.mark.parametrize("blank", ["", " \t\n", "\u3000", "&nbsp;", "&nbsp; &#160;", "\x01\x02", "\u200b", "\ufeff"])
+def test_what_no_tokenizer_would_keep_is_an_empty_caption(blank):
+    assert is_blank(blank)
     with pytest.raises(BadSample, match="empty caption"):
-        clean_caption(nothing)
+        clean_caption(blank)
 
 
 @pytest.mark.parametrize("value", [None, 3, 2.5, b"a cat", ["a cat"]])
@@ -92,15 +93,15 @@ def test_half_a_surrogate_pair_is_no_text():
 def test_tokens_are_openclips_and_the_cache_is_bounded(clip, monkeypatch):
     words = [f"{a}{b}ing" for a in "bcdfghklmnprst" for b in ("aver", "oll", "und", "ixel", "ump", "ark")]
     captions = [" ".join(words[i : i + 6]) for i in range(0, len(words), 3)] + ["Tom's CAFÉ & 12 cats", "a_b-c!"]
-    own = text_only(clip)
-    assert text_only(own) is own
-    own.cache = BoundedCache(16)
-    assert torch.equal(own(captions), clip(captions))
-    assert torch.equal(own(captions, context_length=9), clip(captions, context_length=9))
-    assert 8 <= len(own.cache) <= 16
-    assert len(clip.cache) > 84 > len(BoundedCache(16))  # its own is as it was: it keeps every word
+    safe = text_only(clip)
+    assert text_only(safe) is safe
+    safe.cache = BoundedCache(16)
+    assert torch.equal(safe(captions), clip(captions))
+    assert torch.equal(safe(captions, context_length=9), clip(captions, context_length=9))
+    assert 8 <= len(safe.cache) <= 16
+    assert len(clip.cache) > 84 > len(BoundedCache(16))  # it is not changed: it keeps every word
     assert "<end_of_text>" in clip.cache
-    copied = pickle.loads(pickle.dumps(own))
+    copied = pickle.loads(pickle.dumps(safe))
     assert torch.equal(copied(captions), clip(captions))
     with pytest.raises(ValueError, match="room for at least 2"):
         BoundedCache(1)
@@ -122,10 +123,10 @@ def test_tokenizers_of_hugging_face(tmp_path):
     wrapped = open_clip.tokenizer.HFTokenizer.__new__(open_clip.tokenizer.HFTokenizer)
     wrapped.__dict__ |= {"tokenizer_mode": "", "context_length": 12, "strip_sep_token": False, "tokenizer": fast}
     wrapped.clean_fn = open_clip.tokenizer.get_clean_fn("whitespace")
-    own, mark = text_only(wrapped), fast.eos_token_id
+    safe, mark = text_only(wrapped), fast.eos_token_id
     assert mark in wrapped(["a </s> b a cat and a dog and"])[0]
-    assert mark not in own(["a </s> b a cat and a dog and"])[0]
-    assert torch.equal(own(["a cat and"]), wrapped(["a cat and"]))
+    assert mark not in safe(["a </s> b a cat and a dog and"])[0]
+    assert torch.equal(safe(["a cat and"]), wrapped(["a cat and"]))
 
 
 def test_other_tokenizers_are_left_as_they_are(corpus):

@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from diffvision.data.images.decode import (
-    BadSample,
     clean_caption,
     decode_image,
     decode_label,
@@ -15,6 +14,7 @@ from diffvision.data.images.decode import (
     open_image,
     to_rgb,
 )
+from diffvision.data.shards.sample import BadSample
 
 
 def encoded(image, form="PNG", **settings):
@@ -93,7 +93,7 @@ def test_thin_images_are_images(size):
 
 
 def huge_png(side):
-    """A valid header that asks for side x side pixels, and next to nothing behind it."""
+    """A valid header that asks for side x side pixels, and hardly any data after it."""
 
     def chunk(kind, data):
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
@@ -167,9 +167,9 @@ def test_opening_reads_the_header_only():
 def test_captions_are_stripped_cut_and_never_empty():
     assert clean_caption("  a cat \n") == "a cat"
     assert clean_caption("x" * 1_000_000) == "x" * 1000
-    for nothing in ("", " \t\n", "\u3000"):
+    for blank in ("", " \t\n", "\u3000"):
         with pytest.raises(BadSample, match="empty caption"):
-            clean_caption(nothing)
+            clean_caption(blank)
 
 
 @pytest.mark.parametrize("text", ["👩‍👩‍👧", "שלום", "e\u0301", "a\u202eb"])

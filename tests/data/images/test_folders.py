@@ -50,7 +50,7 @@ def test_a_classification_folder(corpus, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 30])
 def test_each_sample_exactly_once_and_in_order_over_ranks(corpus, tmp_path, world_size, num_workers):
     if num_workers and world_size == 30:
-        pytest.skip("thirty ranks with processes of their own take long and show nothing more")
+        pytest.skip("thirty ranks with separate processes take long and test no more")
     folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 25)))
     seen = []
     for rank in range(world_size):
@@ -74,9 +74,9 @@ def test_folders_called_after_their_task_have_their_parents_name(corpus, tmp_pat
     folder_of(tmp_path / "mine" / "zero_shot", corpus, labelled(corpus, 3))
     folder_of(tmp_path / "deeper" / "still" / "pets", corpus, labelled(corpus, 3))
     folder_of(tmp_path / "sugar", corpus, captioned(corpus, 3), dataset_type="composition")
-    found = [(folder.name, folder.task) for folder in find_folders(tmp_path)]
+    folders = [(folder.name, folder.task) for folder in find_folders(tmp_path)]
     expected = [("pets", "zero_shot"), ("mine", "composition"), ("mine", "retrieval"), ("mine", "zero_shot")]
-    assert found == [*expected, ("sugar", "composition")]
+    assert folders == [*expected, ("sugar", "composition")]
     assert [folder.task for folder in find_folders(tmp_path / "mine" / "zero_shot")] == ["zero_shot"]
     monkeypatch.chdir(tmp_path / "mine" / "retrieval")
     assert find_folders(".")[0].name == "mine"

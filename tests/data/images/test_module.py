@@ -74,7 +74,7 @@ def test_a_run_cut_anywhere_goes_on_exactly(corpus, whole, tmp_path, stop_after)
     uninterrupted = Recorder()
     trainer = fit(uninterrupted, data(), tmp_path / "a")
     assert len(trainer.train_dataloader) == 5
-    assert [place[:2] for place in uninterrupted.seen] == [(e, b) for e in range(3) for b in range(5)]
+    assert [position[:2] for position in uninterrupted.seen] == [(e, b) for e in range(3) for b in range(5)]
     resumed = Recorder()
     fit(resumed, data(), tmp_path / "b", ckpt_path=str(tmp_path / "a" / f"step={stop_after}.ckpt"))
     assert resumed.seen == uninterrupted.seen[stop_after:]

@@ -3,9 +3,10 @@ import json
 import pytest
 import torch
 
-from diffvision.data.images.decode import MAX_IMAGE_BYTES, MAX_JSON_BYTES, BadSample
+from diffvision.data.images.decode import MAX_IMAGE_BYTES, MAX_JSON_BYTES
 from diffvision.data.images.module import to_float
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
+from diffvision.data.shards.sample import BadSample
 
 
 class Members:

@@ -77,9 +77,9 @@ def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, capsy
     assert make.make("stdlib", corpus) == 0
     assert "documents of" in capsys.readouterr().out
     assert make.tokenizer(corpus + "/train", str(tmp_path / "t"), 300) == 0
-    told = capsys.readouterr().out
-    assert f"trained {file}: " in told
-    assert " documents, 0 empty, 0 skipped" in told
+    output = capsys.readouterr().out
+    assert f"trained {file}: " in output
+    assert " documents, 0 empty, 0 skipped" in output
     with pytest.raises(ValueError, match="is there already"):
         make.tokenizer(corpus + "/train", file, 300)
     assert make.tokenize(corpus + "/train", tokens, file, num_workers=0) == 0
@@ -87,9 +87,9 @@ def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, capsy
     for directory in (corpus, tokens):
         assert make.check(directory, num_workers=1) == 0
         assert make.stats(directory, num_workers=1) == 0
-    (own,) = shard_stats(tokens, 1).values()
+    (counts,) = shard_stats(tokens, 1).values()
     tokenizer = load_tokenizer(file)
-    assert sum(own.tokens) == sum(len(tokenizer.encode(d)) + 1 for d in documents(corpus + "/train"))
+    assert sum(counts.tokens) == sum(len(tokenizer.encode(d)) + 1 for d in documents(corpus + "/train"))
     (train, _) = shard_stats(corpus, 1).values()
     assert sum(train.texts) == sum(map(len, documents(corpus + "/train")))
     assert not train.caption_lengths
@@ -105,9 +105,9 @@ def test_checks_find_bad_text_and_bad_tokens(tmp_path):
         {"jsonl": '{}\n\n{"a": 1}'},
     ]
     write_shards(tmp_path / "text", [{"__key__": f"k{n}", **s} for n, s in enumerate(samples)])
-    (found,) = check_shards(tmp_path / "text", 1)
-    assert (found.samples, found.good) == (6, 3)
-    assert found.bad == {"text not UTF-8": 1, "empty document": 1, "damaged JSON": 1}
+    (result,) = check_shards(tmp_path / "text", 1)
+    assert (result.samples, result.good) == (6, 3)
+    assert result.bad == {"text not UTF-8": 1, "empty document": 1, "damaged JSON": 1}
     write_shards(tmp_path / "good", [{"__key__": "a", "txt": f"some text, {END}"}])
     tokens = tmp_path / "tokens"
     tokenize_shards(ShardSet(tmp_path / "good"), tokens, train_tokenizer(["a"], 257), num_workers=0)

@@ -1,4 +1,4 @@
-"""Synthetic text to be continued from its own context."""
+"""Synthetic text to be continued from its context."""
 
 import pytest
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from diffvision.data.images.decode import BadSample
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.remote import Patience
 from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import Shard, find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_tar
@@ -182,7 +182,7 @@ def test_a_remote_manifest_gives_the_hashes_to_verify(whole, serve):
 
 @pytest.fixture
 def counted(corpus, tmp_path):
-    """Three shards with sizes.json and no manifest: nothing here says what they hold."""
+    """Three shards with sizes.json and no manifest, so that their content is not known."""
     source = corpus.write(tmp_path / "counted", 30, manifest=False)
     (source / "sizes.json").write_text(json.dumps({f"00000{n}.tar": 10 for n in range(3)}))
     return source
@@ -217,9 +217,11 @@ def test_a_copy_whose_server_is_away_is_used_and_said_once(corpus, counted, serv
     source = [f"{url}/00000{n}.tar" for n in range(3)]
     ShardSet(source, cache)
     (counted / "000001.tar").unlink()
-    with pytest.warns(UserWarning, match=r"1 of 3 shards could not be compared .* first .*000001.tar: .* 404") as told:
+    with pytest.warns(
+        UserWarning, match=r"1 of 3 shards could not be compared .* first .*000001.tar: .* 404"
+    ) as warned:
         corpus.read(corpus.loader(source, cache=cache))
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_a_silent_server_is_not_asked_for_each_shard(corpus, counted, cache, monkeypatch):

@@ -32,9 +32,9 @@ def test_members_lie_where_the_index_says(whole):
     assert len(index) == 10
     assert index.damage == ""
     for row in range(10):
-        offset, size = index.place(row, "txt")
+        offset, size = index.extent(row, "txt")
         assert data[offset : offset + size] == f"sample {30 + row}".encode()
-        assert index.place(row, "webp") is None
+        assert index.extent(row, "webp") is None
 
 
 def test_samples_are_those_that_webdataset_finds(tmp_path):
@@ -178,7 +178,7 @@ def test_a_member_is_known_by_its_headers(tmp_path, form, key):
     index, data = scan(tmp_path / "a.tar"), (tmp_path / "a.tar").read_bytes()
 
     def headers(row, member_type):
-        offset, _ = index.place(row, member_type)
+        offset, _ = index.extent(row, member_type)
         return data[offset - index.head(row, member_type) : offset]
 
     for row in range(3):
@@ -202,7 +202,7 @@ def test_an_extended_header_is_heard(tmp_path, notes):
     extended[148:156] = b"%06o\0 " % sum(extended[:512])
     (tmp_path / "a.tar").write_bytes(bytes(extended) + block + b"abc".ljust(512, b"\0") + bytes(1024))
     index = scan(tmp_path / "a.tar")
-    plainly = index.key(0) == "a" and index.place(0, "txt")[1] == 3
+    plainly = index.key(0) == "a" and index.extent(0, "txt")[1] == 3
     assert plainly == (not notes.keys() & {"path", "size"})
     headers = bytes(extended) + block
     assert index.head(0, "txt") == len(headers)
@@ -260,28 +260,28 @@ def test_no_sidecar_is_written_through_a_link(whole, tmp_path):
 @pytest.mark.parametrize("ending", ["npz", "sha256"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "endless"])
 def test_what_is_no_file_is_no_sidecar(whole, tmp_path, ending, kind):
-    path, place = tmp_path / "a.tar", tmp_path / ".index" / f"a.tar.{ending}"
+    path, sidecar = tmp_path / "a.tar", tmp_path / ".index" / f"a.tar.{ending}"
     path.write_bytes((whole / "000000.tar").read_bytes())
-    place.parent.mkdir()
+    sidecar.parent.mkdir()
     if kind == "pipe":
-        os.mkfifo(place)  # to open it would wait for ever
+        os.mkfifo(sidecar)  # to open it would wait for ever
     elif kind == "endless":
-        place.write_bytes(b"")
-        os.truncate(place, 1 << 40)
+        sidecar.write_bytes(b"")
+        os.truncate(sidecar, 1 << 40)
     else:
-        place.symlink_to(tmp_path / "target")
+        sidecar.symlink_to(tmp_path / "target")
         (tmp_path / "target").write_text("kept")
     assert len(shard_index(path)) == 10
     assert len(sha256_of(path)) == 64
-    assert place.stat().st_size < 1 << 20
+    assert sidecar.stat().st_size < 1 << 20
     assert kind != "link" or (tmp_path / "target").read_text() == "kept"
 
 
-def forge(place, **changes):
+def forge(sidecar, **changes):
     """A sidecar with other values, and all that it is believed by."""
-    with np.load(place) as kept:
+    with np.load(sidecar) as kept:
         content = dict(kept)
-    np.savez(place, **{name: changes.get(name, lambda value: value)(value) for name, value in content.items()})
+    np.savez(sidecar, **{name: changes.get(name, lambda value: value)(value) for name, value in content.items()})
 
 
 IMPOSSIBLE = {
@@ -338,7 +338,7 @@ def extended(line):
     [
         header("b.txt", -512),  # tarfile would read this header for ever
         extended(b"14 size=-1536\n"),  # and these two
-        header("b.txt", 2**80),  # no such place: OverflowError
+        header("b.txt", 2**80),  # beyond any file: OverflowError
         extended(b"14 size=9" + b"9" * 4 + b"\n") * 3000,  # RecursionError
         header("././@LongLink", 2**40, tarfile.GNUTYPE_LONGNAME),  # would be read whole, into memory
         header("b.cls", 2**40),  # more than there is

@@ -11,7 +11,7 @@ import webdataset
 from torch.utils.data import get_worker_info
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.shards.loader import BatchReader, Request
+from diffvision.data.shards.batch_reader import BatchReader, Request
 
 LENIENT = Limits(max_bad_fraction=1.0)
 
@@ -93,7 +93,7 @@ def test_resumption_is_exact_on_other_workers_and_ranks(corpus, whole, two_epoch
     parts = []
     for loader in loaders:
         loader.load_state_dict(state)
-        loader.set_epoch(consumed // 10)  # Lightning's call: the place stays
+        loader.set_epoch(consumed // 10)  # Lightning's call: the position stays
         assert len(loader) == 10
         parts.append(corpus.read(loader))
     resumed = joined(parts)
@@ -176,9 +176,9 @@ def test_the_process_keeps_its_own_random_state(corpus, whole):
     random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
     expected = [drawn(), drawn()]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
-    found = [drawn()]
+    values = [drawn()]
     next(iter(corpus.loader(whole, transform=noisy)))
-    assert [*found, drawn()] == expected
+    assert [*values, drawn()] == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,12 +244,12 @@ def test_a_substitute_is_the_sample_of_the_same_slot_one_batch_further(corpus, s
     loader = corpus.loader(spoiled, limits=LENIENT)
     batches = corpus.read(loader)
     order = [s * 10 + r for s, r in loader.order(0).samples(0, 103)]
-    for place, number in enumerate(order[:100]):
-        given = batches[place // 10][place % 10]
+    for position, number in enumerate(order[:100]):
+        given = batches[position // 10][position % 10]
         if number not in BAD:
             assert given == number
-        elif place + 10 < 103 and order[place + 10] not in BAD:
-            assert given == order[place + 10]
+        elif position + 10 < 103 and order[position + 10] not in BAD:
+            assert given == order[position + 10]
 
 
 def test_substitutes_do_not_depend_on_ranks(corpus, spoiled):
@@ -439,8 +439,9 @@ def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
     shards = ShardSet(whole)
     reader = BatchReader(shards, corpus.kind(), corpus.loader(whole).order, seed=0, limits=Limits())
     batch, _ = reader[Request(0, 0, 5)]
-    copy = pickle.loads(pickle.dumps(ShardSet.__getstate__(shards)))
-    assert not copy["_open"]
+    copy = pickle.loads(pickle.dumps(shards))
+    assert any(shards.reader(number)._opened for number in range(len(shards.counts)))
+    assert not any(copy.reader(number)._opened for number in range(len(shards.counts)))
     assert len(batch["image"]) == 5
     loader = ShardLoader(shards, OneWorker(), 50, num_workers=1)
     assert next(iter(loader)) == [True] * 50

@@ -184,13 +184,13 @@ def test_patience_that_cannot_be():
 )
 def test_a_version_is_what_the_store_says_of_the_content(scheme, said, same, other, monkeypatch):
     class Store:
-        info = staticmethod(lambda path: told)
+        info = staticmethod(lambda path: answer)
         invalidate_cache = staticmethod(lambda path: None)
 
     monkeypatch.setattr(remote, "_files", lambda location, patience: (Store, location))
     stamps = []
     for more in ({}, same, other):
-        told = said | more
+        answer = said | more
         stamps.append(stamp(f"{scheme}://bucket/0.tar"))
     assert stamps[0] == stamps[1] != stamps[2]
     assert stamps[0][1] == 5

@@ -3,8 +3,8 @@ import pytest
 from diffvision.data.shards.report import BadDataError, Limits, Report, Tally
 
 
-def bad(*places):
-    return {place: ("damaged image", f"a.tar: {place}") for place in places}
+def bad(*positions):
+    return {position: ("damaged image", f"a.tar: {position}") for position in positions}
 
 
 def test_the_account_adds_up_at_every_moment():

@@ -107,13 +107,13 @@ def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
     touch(tmp_path, "0.tar", "1.tar")
     (tmp_path / "sizes.json").write_text(json.dumps({"1.tar": 5, "0.tar": 4}))
     assert [shard.samples for shard in find_shards(tmp_path)] == [4, 5]
-    told = [{"name": f"{n}.tar", "samples": n, "bytes": 0, "sha256": "x"} for n in (1, 0)]
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": told}))
+    entries = [{"name": f"{n}.tar", "samples": n, "bytes": 0, "sha256": "x"} for n in (1, 0)]
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": entries}))
     assert [(shard.name, shard.samples, shard.sha256) for shard in find_shards(tmp_path)] == [
         ("1.tar", 1, "x"),
         ("0.tar", 0, "x"),
     ]
-    assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its own name
+    assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its name
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "0.tar")
     with pytest.raises(ValueError, match=r"0\.tar is not a file"):
         find_shards(tmp_path)
-    assert [found.problems for found in check_shards(tmp_path, 0)] == [["not a file"]]
+    assert [result.problems for result in check_shards(tmp_path, 0)] == [["not a file"]]
     (tmp_path / "0.tar").unlink()
     (tmp_path / "0.tar").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"0\.tar is not a file"):

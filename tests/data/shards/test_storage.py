@@ -1,4 +1,4 @@
-"""Shards that are not what they were, or not what is said of them: never a wrong pair, never a loss without a word."""
+"""Shards that changed, or differ from their manifest: never a wrong pair, never an unreported loss."""
 
 import hashlib
 import io
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from diffvision.data import Limits, ShardSet
-from diffvision.data.images.decode import BadSample
 from diffvision.data.make import check
-from diffvision.data.shards import storage
+from diffvision.data.shards import expected, storage
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import shard_index
 from diffvision.data.shards.remote import Patience
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import Shard
 from diffvision.data.shards.writer import write_manifest, write_tar
 
@@ -41,7 +41,7 @@ def crossed(data, *, samples=EACH):
 
 
 def overwrite(path, data):
-    """In place: the file stays the same one."""
+    """Write into the file, which keeps its inode."""
     with open(path, "r+b") as file:
         file.write(data)
         file.truncate()
@@ -119,7 +119,7 @@ def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counte
         list(rest(corpus, batches))
     first = loader.order(0).samples(0, 1)[0][0]
     if reopened:
-        loader.shards._close(first)  # as when more shards are open than may be
+        loader.shards.reader(first).close()  # as when more shards are open than may be
     with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
         loader.shards.members((first, 0)).read("png", 100)
 
@@ -137,13 +137,13 @@ def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
     assert sorted(seen) == list(range(60))
     shards = loader.shards
     for number in range(6):
-        shards._close(number)  # as when more shards are open than may be
+        shards.reader(number).close()  # as when more shards are open than may be
         with pytest.raises(BadSample, match="shard not as its manifest says"):
             shards.members((number, 0))
 
 
 def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
-    """What the process that started it found out was of another version of the file."""
+    """What the process that started it knows is of another version of the file."""
     source = corpus.write(tmp_path / "s", 60)
     shards = ShardSet(source)
     for number in range(6):
@@ -152,8 +152,7 @@ def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
         data = crossed(path.read_bytes())
         path.unlink()
         path.write_bytes(data)
-    copy = ShardSet.__new__(ShardSet)
-    copy.__dict__.update(shards.__getstate__())
+    copy = pickle.loads(pickle.dumps(shards))
     for number in range(6):
         with pytest.raises(BadSample, match="shard not as its manifest says"):
             copy.members((number, 0))
@@ -172,8 +171,8 @@ def reopened(shards, *, worker):
     """A shard set that has to open its shards again; in a worker it is an unpickled copy."""
     if worker:
         return pickle.loads(pickle.dumps(shards))
-    for number in list(shards._open):
-        shards._close(number)
+    for number in range(len(shards.counts)):
+        shards.reader(number).close()
     return shards
 
 
@@ -222,12 +221,12 @@ def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypa
     url, _ = serve(corpus.write(tmp_path / "s", 20))
     shards = ShardSet(url, ShardCache(tmp_path / "cache"))
     members = shards.members((1, 0))
-    monkeypatch.setattr(storage, "sha256_of", None)
-    opened = shards._open[1]
+    monkeypatch.setattr(expected, "sha256_of", None)
+    opened = shards.reader(1)._opened
     for path in (tmp_path / "cache").glob("*.tar"):
         os.utime(path, ns=(1, path.stat().st_mtime_ns))
     assert members.read("txt", 100) == b"sample 10"
-    assert shards._open[1] is opened
+    assert shards.reader(1)._opened is opened
 
 
 def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
@@ -236,8 +235,8 @@ def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path
     shards = ShardSet([f"{url}/000000.tar", f"{url}/000001.tar"], ShardCache(tmp_path / "cache"))
 
     def fetched_again():
-        for number in list(shards._open):
-            shards._close(number)
+        for number in range(2):
+            shards.reader(number).close()
         for path in (tmp_path / "cache").glob("*.tar"):
             path.unlink()
 
@@ -245,7 +244,10 @@ def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path
     fetched_again()
     assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
     fetched_again()
-    overwrite(source / "000001.tar", crossed((source / "000001.tar").read_bytes()))
+    path = source / "000001.tar"
+    before = path.stat()
+    overwrite(path, crossed(path.read_bytes()))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # so that the server does not notice it
     with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read"):
         shards.members((1, 2))
 
@@ -264,7 +266,7 @@ def test_a_whole_shard_that_is_shorter_is_another_one(corpus, tmp_path):
     assert seen == set(range(60)) - set(range(20, 30))
     assert loader.report.skipped == {"shard not as its manifest says (bytes)": 10}
     (source / "manifest.json").unlink()
-    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees: nothing more is known
+    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees, and no more is known
     assert 929 in {number for batch in corpus.read(loader) for number in batch}
 
 
@@ -299,13 +301,13 @@ def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tm
 def forged(path):
     """Exchange the captions of the first two samples in the index next to a shard."""
     shard_index(path)
-    place = path.parent / ".index" / f"{path.name}.npz"
-    with np.load(place) as kept:
+    sidecar = path.parent / ".index" / f"{path.name}.npz"
+    with np.load(sidecar) as kept:
         content = dict(kept)
     column = content["types"].tolist().index("txt")
     for name in ("offsets", "sizes"):
         content[name][column, [0, 1]] = content[name][column, [1, 0]]
-    np.savez(place, **content)
+    np.savez(sidecar, **content)
 
 
 @pytest.mark.parametrize("manifest", [False, True])
@@ -341,7 +343,7 @@ def test_check_finds_a_false_index_and_makes_it_anew(corpus, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What tells shards from others
+# Shards with other content
 
 
 def other_content(corpus, directory, **settings):

@@ -1,4 +1,4 @@
-"""What is on the disk against what the manifest says: read once, remembered, never a wrong pair."""
+"""Files compared with their manifest: read once, the result kept, never a wrong pair."""
 
 import gzip
 import os
@@ -26,7 +26,7 @@ def source(corpus, tmp_path):
 
 
 FLIPS = {
-    "caption": lambda path: flip(path, b"sample 4", at=7),  # another digit: nothing but the hash can tell
+    "caption": lambda path: flip(path, b"sample 4", at=7),  # another digit: only the hash can notice it
     "image data": lambda path: flip(path, b"IDAT", at=8),
     "header name": lambda path: flip(path, b"000043.txt", at=5),  # its checksum does not fit: the tar ends there
     "header size": lambda path: flip(path, b"000043.txt", at=124 + 10),
@@ -77,8 +77,8 @@ def test_a_flipped_bit_in_a_compressed_shard(corpus, source, tmp_path):
 
 def test_each_version_of_a_file_is_read_once(source, tmp_path, monkeypatch):
     reads = []
-    own = verify._read
-    monkeypatch.setattr(verify, "_read", lambda path, progress: reads.append(path.name) or own(path, progress))
+    read = verify._read
+    monkeypatch.setattr(verify, "_read", lambda path, progress: reads.append(path.name) or read(path, progress))
     path = source / "000000.tar"
     beats = []
     first = sha256_of(path, lambda: beats.append(1))

@@ -1,4 +1,4 @@
-"""Workers that stop, die or fail: an error that says so, within its time, and nothing left behind."""
+"""Workers that stop, die or fail: an error that says so, within its time, and no process left."""
 
 import gc
 import os
@@ -41,8 +41,8 @@ def loader_of(whole, act, workers=2, timeout=0.5, **settings):
 
 
 def children():
-    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes()}
+    pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return {pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def check_nothing_left(before, shm):
@@ -78,20 +78,20 @@ def test_a_worker_that_does_not_go_on_is_a_clear_error_in_time(whole, act, error
     assert time.monotonic() - start < 8
     if error is StalledError:
         assert children() <= before  # dead already: DataLoader's signal handler would raise over what follows
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert re.search(message, told), told
+    message_and_notes = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert re.search(message, message_and_notes), message_and_notes
     del loader, caught
     check_nothing_left(before, shm)
 
 
-def test_a_busy_training_loop_is_no_stall_and_a_long_wait_is_told(whole, caplog):
+def test_a_busy_training_loop_is_no_stall_and_a_long_wait_is_logged(whole, caplog):
     loader = loader_of(whole, lambda: time.sleep(0.3), timeout=0.6)
     for count, _ in enumerate(loader):
         if count in (1, 12):
             time.sleep(0.9)
     assert count == 19
-    (told,) = {record.message.partition(":")[0] for record in caplog.records}
-    assert told == "no data for 0 s"
+    (warning,) = {record.message.partition(":")[0] for record in caplog.records}
+    assert warning == "no data for 0 s"
 
 
 def test_progress_anywhere_puts_the_end_off():
@@ -99,11 +99,11 @@ def test_progress_anywhere_puts_the_end_off():
     pulse = Pulse()
 
     class Slow(torch.utils.data.Dataset):
-        def __getitem__(self, place):
+        def __getitem__(self, index):
             for _ in range(10):
                 time.sleep(0.1)
                 pulse.beat()
-            return place
+            return index
 
         def __len__(self):
             return 2

@@ -52,18 +52,18 @@ def test_tokenised_beforehand_or_on_the_fly_it_is_the_same(places, documents):
 
 
 def test_text_is_tokenised_once_and_anew_when_it_changes(places, tmp_path):
-    write_shards(tmp_path / "own", [{"__key__": "a", "txt": " ".join(DOCUMENTS)}])
+    write_shards(tmp_path / "s", [{"__key__": "a", "txt": " ".join(DOCUMENTS)}])
 
     def made():
-        data = TextData(str(tmp_path / "own"), 2, 16, tokenizer=str(places / "tokenizer.json"), num_workers=0)
+        data = TextData(str(tmp_path / "s"), 2, 16, tokenizer=str(places / "tokenizer.json"), num_workers=0)
         data.prepare_data()
         return data, {p.name: p.stat().st_mtime_ns for p in (user_cache() / "tokens").iterdir() if p.is_dir()}
 
     data, first = made()
     assert len(first) == 1
     assert made()[1] == first
-    (tmp_path / "own" / "000000.tar").unlink()
-    write_shards(tmp_path / "own", [{"__key__": "a", "txt": " ".join(DOCUMENTS[:40])}])
+    (tmp_path / "s" / "000000.tar").unlink()
+    write_shards(tmp_path / "s", [{"__key__": "a", "txt": " ".join(DOCUMENTS[:40])}])
     again, second = made()
     assert len(second) == 2
     assert len(again.train_dataloader().shards) < len(data.text_tokenizer.encode(" ".join(DOCUMENTS))) // 16
@@ -74,11 +74,11 @@ def test_validation_sees_each_sequence_once(places, world_size):
     data = data_of(places, "tokens", batch_size=3)
     expected = [row for batch in read(data.val_dataloader()) for row in batch["tokens"]]
     assert len(expected) == len(data.token_shards(data.evaluation))
-    found = []
+    rows = []
     for rank in range(world_size):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, current_epoch=0)
-        found += [row for batch in read(data.val_dataloader()) for row in batch["tokens"]]
-    assert found == expected
+        rows += [row for batch in read(data.val_dataloader()) for row in batch["tokens"]]
+    assert rows == expected
     assert TextData(str(places / "tokens"), 4, 16).val_dataloader() == []
     sizes = [len(batch["tokens"]) for batch in read(data_of(places, "tokens", eval_batch_size=10).val_dataloader())]
     assert set(sizes[:-1]) == {10}

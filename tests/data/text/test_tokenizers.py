@@ -61,8 +61,8 @@ def test_a_small_corpus_tells_how_many_tokens_it_gave(tokenizer):
 def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     tokenizer.save(tmp_path / "deep" / "other.json")
-    for place in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "deep" / "other.json")):
-        loaded = load_tokenizer(place)
+    for path in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "deep" / "other.json")):
+        loaded = load_tokenizer(path)
         assert loaded.fingerprint == tokenizer.fingerprint
         assert (loaded.eos_id, loaded.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
         assert loaded.encode(f"a{END}b") == tokenizer.encode(f"a{END}b")
@@ -102,8 +102,8 @@ def test_the_end_written_out_is_text_even_where_it_is_a_word(backend):
 
 def test_the_end_is_found_where_hugging_face_tells_it(tmp_path):
     words({"?": 0, "a": 1}, ["<stop>", END]).save(str(tmp_path / "tokenizer.json"))
-    for told in ("<stop>", {"content": "<stop>"}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": told}))
+    for eos in ("<stop>", {"content": "<stop>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert load_tokenizer(tmp_path).eos_id == 2
     load_tokenizer(tmp_path).save(tmp_path / "again" / "tokenizer.json")
     assert load_tokenizer(tmp_path / "again").eos_id == 2
@@ -117,15 +117,15 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a file of the tokenizers library"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"no tokenizer at .*nothing: give a tokenizer\.json, .*gpt2.*data tokenizer"):
-        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"no tokenizer at .*absent: give a tokenizer\.json, .*gpt2.*data tokenizer"):
+        load_tokenizer(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"no token for the end of a document, any of <\|endoftext\|>"):
         Tokenizer(words({"?": 0}))
     with pytest.raises(ValueError, match=r"vocab_size is 256: it must be 257"):
         train_tokenizer(TEXTS, 256)
-    for nothing in ([], ["", ""]):
+    for empty in ([], ["", ""]):
         with pytest.raises(ValueError, match="no text to train a tokenizer on"):
-            train_tokenizer(nothing, 300)
+            train_tokenizer(empty, 300)
     with pytest.raises(ValueError, match="token id 300: this tokenizer's lie between 0 and 299"):
         tokenizer.decode([5, 300])
     with pytest.raises(

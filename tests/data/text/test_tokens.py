@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.images.folders import EvaluationLoader
+from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
@@ -78,7 +78,7 @@ def test_sequences_are_those_of_the_documents_one_after_another(made, tokenizer,
     assert len(shards) == len(expected)
     in_shard = [len(stream[start : start + 300]) for start in range(0, len(stream), 300)]
     left = [tokens - ((tokens - 1) // length * length + 1) if tokens > length else tokens for tokens in in_shard]
-    assert shards.beside["tail_tokens"] == sum(left)
+    assert shards.extra_counts["tail_tokens"] == sum(left)
 
 
 def test_a_document_longer_than_a_sequence_goes_on_in_the_next(tokenizer, tmp_path):
@@ -124,13 +124,13 @@ def test_an_epoch_has_each_sequence_once_in_an_order_of_seed_and_epoch(made, tok
     first, second = read(loader), read(loader)
     expected = Counter(map(tuple, sequences_of(stream_of(tokenizer), 16)))
     for epoch in (first, second):
-        found = Counter(tuple(row) for batch in epoch for row in batch)
-        assert not found - expected
-        assert sum(expected.values()) - sum(found.values()) == loader.report.tail == len(loader.shards) % 4
+        sequences = Counter(tuple(row) for batch in epoch for row in batch)
+        assert not sequences - expected
+        assert sum(expected.values()) - sum(sequences.values()) == loader.report.tail == len(loader.shards) % 4
         assert len(epoch) == len(loader)
     assert first != second != read(loader_of(made, seed=4))
     assert read(loader_of(made, seed=3)) == first
-    assert loader.report.as_dict()["tail_tokens"] == loader.shards.beside["tail_tokens"] > 0
+    assert loader.report.as_dict()["tail_tokens"] == loader.shards.extra_counts["tail_tokens"] > 0
     assert "tail tokens:" in loader.report.summary()
 
 
@@ -188,7 +188,7 @@ LINES = b'{"t": "a\\nb"}\n\n{"t": ""}\r\n{"u": 1}\n\xff\n'
 
 
 @pytest.mark.parametrize(
-    ("key", "member", "content", "found"),
+    ("key", "member", "content", "expected"),
     [
         ("txt", "txt", "\ufeffa\r\nb\x00".encode(), ["a\r\nb\x00"]),
         ("page.txt", "page.txt", b"a", ["a"]),
@@ -201,10 +201,10 @@ LINES = b'{"t": "a\\nb"}\n\n{"t": ""}\r\n{"u": 1}\n\xff\n'
         ("jsonl:t", "jsonl", LINES, ["a\nb", "", "no text in JSON field 't'", "text not UTF-8"]),
     ],
 )
-def test_documents_of_members(tmp_path, key, member, content, found):
+def test_documents_of_members(tmp_path, key, member, content, expected):
     write_shards(tmp_path / "s", [{"__key__": "a", member: content}])
     documents = TextMember(key).documents(ShardSet(tmp_path / "s").members((0, 0)))
-    assert [str(document) for document in documents] == found
+    assert [str(document) for document in documents] == expected
 
 
 def test_keys_that_hold_no_text_are_refused():
@@ -233,12 +233,12 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
     good = [d for n, d in enumerate(DOCUMENTS) if n not in (3, 5, 6, 20, 40)]
     assert rows(in_order(tmp_path / "t", 16)[0]) == sequences_of(stream_of(tokenizer, good), 16, 10**9)
     read = DocumentAccount()
-    found = documents_of(ShardSet(spoiled), limits=LENIENT, account=read)
-    assert list(found) == [*good[:4], " \n", "", *good[4:]]
+    documents = documents_of(ShardSet(spoiled), limits=LENIENT, account=read)
+    assert list(documents) == [*good[:4], " \n", "", *good[4:]]
     assert (read.documents, read.empty, read.skipped) == (55, 2, account.skipped)
     assert "55 documents, 2 empty, 3 skipped\n  2 x text not UTF-8: 000000.tar: 003, 000001.tar: 020" in read.summary()
-    beside = loader_of(tmp_path / "t").report.as_dict()
-    assert (beside["skipped_documents"], beside["empty_documents"]) == (3, 2)
+    report = loader_of(tmp_path / "t").report.as_dict()
+    assert (report["skipped_documents"], report["empty_documents"]) == (3, 2)
 
 
 def test_too_many_of_them_stop_it_and_leave_nothing(spoiled, tokenizer, tmp_path):
@@ -264,13 +264,13 @@ def test_the_limit_is_of_the_documents_that_there_seem_to_be(tmp_path):
     lines = '{"t": "good"}\n' * 149 + "{\n"
     write_shards(tmp_path / "s", [{"__key__": str(n), "jsonl": lines if n < 2 else lines[:-3]} for n in range(4)])
     account = DocumentAccount()
-    found = documents_of(ShardSet(tmp_path / "s"), TextMember("jsonl:t"), account=account)
-    assert (len(list(found)), account.bad) == (596, 2)
+    documents = documents_of(ShardSet(tmp_path / "s"), TextMember("jsonl:t"), account=account)
+    assert (len(list(documents)), account.bad) == (596, 2)
 
 
 def test_documents_come_back_whole_from_token_shards(made, tokenizer, tmp_path):
-    found = [tokenizer.decode(document) for document in TokenShards(made, 1).documents()]
-    assert found == DOCUMENTS
+    documents = [tokenizer.decode(document) for document in TokenShards(made, 1).documents()]
+    assert documents == DOCUMENTS
     damaged = copied(made, tmp_path / "damaged")
     write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": array(np.full(300, 300, dtype="<u2"))}])
     write_manifest(damaged)
@@ -361,8 +361,8 @@ def test_a_damaged_tokens_json_is_named(made, tmp_path, text_of_it):
 
 def test_shards_that_tokens_json_does_not_know(made, tmp_path):
     damaged = copied(made, tmp_path / "damaged")
-    told = json.loads((damaged / "tokens.json").read_text())
-    del told["shards"]["000001.tar"]
-    (damaged / "tokens.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=r"tokens.json does not tell of 000001.tar"):
+    fields = json.loads((damaged / "tokens.json").read_text())
+    del fields["shards"]["000001.tar"]
+    (damaged / "tokens.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"tokens.json does not list 000001.tar"):
         TokenShards(damaged, 16)

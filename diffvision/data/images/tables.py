@@ -1,4 +1,7 @@
-"""Tables of pictures: rows of .csv, .tsv and .jsonl files, the columns that are read, class names as numbers."""
+"""Tables of images: rows of .csv, .tsv and .jsonl files, the columns that are read, class names as numbers.
+
+`sources` reads the folders of images.
+"""
 
 import csv
 import json
@@ -9,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.picture_set import Captions
+from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
 
 COLUMNS = {
@@ -17,19 +20,19 @@ COLUMNS = {
     "caption": CAPTION_NAMES,
     "label": LABEL_NAMES,
 }
-"""The names by which columns of tables and datasets are known, where none are given."""
-_MAX_CELL = 1 << 24  # characters; the csv module's own limit of 128 Ki refuses what `clean_caption` would cut
+"""The usual names of the columns of tables and datasets."""
+_MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
 def captions_of(cell: Any) -> Captions:
-    """The captions in a cell: a text, or a list of them."""
+    """Return the captions in a cell: a text, or a list of them."""
     if cell is None:
         return ("",)
     return tuple(map(str, cell)) if isinstance(cell, list | tuple | np.ndarray) else (str(cell),)
 
 
 def numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Class numbers and names: numbers stay as they are, names are numbered in their own order."""
+    """Return class numbers and names: numbers stay as they are, names are numbered in alphabetical order."""
     texts = [str(label).strip() for label in labels]
     if all(re.fullmatch(r"\d{1,16}", text) for text in texts):
         return np.array(list(map(int, texts)), dtype=np.int64), ()
@@ -41,7 +44,7 @@ def numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str, 
 
 
 def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
-    """Which column is what: those given, else those known by their names. An image, and a caption or a label."""
+    """Return which column is which: an image, and a caption or a label; those given, else those with usual names."""
     if len(header) == 1 and ";" in header[0]:
         raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
     if not header:
@@ -68,7 +71,7 @@ def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -
 
 
 def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of a table; a missing cell is an empty one."""
+    """Yield (line, row) of a table; a missing cell is an empty one."""
     # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
     tabs = table.suffix.lower() == ".tsv"
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
@@ -92,7 +95,7 @@ def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
 
 
 def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, row) of a file with a JSON object in each line."""
+    """Yield (line, row) of a file with a JSON object in each line."""
     resolved: dict[str, str] | None = None
     try:
         with open(table, encoding="utf-8-sig") as file:
@@ -112,7 +115,7 @@ def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict
 
 
 def _undecodable(path: Path) -> int:
-    """The first line that is not UTF-8; the reader, which reads ahead, cannot say."""
+    """Return the first line that is not UTF-8; the csv reader, which reads ahead, does not know."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -122,9 +125,11 @@ def _undecodable(path: Path) -> int:
     return 0
 
 
-def inside(root: Path, image: str, where: str) -> str:
-    """The path a row names, relative to the root: a table, which may come from elsewhere, cannot put files from
-    outside into a data set."""
+def path_inside(root: Path, image: str, where: str) -> str:
+    """Return the path of an image, relative to the root; raise ValueError where it leads out of the root.
+
+    A table, which may come from others, cannot put other files of this machine into a dataset.
+    """
     try:
         inside = (root / image).resolve().is_relative_to(root)
     except (OSError, ValueError, RuntimeError):  # a null character, a circle of links

@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from diffvision.data.images.folders import EvaluationFolder, PictureFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
+from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
-from diffvision.data.images.picture_set import PictureSet
-from diffvision.data.images.pictures import find_pictures, is_pictures
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
+from diffvision.data.images.sources import find_images, is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
 
@@ -35,7 +35,7 @@ def tree(tmp_path):
     for n in range(30):
         split = "val" if n % 5 == 4 else "train"
         write(tmp_path / "pets" / split / KINDS[n % 3] / f"photo.{n:02d}.png", n)
-    (tmp_path / "pets/train/cat/notes.txt").write_text("of nothing")
+    (tmp_path / "pets/train/cat/notes.txt").write_text("of no image")
     (tmp_path / "pets/.DS_Store").write_text("x")
     return tmp_path / "pets"
 
@@ -50,26 +50,26 @@ def captioned(tmp_path):
 
 def labels_read(pictures):
     kind = ImageLabel(ImageMember(to_float))
-    items = [kind.decode(PictureSet(pictures).members((0, row))) for row in range(len(pictures))]
+    items = [kind.decode(ImageSet(pictures).members((0, row))) for row in range(len(pictures))]
     return {number(image): label for image, label in items}
 
 
 def captions_read(pictures):
-    members = [PictureSet(pictures).members((0, row)) for row in range(len(pictures))]
+    members = [ImageSet(pictures).members((0, row)) for row in range(len(pictures))]
     return {number(ImageMember(to_float)(m)): CaptionMember().all(m) for m in members}
 
 
 def test_a_folder_for_each_class(tree):
-    training = find_pictures(tree)
+    training = find_images(tree)
     assert training.classnames == KINDS
     assert labels_read(training) == {n: n % 3 for n in range(30) if n % 5 != 4}
-    assert labels_read(find_pictures(tree, "validation")) == {n: n % 3 for n in range(4, 30, 5)}
-    assert labels_read(find_pictures(tree / "val")) == labels_read(find_pictures(tree, "validation"))
+    assert labels_read(find_images(tree, "validation")) == {n: n % 3 for n in range(4, 30, 5)}
+    assert labels_read(find_images(tree / "val")) == labels_read(find_images(tree, "validation"))
     with pytest.raises(ValueError, match="has no split 'test': it has train, validation"):
-        find_pictures(tree, "test")
+        find_images(tree, "test")
     write(tree / "train/loose.png", 1)
     with pytest.raises(ValueError, match=r"images in no class and without captions, first loose\.png: put each into"):
-        find_pictures(tree)
+        find_images(tree)
 
 
 def test_splits_number_their_classes_alike(tmp_path):
@@ -77,7 +77,7 @@ def test_splits_number_their_classes_alike(tmp_path):
         for n, kind in enumerate(kinds):
             for copy in range(4):
                 write(tmp_path / "pets" / split / kind / f"{copy}.png", n)
-    validation = find_pictures(tmp_path / "pets", "validation")
+    validation = find_images(tmp_path / "pets", "validation")
     assert (validation.classnames, sorted(set(validation.labels.tolist()))) == (KINDS, [1, 2])
     data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "pets/val"), num_workers=0, num_classes=3)
     assert [label for batch in data.val_dataloader() for label in batch["label"].tolist()] == [1] * 4 + [2] * 4
@@ -94,19 +94,19 @@ def test_splits_number_their_classes_alike(tmp_path):
 def test_folders_that_are_no_classes(tree, tmp_path):
     (tree / "train/empty").mkdir()
     with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):
-        find_pictures(tree)
+        find_images(tree)
     (tree / "train/empty").rmdir()
     (tree / "train/kitten").symlink_to(tree / "train/cat")
     with pytest.raises(ValueError, match="has the same folder as the classes cat and kitten: remove the link"):
-        find_pictures(tree)
+        find_images(tree)
     write(tmp_path / "coco/train2017/1.png", 1)
     (tmp_path / "coco/annotations").mkdir()
     (tmp_path / "coco/annotations/captions_train2017.json").write_text("{}")
     with pytest.raises(ValueError, match=r"give annotations/captions_train2017\.json as the source"):
-        find_pictures(tmp_path / "coco")
+        find_images(tmp_path / "coco")
     (tree / "val/prices.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"has prices\.csv next to its images: give the table"):
-        find_pictures(tree / "val")
+        find_images(tree / "val")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_folders_that_are_no_classes(tree, tmp_path):
 def test_tables_of_another_kind(captioned, content, message):
     (captioned / "t.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
-        find_pictures(captioned / "t.csv")
+        find_images(captioned / "t.csv")
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
@@ -136,28 +136,28 @@ def test_tables(captioned, ending):
         separator = {"csv": ",", "tsv": "\t"}[ending]
         table.write_text("\n".join(separator.join(row) for row in [list(rows[0]), *(row.values() for row in rows)]))
     columns = {"caption": "what it shows", "label": "kind"}
-    for pictures in (find_pictures(table, columns=columns), find_pictures(captioned, table=table, columns=columns)):
+    for pictures in (find_images(table, columns=columns), find_images(captioned, table=table, columns=columns)):
         assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
         assert labels_read(pictures) == {n: n % 3 for n in range(12)}
         assert pictures.classnames == KINDS
     with pytest.raises(ValueError, match=r"none of them is called caption or label; name one with columns"):
-        find_pictures(table)
+        find_images(table)
     with pytest.raises(ValueError, match=r"none of them is called 'kin' \(label\)"):
-        find_pictures(table, columns={"label": "kin"})
+        find_images(table, columns={"label": "kin"})
     with pytest.raises(ValueError, match="columns has images: it takes image, caption, label"):
-        find_pictures(table, columns={"images": "file"})
+        find_images(table, columns={"images": "file"})
 
 
 def test_a_table_in_the_folder_is_taken_by_its_name(captioned):
     (captioned / "metadata.csv").write_text("file_name,label\n" + "\n".join(f"{n}.png,{n % 3}" for n in range(12)))
-    assert labels_read(find_pictures(captioned)) == {n: n % 3 for n in range(12)}
+    assert labels_read(find_images(captioned)) == {n: n % 3 for n in range(12)}
 
 
 @pytest.mark.parametrize("cell", ["../secret.png", "/etc/passwd"])
 def test_a_parquet_cannot_name_files_outside_its_folder(captioned, cell):
     rows = [{"file": cell, "caption": "a"}]
     pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(captioned / "t.parquet"))
-    pictures = find_pictures(captioned / "t.parquet")
+    pictures = find_images(captioned / "t.parquet")
     with pytest.raises(ValueError, match="is not a path inside"):
         pictures.read(0)
 
@@ -170,14 +170,14 @@ def test_coco_captions_of_which_training_draws_one(tmp_path):
     (tmp_path / "annotations").mkdir()
     table = tmp_path / "annotations/captions_train2017.json"
     table.write_text(json.dumps({"images": images, "annotations": annotations}))
-    pictures = find_pictures(table)
+    pictures = find_images(table)
     assert captions_read(pictures) == {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
     assert pictures.caption_key == "json:caption"
-    drawn = {CaptionMember(pictures.caption_key).one(PictureSet(pictures).members((0, 2))) for _ in range(50)}
+    drawn = {CaptionMember(pictures.caption_key).one(ImageSet(pictures).members((0, 2))) for _ in range(50)}
     assert drawn == {"one 2", "two 2", "three 2"}
     table.write_text('{"images": []}')
     with pytest.raises(ValueError, match="is not a file of COCO's captions"):
-        find_pictures(table)
+        find_images(table)
 
 
 def test_a_dataset_that_datasets_saved(tree, tmp_path):
@@ -187,18 +187,18 @@ def test_a_dataset_that_datasets_saved(tree, tmp_path):
     rows = {"img": [str(file) for file in files], "label": [KINDS.index(file.parent.name) for file in files]}
     split = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"train": split, "test": split.select(range(3))}).save_to_disk(tmp_path / "saved")
-    pictures = find_pictures(tmp_path / "saved")
+    pictures = find_images(tmp_path / "saved")
     assert labels_read(pictures) == {n: n % 3 for n in range(30) if n % 5 != 4}
     assert pictures.classnames == KINDS
-    assert len(find_pictures(tmp_path / "saved", "test")) == 3
-    assert pictures.fingerprint == find_pictures(tmp_path / "saved").fingerprint
+    assert len(find_images(tmp_path / "saved", "test")) == 3
+    assert pictures.fingerprint == find_images(tmp_path / "saved").fingerprint
 
 
 def test_without_datasets_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r'pip install "diffvision\[data\]"'):
-        find_pictures(tmp_path / "t.parquet")
+        find_images(tmp_path / "t.parquet")
 
 
 def test_a_torchvision_dataset(tmp_path):
@@ -211,17 +211,17 @@ def test_a_torchvision_dataset(tmp_path):
         labels = np.array([0x801, count], dtype=">i4").tobytes()
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(labels + bytes(n % 10 for n in range(count)))
     source = f"torchvision:FashionMNIST:{tmp_path}"
-    pictures = find_pictures(source)
+    pictures = find_images(source)
     assert len(pictures) == 20
     assert pictures.classnames[0] == "T-shirt/top"
     assert pictures.labels.tolist() == [n % 10 for n in range(20)]
-    assert number(ImageMember(to_float)(PictureSet(pictures).members((0, 3)))) == 7
-    assert PictureFolder(source).name == "FashionMNIST"
-    assert len(PictureFolder(source).pictures("test")) == 10
+    assert number(ImageMember(to_float)(ImageSet(pictures).members((0, 3)))) == 7
+    assert ImageEvaluationFolder(source).name == "FashionMNIST"
+    assert len(ImageEvaluationFolder(source).images("test")) == 10
     with pytest.raises(ValueError, match="Nothing is downloaded here; once, by yourself: python -c"):
-        find_pictures(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
+        find_images(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
     with pytest.raises(ValueError, match="torchvision has no dataset 'Fashion' in a folder"):
-        find_pictures(f"torchvision:Fashion:{tmp_path}")
+        find_images(f"torchvision:Fashion:{tmp_path}")
 
 
 def test_what_img2dataset_leaves(tmp_path):
@@ -230,7 +230,7 @@ def test_what_img2dataset_leaves(tmp_path):
         (tmp_path / "files" / f"{n // 3:05d}" / f"{n:09d}.txt").write_text(f"picture {n}")
         (tmp_path / "files" / f"{n // 3:05d}" / f"{n:09d}.json").write_text("{}")
     (tmp_path / "files/00000.parquet").write_bytes(b"PAR1")
-    pictures = find_pictures(tmp_path / "files")
+    pictures = find_images(tmp_path / "files")
     assert [captions for (captions,) in pictures.captions] == [f"picture {n}" for n in range(6)]
 
 
@@ -239,7 +239,7 @@ def test_an_epoch_is_exact_and_bad_pictures_are_counted(tree):
     data = ImageLabelData(str(tree), batch_size=5, num_workers=0, max_bad_fraction=0.1, num_classes=3)
     loader = data.train_dataloader()
     epochs = [[number(image) for batch in loader for image in batch["image"]] for _ in range(2)]
-    assert loader.report.seen + loader.report.bad + loader.report.tail == len(find_pictures(tree)) == 25
+    assert loader.report.seen + loader.report.bad + loader.report.tail == len(find_images(tree)) == 25
     assert loader.report.summary().splitlines()[1:] == [f"  1 x truncated image: {tree}/train: dog/broken.png"]
     assert all(set(epoch) <= {n for n in range(30) if n % 5 != 4} for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -254,7 +254,7 @@ def test_an_epoch_is_exact_and_bad_pictures_are_counted(tree):
 def test_a_resumed_epoch_goes_on_where_it_was(tree):
     def loader():
         kind = ImageLabel(ImageMember(to_float))
-        return ShardLoader(PictureSet(find_pictures(tree)), kind, 5, num_workers=0)
+        return ShardLoader(ImageSet(find_images(tree)), kind, 5, num_workers=0)
 
     first = loader()
     batches = iter(first)
@@ -299,16 +299,16 @@ def test_retrieval_of_captions(captioned, tmp_path):
     make("evaluation", str(tmp_path / "made"), source=str(captioned))
     assert EvaluationFolder(tmp_path / "made").task == "retrieval"
     with pytest.raises(ValueError, match="cannot be used for 'zero_shot'"):
-        PictureFolder(captioned, task="zero_shot")
+        ImageEvaluationFolder(captioned, task="zero_shot")
 
 
 def test_packed_for_training_classes_are_mixed(tree, tmp_path):
     make("folder", str(tmp_path / "packed"), source=str(tree), per_shard=8)
     assert (tmp_path / "packed/classnames.txt").read_text().split("\n")[:3] == list(KINDS)
-    assert not is_pictures(tmp_path / "packed")
+    assert not is_image_source(tmp_path / "packed")
     loader = ImageLabelData(str(tmp_path / "packed"), batch_size=8, num_workers=0).train_dataloader()
-    first = loader.shards.index(0)
-    labels = [int(loader.shards.pread(0, *first.place(row, "cls"))) for row in range(len(first))]
+    first = loader.shards.reader(0)
+    labels = [int(first.members(row).read("cls", 16)) for row in range(len(first.index))]
     assert len(set(labels)) > 1
     kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
     assert kind.image.keys[0] == "jpg"

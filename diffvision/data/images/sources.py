@@ -1,54 +1,53 @@
-"""Pictures as people have them: a folder for each class, captions in a table or next to the images, COCO's captions,
-a Hugging Face dataset, a torchvision dataset. All become `Pictures`, which are packed into shards (`packing`) or read
-where they lie (`PictureSet`)."""
+"""Images as people have them: in folders for each class, with captions in tables or text files, COCO's captions.
+
+All become an `ImageCollection`, which `packing` writes as shards or `ImageSet` reads where the images lie. Datasets of
+other libraries are in `datasets`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.decode import MAX_IMAGE_BYTES, BadSample
-from diffvision.data.images.picture_set import Captions, Pictures
-from diffvision.data.images.picture_tables import (
+from diffvision.data.images.datasets import TORCHVISION, from_parquet, from_saved, from_torchvision, torchvision_splits
+from diffvision.data.images.decode import MAX_IMAGE_BYTES
+from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.tables import (
     COLUMNS,
     captions_of,
     csv_rows,
-    inside,
     json_lines,
     numbered,
-    resolved_columns,
+    path_inside,
 )
-from diffvision.data.shards.sidecars import user_cache
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-"""What counts as an image in a tree. Those that are not JPEG, PNG or WebP are bad samples, and are counted as such."""
+"""What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-TORCHVISION = "torchvision:"
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testing"),
 }
-"""A split's name here, and the names of folders that hold it."""
+"""Our name of a split, and the names of folders that hold it."""
 
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
 # ---- finding them --------------------------------------------------------------------------------------------------
 
 
-def is_pictures(source: Any) -> bool:
-    """Whether a source is one of pictures rather than of shards: a tree, a table, a dataset."""
+def is_image_source(source: Any) -> bool:
+    """Return whether a source is one of images rather than of shards: a folder, a table, a dataset."""
     if not isinstance(source, str | Path):
         return False
     location = str(source)
@@ -63,12 +62,10 @@ def is_pictures(source: Any) -> bool:
 
 
 def splits(source: str | Path) -> dict[str, str]:
-    """The splits of a source by their names here, and what each is called there; empty where it is not split."""
+    """Return {our name of a split: its name in the source}; empty where the source is not split."""
     location = str(source)
     if location.startswith(TORCHVISION):
-        made = _torchvision_class(location)
-        parameters = inspect.signature(made).parameters
-        return {"train": "train", "test": "test"} if {"train", "split"} & parameters.keys() else {}
+        return torchvision_splits(location)
     path = Path(source)
     if not path.is_dir():
         return {}
@@ -81,15 +78,15 @@ def splits(source: str | Path) -> dict[str, str]:
     return {split: name for split, names in SPLITS.items() for name in present if name.lower() in names}
 
 
-def find_pictures(
+def find_images(
     source: str | Path,
     split: str | None = None,
     *,
     table: str | Path | None = None,
     columns: dict[str, str] | None = None,
     classnames: Sequence[str] = (),
-) -> Pictures:
-    """The pictures of a source.
+) -> ImageCollection:
+    """Return the images of a source.
 
     Classes that have names are numbered in the order of their names, those of all splits together.
 
@@ -98,7 +95,7 @@ def find_pictures(
             a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that;
-            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its own folder;
+            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
         split: "train", "validation" or "test", of a source that has splits.
@@ -110,24 +107,26 @@ def find_pictures(
         ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
             class that is not among `classnames`.
     """
-    pictures = _found(source, split, table, columns)
-    return _renumbered(pictures, classnames) if classnames and pictures.classnames else pictures
+    images = _from_source(source, split, table, columns)
+    return _renumbered(images, classnames) if classnames and images.classnames else images
 
 
-def _renumbered(pictures: Pictures, classnames: Sequence[str]) -> Pictures:
+def _renumbered(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
     known = {name: number for number, name in enumerate(class_prompts(classnames))}
-    names = class_prompts(pictures.classnames)
-    assert pictures.labels is not None
-    if unknown := [names[label] for label in np.unique(pictures.labels).tolist() if names[label] not in known]:
+    names = class_prompts(images.classnames)
+    assert images.labels is not None
+    if unknown := [names[label] for label in np.unique(images.labels).tolist() if names[label] not in known]:
         raise ValueError(
-            f"{pictures.source} has classes that are not among the {len(known)} of the training data or the model: "
+            f"{images.source} has classes that are not among the {len(known)} of the training data or the model: "
             f"{', '.join(unknown[:5])}"
         )
     numbers = np.array([known.get(name, -1) for name in names], dtype=np.int64)
-    return replace(pictures, labels=numbers[pictures.labels], classnames=tuple(classnames))
+    return replace(images, labels=numbers[images.labels], classnames=tuple(classnames))
 
 
-def _found(source: str | Path, split: str | None, table: str | Path | None, columns: dict[str, str] | None) -> Pictures:
+def _from_source(
+    source: str | Path, split: str | None, table: str | Path | None, columns: dict[str, str] | None
+) -> ImageCollection:
     if unknown := sorted((columns or {}).keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
     location, columns = str(source), columns or {}
@@ -137,28 +136,28 @@ def _found(source: str | Path, split: str | None, table: str | Path | None, colu
         known = f"it has {', '.join(available)}" if available else "it has no splits; leave split out"
         raise ValueError(f"{location} has no split {split!r}: {known}")
     if location.startswith(TORCHVISION):
-        return _from_torchvision(location, split)
+        return from_torchvision(location, split)
     path = Path(source)
     if not path.exists():
         raise ValueError(f"there is no {location}: give a folder of images, a table of them, or a dataset")
     if path.is_file():
         return _from_table(path.parent, path, columns)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _from_datasets(path, available.get(split or ""), columns)
+        return from_saved(path, available.get(split or ""), columns)
     if split is None:
         return _from_folder(path, None if table is None else Path(table), columns)
-    pictures = _from_folder(path / available[split], None, columns)
-    if not pictures.classnames or set(pictures.classnames) - set(_folder_names(path, available)):
-        return pictures  # classes that a table names
-    return _renumbered(pictures, _folder_names(path, available))
+    images = _from_folder(path / available[split], None, columns)
+    if not images.classnames or set(images.classnames) - set(_folder_names(path, available)):
+        return images  # classes that a table names
+    return _renumbered(images, _folder_names(path, available))
 
 
 def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
-    """The classes of all splits."""
+    """Return the classes of all splits."""
     return sorted({folder.name for name in available.values() for folder in _class_folders(path / name)})
 
 
-def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Pictures:
+def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> ImageCollection:
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder of images")
     if table is None:
@@ -177,12 +176,12 @@ def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Pic
             )
         return _from_classes(path, images)
     if parquet := sorted(map(str, path.rglob("*.parquet"))):
-        return _from_columns(str(path), _parquet(parquet), columns)
+        return from_parquet(str(path), parquet, columns)
     raise ValueError(f"no images in {path}")
 
 
 def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """Files of these kinds at any depth, in no order; hidden ones are left out."""
+    """Yield files of these kinds at any depth, in no order; hidden ones are left out."""
     for folder, folders, names in os.walk(path, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
@@ -190,8 +189,8 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _from_classes(path: Path, images: list[Path]) -> Pictures:
-    """A folder for each class, numbered in the order of their names, as torchvision's ImageFolder does."""
+def _from_classes(path: Path, images: list[Path]) -> ImageCollection:
+    """Read a folder for each class, numbered in the order of their names, as torchvision's ImageFolder does."""
     files = sorted(image.relative_to(path) for image in images)
     if loose := [file for file in files if len(file.parts) == 1]:
         raise ValueError(
@@ -211,15 +210,15 @@ def _from_classes(path: Path, images: list[Path]) -> Pictures:
     number = {name: label for label, name in enumerate(classnames)}
     labels = np.array([number[file.parts[0]] for file in files], dtype=np.int64)
     names = [file.as_posix() for file in files]
-    return Pictures(str(path), names, _Files(path, names), labels=labels, classnames=classnames)
+    return ImageCollection(str(path), names, _Files(path, names), labels=labels, classnames=classnames)
 
 
 def _class_folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _from_texts(path: Path) -> Pictures:
-    """`x.txt` next to `x.jpg`. Every other file is taken for a picture, so that what is none is counted."""
+def _from_texts(path: Path) -> ImageCollection:
+    """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted."""
     root = path.resolve()
     names: list[str] = []
     captions: list[Captions] = []
@@ -229,23 +228,23 @@ def _from_texts(path: Path) -> Pictures:
         text = file.with_suffix(".txt")
         for link in (file, text):
             if link.is_symlink():
-                inside(root, str(link.relative_to(path)), f"{link}, a link")
+                path_inside(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
         captions.append((_text(text),) if text.is_file() else ())
-    return Pictures(str(path), names, _Files(path, names), captions=captions)
+    return ImageCollection(str(path), names, _Files(path, names), captions=captions)
 
 
 def _text(path: Path) -> str:
-    """The caption in a file; bytes that are not UTF-8 become half surrogates, which training counts as such."""
+    """Return the caption in a file; bytes that are not UTF-8 become half surrogates, which training counts as bad."""
     return path.read_bytes().decode("utf-8-sig", "surrogateescape")
 
 
-def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
+def _from_table(root: Path, table: Path, columns: dict[str, str]) -> ImageCollection:
     if not table.is_file():
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
     suffix = table.suffix.lower()
     if suffix == ".parquet":
-        return _from_columns(str(table), _parquet([str(table)]), columns, root)
+        return from_parquet(str(table), [str(table)], columns, root)
     if suffix == ".json":
         return _from_coco(root, table)
     rows = json_lines(table, columns) if suffix == ".jsonl" else csv_rows(table, columns)
@@ -254,7 +253,7 @@ def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
     captions: list[Captions] = []
     labels: list[Any] = []
     for line, row in rows:
-        names.append(inside(resolved, str(row["image"]), f"{table}, line {line}"))
+        names.append(path_inside(resolved, str(row["image"]), f"{table}, line {line}"))
         if "caption" in row:
             captions.append(captions_of(row["caption"]))
         if "label" in row:
@@ -262,11 +261,11 @@ def _from_table(root: Path, table: Path, columns: dict[str, str]) -> Pictures:
     if not names:
         raise ValueError(f"{table} has no rows: give a table of images")
     numbers, classnames = numbered(labels, table) if labels else (None, ())
-    return Pictures(str(table), names, _Files(root, names), captions or None, numbers, classnames)
+    return ImageCollection(str(table), names, _Files(root, names), captions or None, numbers, classnames)
 
 
-def _from_coco(root: Path, table: Path) -> Pictures:
-    """COCO's captions: `images` with file names, `annotations` with a caption of one of them each."""
+def _from_coco(root: Path, table: Path) -> ImageCollection:
+    """Read COCO's captions: `images` with file names, `annotations` with a caption of one of them each."""
     try:
         content = json.loads(table.read_text("utf-8"))
         files = {image["id"]: image["file_name"] for image in content["images"]}
@@ -279,14 +278,14 @@ def _from_coco(root: Path, table: Path) -> Pictures:
             f"caption): {type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
         ) from None
     if root == table.parent and (match := re.search(r"(train|val|test)\d{4}", table.stem)):
-        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's own layout
+        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's layout
     resolved = root.resolve()
-    names = [inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
-    return Pictures(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])
+    names = [path_inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
+    return ImageCollection(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])
 
 
 class _Files:
-    """Pictures that are files under one folder."""
+    """Images that are files under one folder."""
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:
         self.root, self.names = root, names
@@ -311,131 +310,6 @@ class _Files:
         return digest.hexdigest()[:16]
 
 
-# ---- other libraries' datasets ---------------------------------------------------------------------------------------
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"Hugging Face datasets and .parquet files are read by the package `datasets` ({error}): "
-            'pip install "diffvision[data]"'
-        ) from None
-    return datasets
-
-
-def _from_datasets(path: Path, split: str | None, columns: dict[str, str]) -> Pictures:
-    loaded = _datasets().load_from_disk(str(path))
-    return _from_columns(str(path), loaded if split is None else loaded[split], columns)
-
-
-def _parquet(files: list[str]) -> Any:
-    return _datasets().Dataset.from_parquet(files, cache_dir=str(user_cache() / "datasets"))
-
-
-def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> Pictures:
-    """The rows of a `datasets.Dataset`."""
-    datasets = _datasets()
-    resolved = resolved_columns(rows.column_names, columns, source)
-    image = resolved["image"]
-    if isinstance(rows.features[image], datasets.Image):
-        rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
-    captions = [captions_of(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
-    labels: np.ndarray | None = None
-    classnames: tuple[str, ...] = ()
-    if "label" in resolved:
-        feature = rows.features[resolved["label"]]
-        cells = list(rows[resolved["label"]])
-        if isinstance(feature, datasets.ClassLabel):
-            labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
-        else:
-            labels, classnames = numbered(cells, source)
-    names = [f"row {row}" for row in range(len(rows))]
-    return Pictures(source, names, _Rows(rows, image, root), captions, labels, classnames)
-
-
-class _Rows:
-    """Pictures in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
-
-    def __init__(self, rows: Any, column: str, root: Path | None) -> None:
-        self.rows, self.column, self.root = rows, column, root
-
-    def __call__(self, row: int) -> bytes:
-        cell = self.rows[row][self.column]
-        data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        if isinstance(data, str):
-            data, path = None, data
-        if data is None and path is not None and self.root is not None:
-            path = self.root / inside(self.root.resolve(), path, f"row {row}")
-        try:
-            if data is None and path is not None:
-                data = Path(path).read_bytes()
-        except OSError:
-            data = None
-        if data is None:
-            raise BadSample("missing image")
-        return data
-
-    def identity(self) -> str:
-        return f"{len(self.rows)} {self.rows.data.nbytes}"
-
-
-def _torchvision_class(location: str) -> Callable[..., Any]:
-    from torchvision import datasets
-
-    name = location.removeprefix(TORCHVISION).partition(":")[0]
-    kinds = {known: getattr(datasets, known) for known in sorted(datasets.__all__)}
-    rooted = {known: kind for known, kind in kinds.items() if "root" in inspect.signature(kind).parameters}
-    if name not in rooted:
-        raise ValueError(f"{location}: torchvision has no dataset {name!r} in a folder; it has {', '.join(rooted)}")
-    return rooted[name]
-
-
-def _from_torchvision(location: str, split: str | None) -> Pictures:
-    made = _torchvision_class(location)
-    name, _, root = location.removeprefix(TORCHVISION).partition(":")
-    if not root:
-        raise ValueError(f"{location} does not say where its files are: write torchvision:{name}:FOLDER")
-    parameters = inspect.signature(made).parameters
-    settings: dict[str, Any] = {"download": False} if "download" in parameters else {}
-    if "train" in parameters:
-        settings["train"] = split != "test"
-    elif "split" in parameters:
-        settings["split"] = {"validation": "val"}.get(split or "train", split or "train")
-    try:
-        rows = made(root, **settings)
-    except (RuntimeError, OSError, TypeError, ValueError, ModuleNotFoundError) as error:
-        raise ValueError(
-            f"{location} cannot be read ({str(error).strip()}). Nothing is downloaded here; once, by yourself: "
-            f'python -c "import torchvision; torchvision.datasets.{name}({root!r}, download=True)"'
-        ) from None
-    targets = getattr(rows, "targets", None)
-    if targets is None:
-        targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
-    names = [f"number {row}" for row in range(len(rows))]
-    reader = _Encoded(rows, f"{name} {split} {len(rows)}")
-    if isinstance(targets[0], str | list | tuple):
-        return Pictures(location, names, reader, captions=[captions_of(target) for target in targets])
-    labels = np.array([int(target) for target in targets], dtype=np.int64)
-    return Pictures(location, names, reader, labels=labels, classnames=tuple(map(str, getattr(rows, "classes", ()))))
-
-
-class _Encoded:
-    """Pictures of a dataset that gives PIL images, as PNG, which loses nothing."""
-
-    def __init__(self, rows: Any, name: str) -> None:
-        self.rows, self.name = rows, name
-
-    def __call__(self, row: int) -> bytes:
-        data = BytesIO()
-        self.rows[row][0].save(data, "PNG", compress_level=1)
-        return data.getvalue()
-
-    def identity(self) -> str:
-        return self.name
-
-
 def class_prompts(classnames: Sequence[str]) -> list[str]:
-    """Class names as they stand in a sentence: folders have `_` where a sentence has a blank."""
+    """Return class names as in a sentence: folders have `_` where a sentence has a blank."""
     return [name.replace("_", " ").strip() for name in classnames]

@@ -1,0 +1,155 @@
+"""Images in other libraries' datasets: Hugging Face `datasets`, .parquet files, torchvision.
+
+`sources` chooses among these, folders and tables.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffvision.data.images.image_set import ImageCollection
+from diffvision.data.images.tables import captions_of, numbered, path_inside, resolved_columns
+from diffvision.data.shards.sample import BadSample
+from diffvision.data.shards.sidecars import user_cache
+
+TORCHVISION = "torchvision:"
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"Hugging Face datasets and .parquet files are read by the package `datasets` ({error}): "
+            'pip install "diffvision[data]"'
+        ) from None
+    return datasets
+
+
+def from_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageCollection:
+    """Return the images of a folder that `datasets` saved."""
+    loaded = _datasets().load_from_disk(str(path))
+    return _from_columns(str(path), loaded if split is None else loaded[split], columns)
+
+
+def from_parquet(source: str, files: list[str], columns: dict[str, str], root: Path | None = None) -> ImageCollection:
+    """Return the images of .parquet files, whose paths are relative to `root`."""
+    rows = _datasets().Dataset.from_parquet(files, cache_dir=str(user_cache() / "datasets"))
+    return _from_columns(source, rows, columns, root)
+
+
+def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> ImageCollection:
+    """Return the rows of a `datasets.Dataset`."""
+    datasets = _datasets()
+    resolved = resolved_columns(rows.column_names, columns, source)
+    image = resolved["image"]
+    if isinstance(rows.features[image], datasets.Image):
+        rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
+    captions = [captions_of(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+    labels: np.ndarray | None = None
+    classnames: tuple[str, ...] = ()
+    if "label" in resolved:
+        feature = rows.features[resolved["label"]]
+        cells = list(rows[resolved["label"]])
+        if isinstance(feature, datasets.ClassLabel):
+            labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
+        else:
+            labels, classnames = numbered(cells, source)
+    names = [f"row {row}" for row in range(len(rows))]
+    return ImageCollection(source, names, _Rows(rows, image, root), captions, labels, classnames)
+
+
+class _Rows:
+    """Images in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
+
+    def __init__(self, rows: Any, column: str, root: Path | None) -> None:
+        self.rows, self.column, self.root = rows, column, root
+
+    def __call__(self, row: int) -> bytes:
+        cell = self.rows[row][self.column]
+        data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        if isinstance(data, str):
+            data, path = None, data
+        if data is None and path is not None and self.root is not None:
+            path = self.root / path_inside(self.root.resolve(), path, f"row {row}")
+        try:
+            if data is None and path is not None:
+                data = Path(path).read_bytes()
+        except OSError:
+            data = None
+        if data is None:
+            raise BadSample("missing image")
+        return data
+
+    def identity(self) -> str:
+        return f"{len(self.rows)} {self.rows.data.nbytes}"
+
+
+def _torchvision_class(location: str) -> Callable[..., Any]:
+    from torchvision import datasets
+
+    name = location.removeprefix(TORCHVISION).partition(":")[0]
+    kinds = {known: getattr(datasets, known) for known in sorted(datasets.__all__)}
+    rooted = {known: kind for known, kind in kinds.items() if "root" in inspect.signature(kind).parameters}
+    if name not in rooted:
+        raise ValueError(f"{location}: torchvision has no dataset {name!r} in a folder; it has {', '.join(rooted)}")
+    return rooted[name]
+
+
+def torchvision_splits(location: str) -> dict[str, str]:
+    """Return {our name of a split: its name there} of `torchvision:NAME:ROOT`."""
+    parameters = inspect.signature(_torchvision_class(location)).parameters
+    return {"train": "train", "test": "test"} if {"train", "split"} & parameters.keys() else {}
+
+
+def from_torchvision(location: str, split: str | None) -> ImageCollection:
+    """Return the images of `torchvision:NAME:ROOT`; nothing is downloaded."""
+    dataset_class = _torchvision_class(location)
+    name, _, root = location.removeprefix(TORCHVISION).partition(":")
+    if not root:
+        raise ValueError(f"{location} does not say where its files are: write torchvision:{name}:FOLDER")
+    parameters = inspect.signature(dataset_class).parameters
+    settings: dict[str, Any] = {"download": False} if "download" in parameters else {}
+    if "train" in parameters:
+        settings["train"] = split != "test"
+    elif "split" in parameters:
+        settings["split"] = {"validation": "val"}.get(split or "train", split or "train")
+    try:
+        rows = dataset_class(root, **settings)
+    except (RuntimeError, OSError, TypeError, ValueError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"{location} cannot be read ({str(error).strip()}). Nothing is downloaded here; once, by yourself: "
+            f'python -c "import torchvision; torchvision.datasets.{name}({root!r}, download=True)"'
+        ) from None
+    targets = getattr(rows, "targets", None)
+    if targets is None:
+        targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
+    names = [f"number {row}" for row in range(len(rows))]
+    reader = _Encoded(rows, f"{name} {split} {len(rows)}")
+    if isinstance(targets[0], str | list | tuple):
+        return ImageCollection(location, names, reader, captions=[captions_of(target) for target in targets])
+    labels = np.array([int(target) for target in targets], dtype=np.int64)
+    return ImageCollection(
+        location, names, reader, labels=labels, classnames=tuple(map(str, getattr(rows, "classes", ())))
+    )
+
+
+class _Encoded:
+    """Images of a dataset of PIL images, as PNG, which loses nothing."""
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.rows, self.name = rows, name
+
+    def __call__(self, row: int) -> bytes:
+        data = BytesIO()
+        self.rows[row][0].save(data, "PNG", compress_level=1)
+        return data.getvalue()
+
+    def identity(self) -> str:
+        return self.name

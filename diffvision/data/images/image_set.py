@@ -1,0 +1,149 @@
+"""Images with their captions or labels, read from where they lie as a loader reads the samples of shards.
+
+`sources` finds them; this is what it returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from diffvision.data.shards.sample import Members, SampleId
+
+Captions = tuple[str, ...]
+
+
+class Reader(Protocol):
+    """Reads the encoded bytes of images."""
+
+    def __call__(self, row: int) -> bytes:
+        """Return the bytes of one image; raise `BadSample` where there are none."""
+        ...
+
+    def identity(self) -> str:
+        """Return what is known of the images without reading them, apart from the folder that holds them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageCollection:
+    """The images of one split of a source, with their captions or labels.
+
+    Attributes:
+        source: as it was given.
+        names: one for each image, for reports: its path in the source where it is a file.
+        read: row -> encoded bytes.
+        captions: one tuple for each image, empty where it has none; None where the source has no captions.
+        labels: class numbers, int64 [N]; None where the source has no labels.
+        classnames: by class number; empty where the source does not name them.
+    """
+
+    source: str
+    names: Sequence[str]
+    read: Reader
+    captions: Sequence[Captions] | None = None
+    labels: np.ndarray | None = None
+    classnames: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def caption_key(self) -> str:
+        """The member that training reads: one caption is a text, several are a list in JSON of which one is drawn."""
+        return "json:caption" if any(len(one) > 1 for one in self.captions or ()) else "txt"
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of names, captions and labels, wherever the source lies."""
+        digest = hashlib.sha256()
+        for part in (self.names, self.captions, None if self.labels is None else self.labels.tolist(), self.classnames):
+            digest.update(json.dumps(part).encode())
+        return digest.hexdigest()[:16]
+
+    def texts(self, row: int) -> dict[str, bytes]:
+        """Return a sample's members besides its image: `txt` (a caption a line), `json` (several captions), `cls`."""
+        members = {}
+        if self.captions is not None and (captions := self.captions[row]):
+            lines = [" ".join(caption.split()) for caption in captions] if len(captions) > 1 else list(captions)
+            members["txt"] = _encoded("\n".join(lines))
+            if len(captions) > 1:
+                members["json"] = json.dumps({"caption": lines}).encode()
+        if self.labels is not None:
+            members["cls"] = b"%d" % self.labels[row]
+        return members
+
+
+def _encoded(text: str) -> bytes:
+    """Return UTF-8, where bytes that were not UTF-8 are as they were, to be counted when the sample is read."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+class ImageSet:
+    """Random access to the samples of an `ImageCollection`, as `storage.ShardSet` gives it to those of shards.
+
+    All samples are one shard, so that an epoch's order shuffles all of them together.
+    """
+
+    def __init__(self, images: ImageCollection) -> None:
+        self.images = images
+        self.counts = np.array([len(images)], dtype=np.int64)
+        self.fingerprint, self.content = images.fingerprint, f"sizes:{images.read.identity()}"
+        self.extra_counts: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def members(self, sample: SampleId) -> Members:
+        """Return the members of one sample."""
+        return _ImageMembers(self.images, sample[1])
+
+    def describe(self, sample: SampleId) -> str:
+        """Return "source: name" of a sample, for reports."""
+        return f"{self.images.source}: {self.images.names[sample[1]]}"
+
+    def needs_preparing(self, number: int) -> bool:
+        """Return False, for the images are local."""
+        return False
+
+    def prepare(self, number: int) -> None:
+        """Do nothing, for the images are local."""
+
+    def check_room(self, at_once: int) -> None:
+        """Do nothing, for images are not cached."""
+
+    def on_progress(self, callback: Callable[[], None]) -> None:
+        """Do nothing, for nothing is fetched."""
+
+
+class _ImageMembers:
+    """One image as the members of a sample; it is called `jpg` whatever its format, for decoding detects that."""
+
+    def __init__(self, images: ImageCollection, row: int) -> None:
+        self._images, self._row = images, row
+        self._texts = images.texts(row)
+        self._data: bytes | None = None
+
+    def size(self, member_type: str) -> int | None:
+        if member_type == "jpg":
+            return len(self._read())
+        return len(self._texts[member_type]) if member_type in self._texts else None
+
+    def read(self, member_type: str, at_most: int) -> bytes:
+        return (self._read() if member_type == "jpg" else self._texts[member_type])[:at_most]
+
+    def names(self) -> list[str]:
+        return sorted(["jpg", *self._texts])
+
+    def _read(self) -> bytes:
+        if self._data is None:
+            self._data = self._images.read(self._row)
+        return self._data

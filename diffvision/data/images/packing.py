@@ -1,0 +1,222 @@
+"""Packing images into shards, in parallel: copied as they are, decoded once to leave out what cannot be used.
+
+`shards.writer` writes the tars and their manifest.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
+from diffvision.data.images.folders import ImageEvaluationFolder
+from diffvision.data.images.image_set import ImageCollection
+from diffvision.data.shards.batch_reader import identity_collate
+from diffvision.data.shards.index import scan
+from diffvision.data.shards.sample import BadSample
+from diffvision.data.shards.sources import MANIFEST
+from diffvision.data.shards.writer import (
+    Sample,
+    begin_manifest,
+    check_per_shard,
+    packing_progress,
+    refuse_existing,
+    write_lines,
+    write_manifest,
+    write_tar,
+)
+
+_ENDINGS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+
+
+@dataclass
+class Packed:
+    """What became of the images of a source."""
+
+    samples: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> one image
+
+    def add(self, other: "Packed") -> None:
+        """Add the counts of other images."""
+        self.samples += other.samples
+        self.skipped += other.skipped
+        self.examples = other.examples | self.examples
+
+    def summary(self) -> str:
+        """Return a line of the counts, and one for each reason."""
+        lines = [f"{self.samples:,} samples, left out {self.skipped.total():,}"]
+        lines += [
+            f"  {count:,} x {reason}, first {self.examples[reason]}" for reason, count in self.skipped.most_common()
+        ]
+        return "\n".join(lines)
+
+
+def pack(
+    images: ImageCollection,
+    directory: str | Path,
+    *,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+    shuffle: bool = False,
+) -> Packed:
+    """Pack images into shards, in parallel, with a progress bar; image files are copied as they are.
+
+    Images that cannot be decoded, and missing or empty captions, are left out and counted by reason. A sample has its
+    image, and what its source says of it: `txt` (one caption a line), `json` (several captions, of which training draws
+    one), `cls` (the class number). `classnames.txt` has the classes, one a line, where the source names them.
+
+    Args:
+        images: what to pack.
+        directory: the folder to write; it must have no shards yet.
+        per_shard: samples of a shard.
+        num_workers: processes.
+        shuffle: in an order drawn once. Training mixes a few shards at a time, so those of a folder for each class
+            should not hold one class each.
+
+    Raises:
+        ValueError: no images, or none that can be used; the directory has shards.
+    """
+    directory = Path(directory)
+    total = _pack_as(images, directory, "{:06d}.tar", per_shard, num_workers, shuffle)
+    if images.classnames:
+        write_lines(directory / "classnames.txt", images.classnames)
+    return total
+
+
+def pack_evaluation(
+    folder: ImageEvaluationFolder,
+    directory: str | Path,
+    templates: Sequence[str] | None = None,
+    *,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> dict[str, Packed]:
+    """Pack images as an evaluation folder in CLIP_benchmark's layout, each of their splits.
+
+    Args:
+        folder: of zero-shot classification or of retrieval.
+        directory: the evaluation folder to write; its name is the dataset's in metrics.
+        templates: of zero-shot prompts, with {c} where the class name belongs; by default "a photo of a {c}.".
+        per_shard: samples of a shard.
+        num_workers: processes.
+
+    Returns:
+        What became of the images of each split.
+
+    Raises:
+        ValueError: a template without {c}; classes without names; as `pack`.
+    """
+    directory = Path(directory)
+    templates = list(templates or folder.templates)
+    if wrong := [template for template in templates if "{c}" not in template]:
+        raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")
+    if folder.task == "zero_shot" and not folder.classnames:
+        raise ValueError(
+            f"{folder.path} numbers its classes and does not name them: use names as labels, for zero-shot "
+            "classification is by the names"
+        )
+    packed = {}
+    for split in folder.splits:
+        target = directory / split
+        packed[split] = _pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
+        write_lines(target / "nshards.txt", [str(len(list(target.glob("*.tar"))))])
+    if folder.task == "zero_shot":
+        write_lines(directory / "classnames.txt", folder.classnames)
+        write_lines(directory / "zeroshot_classification_templates.txt", templates)
+    else:
+        write_lines(directory / "dataset_type.txt", ["retrieval"])
+    return packed
+
+
+def _pack_as(
+    images: ImageCollection, directory: Path, pattern: str, per_shard: int, num_workers: int, shuffle: bool
+) -> Packed:
+    refuse_existing(directory)
+    check_per_shard(per_shard)
+    if not len(images):
+        raise ValueError(f"no images in {images.source}")
+    begin_manifest(directory)
+    rows = np.random.default_rng(0).permutation(len(images)) if shuffle else np.arange(len(images))
+    shards = _Shards(images, rows, directory, pattern, per_shard)
+    total = shards.write(num_workers)
+    targets = [shards.target(number) for number in range(len(shards))]
+    if not total.samples:
+        for target in (*targets, directory / MANIFEST):
+            target.unlink()
+        raise ValueError(f"none of the {len(rows)} images of {images.source} can be used: {dict(total.skipped)}")
+    filled = [target for target in targets if len(scan(target))]
+    for target in set(targets) - set(filled):
+        target.unlink()  # every image of it was left out
+    for number, target in enumerate(filled):
+        target.rename(shards.target(number))
+    write_manifest(directory)
+    return total
+
+
+class _Shards(Dataset):
+    """The number of a shard -> what became of its images, once the shard is written."""
+
+    def __init__(
+        self, images: ImageCollection, rows: np.ndarray, directory: Path, pattern: str, per_shard: int
+    ) -> None:
+        self.images, self.rows, self.directory = images, rows, directory
+        self.pattern, self.per_shard = pattern, per_shard
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.per_shard)
+
+    def __getitem__(self, number: int) -> Packed:
+        packed = Packed()
+        write_tar(self.target(number), self._samples(number, packed))
+        return packed
+
+    def target(self, number: int) -> Path:
+        return self.directory / self.pattern.format(number)
+
+    def write(self, num_workers: int) -> Packed:
+        """Write all shards in worker processes, each of which gets the images once."""
+        loader: Iterable[Packed] = DataLoader(
+            self,
+            batch_size=None,
+            num_workers=max(1, min(num_workers, len(self))),
+            collate_fn=identity_collate,
+            generator=torch.Generator(),  # else it would draw from the process's generator
+        )
+        total = Packed()
+        with packing_progress() as progress:
+            task = progress.add_task(f"packing {self.directory.name}", total=len(self.rows))
+            for packed in loader:
+                total.add(packed)
+                progress.advance(task, packed.samples + packed.skipped.total())
+        return total
+
+    def _samples(self, number: int, packed: Packed) -> Iterator[Sample]:
+        images, first = self.images, number * self.per_shard
+        for key, row in enumerate(self.rows[first : first + self.per_shard].tolist(), start=first):
+            try:
+                texts = images.texts(row)
+                if images.captions is not None:
+                    _check_captions(texts)
+                image = images.read(row)
+                ending = _ENDINGS[open_image(image).format or ""]
+                decode_image(image)  # whole, as training does: a truncated file opens
+            except BadSample as reason:
+                packed.skipped[str(reason)] += 1
+                packed.examples.setdefault(str(reason), f"{images.source}: {images.names[row]}")
+                continue
+            packed.samples += 1
+            # Numbered keys: a path may hold dots, which would end the key, and names that are not UTF-8.
+            yield {"__key__": f"{key:09d}", ending: image, **texts}
+
+
+def _check_captions(texts: Mapping[str, bytes]) -> None:
+    """Raise BadSample for what cannot be trained on."""
+    if "txt" not in texts:
+        raise BadSample("missing caption")
+    for line in decode_text(texts["txt"]).split("\n") if "json" in texts else [decode_text(texts["txt"])]:
+        clean_caption(line)

@@ -1,0 +1,96 @@
+"""What one sample is to a loader: its members, and the kinds of sample that are made of them.
+
+Only protocols and the error of an unusable sample are here; `images` and `text` implement them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+SampleId = tuple[int, int]
+"""(shard number, row in that shard)."""
+
+
+class BadSample(Exception):
+    """A sample that cannot be used; `str()` of it is the reason under which it is counted."""
+
+
+class Members(Protocol):
+    """The members of one sample, read on demand."""
+
+    def size(self, member_type: str) -> int | None:
+        """Return the bytes of a member, or None where the sample has no such member."""
+        ...
+
+    def read(self, member_type: str, at_most: int) -> bytes:
+        """Return the first `at_most` bytes of a member."""
+        ...
+
+    def names(self) -> list[str]:
+        """Return the sorted types of all members, including those that cannot be read."""
+        ...
+
+
+class SampleKind(Protocol):
+    """How samples become a batch: `images.samples` and `text.tokens.TokenSequence` implement it."""
+
+    def decode(self, members: Members) -> Any:
+        """Decode one sample; raise `BadSample` where it cannot be used."""
+        ...
+
+    def collate(self, items: list[Any]) -> Any:
+        """Join decoded samples into a batch."""
+        ...
+
+
+class SampleSource(Protocol):
+    """Samples that a loader reads by (shard, row): `ShardSet`, and `images.image_set.ImageSet`.
+
+    Attributes:
+        counts: the samples of each shard, int64 [shards].
+        content: a digest of what the samples hold, as "how that is known:digest".
+        fingerprint: a digest of the shards' names and counts.
+        extra_counts: counts of what is in no sample, for reports.
+    """
+
+    counts: np.ndarray
+    content: str
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def extra_counts(self) -> dict[str, int]: ...
+
+    def __len__(self) -> int: ...
+
+    def members(self, sample: SampleId) -> Members:
+        """Return the members of one sample; raise `BadSample` where its shard cannot be used."""
+        ...
+
+    def describe(self, sample: SampleId) -> str:
+        """Return "shard: key" of a sample, for reports."""
+        ...
+
+    def needs_preparing(self, number: int) -> bool:
+        """Return whether a shard has to be fetched, unpacked or verified before it is read."""
+        ...
+
+    def prepare(self, number: int) -> None:
+        """Fetch, unpack and verify a shard ahead of its use; any thread may call this."""
+        ...
+
+    def check_room(self, at_once: int) -> None:
+        """Warn if `at_once` shards that are in use together may not fit on local disk."""
+        ...
+
+    def on_progress(self, callback: Callable[[], None]) -> None:
+        """Call `callback` with each piece of a shard that arrives or is verified."""
+        ...
+
+
+def check_key(key: str, types: tuple[str, ...]) -> None:
+    """Raise ValueError if a member key is of none of these types."""
+    if key.rpartition(".")[2] not in types:
+        raise ValueError(f"member {key!r} is of a type that is not read here: use one of {', '.join(types)}")

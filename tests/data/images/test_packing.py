@@ -1,0 +1,199 @@
+"""Image files packed into shards: what is copied, what is left out, what is refused."""
+
+import io
+import json
+import random
+
+import pytest
+from PIL import Image
+
+from diffvision.data.check import check_shards
+from diffvision.data.images.packing import pack
+from diffvision.data.images.sources import find_images
+from diffvision.data.make import make
+
+
+def pack_folder(source, directory, table=None, **settings):
+    return pack(find_images(source, table=table), directory, **settings)
+
+
+@pytest.fixture
+def images(tmp_path, corpus):
+    """Twelve images with captions next to them, some bad; with a table of the same."""
+    source = tmp_path / "images"
+    (source / "more.v2").mkdir(parents=True)
+    for number in range(12):
+        path = source / ("more.v2" if number % 2 else ".") / f"image.{number:02d}.png"
+        path.write_bytes(corpus.png(number))
+        path.with_suffix(".txt").write_text(f"caption {number}\n")
+    (source / "image.02.txt").write_text(" ")
+    (source / "image.04.txt").write_bytes(b"\xff\xfe\x00")
+    (source / "image.06.txt").unlink()
+    (source / "image.08.png").write_bytes(b"no image")
+    (source / "thumbs.db").write_bytes(b"123")
+    return source
+
+
+def read(corpus, directory, count):
+    return sorted(n for batch in corpus.read(corpus.loader(directory, batch_size=count)) for n in batch)
+
+
+def test_captions_next_to_the_images(images, tmp_path, corpus):
+    packed = pack_folder(images, tmp_path / "out", per_shard=5, num_workers=2)
+    assert packed.samples == 8
+    assert packed.skipped == {
+        "empty caption": 1,
+        "caption not UTF-8": 1,
+        "missing caption": 2,
+        "not a JPEG, PNG or WebP image": 1,
+    }
+    assert packed.examples["empty caption"].endswith("image.02.png")
+    assert read(corpus, tmp_path / "out", 8) == [0, 1, 3, 5, 7, 9, 10, 11]
+    sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
+    assert list(sizes) == ["000000.tar", "000001.tar", "000002.tar"]
+    assert sum(sizes.values()) == 8
+
+
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+def test_captions_from_a_table(images, tmp_path, corpus, ending, separator):
+    table = tmp_path / f"captions.{ending}"
+    rows = [f"{n}{separator}image.{n:02d}.png{separator}sample {n}" for n in (0, 2, 4, 8)]
+    table.write_text("\n".join([f"id{separator}filepath{separator}title", *rows, f"9{separator}gone.png{separator}x"]))
+    packed = pack_folder(images, tmp_path / "out", table, num_workers=1)
+    assert packed.samples == 3
+    assert packed.skipped == {"missing image": 1, "not a JPEG, PNG or WebP image": 1}
+    assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
+
+
+def packed_from(table, content, images, tmp_path, **settings):
+    table = tmp_path / table
+    table.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return pack_folder(images, tmp_path / "out", table, num_workers=1, **settings)
+
+
+def test_a_line_of_a_tsv_is_a_row_whatever_its_quotes(images, tmp_path, corpus):
+    rows = 'file\tcaption\nimage.00.png\t"quoted sample 0\nimage.02.png\t"a" sample 2\nimage.04.png\tsample 4\n'
+    assert packed_from("t.tsv", rows, images, tmp_path).samples == 3
+    assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
+
+
+def test_long_cells_are_cut_like_any_caption(images, tmp_path):
+    assert packed_from("t.csv", f"file,caption\nimage.00.png,{'x' * 200_000}\n", images, tmp_path).samples == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "content", "message"),
+    [
+        ("t.csv", 'file,caption\nimage.00.png,a\nimage.02.png,"b\nimage.04.png,c\n', r"t\.csv, after line 2: .*mend"),
+        ("t.csv", 'file,caption\nimage.00.png,"a" dog\n', r"t\.csv, after line 1: .*written twice"),
+        (
+            "t.tsv",
+            b"file\tcaption\nimage.00.png\tcaf\xe9\n",
+            r"t\.tsv, line 2, is not UTF-8: save",
+        ),
+    ],
+)
+def test_damaged_tables_say_where_and_what_to_do(images, tmp_path, table, content, message):
+    with pytest.raises(ValueError, match=message):
+        packed_from(table, content, images, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_caption_cell_is_never_filled_from_next_to_the_image(images, tmp_path):
+    packed = packed_from("t.csv", "file,caption\nimage.00.png\nimage.02.png,two\n", images, tmp_path)
+    assert packed.skipped == {"empty caption": 1}
+
+
+@pytest.mark.parametrize("how", ["absolute", "climbing", "link", "null"])
+def test_a_table_cannot_name_files_outside_its_folder(images, tmp_path, corpus, how):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(corpus.png(1))
+    (images / "link.png").symlink_to(secret)
+    cell = {"absolute": str(secret), "climbing": "../secret.png", "link": "link.png", "null": "a\0b"}[how]
+    with pytest.raises(ValueError, match=r"t\.csv, line 3: .* is not a path inside"):
+        packed_from("t.csv", f"file,caption\nimage.00.png,a\n{cell},b\n", images, tmp_path)
+
+
+def test_image_files_are_copied_as_they_are(tmp_path, corpus):
+    source = tmp_path / "s"
+    source.mkdir()
+    data = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(data, "JPEG")
+    (source / "a.jpeg").write_bytes(data.getvalue())
+    (source / "a.txt").write_text("a cat")
+    pack_folder(source, tmp_path / "out")
+    assert data.getvalue() in (tmp_path / "out" / "000000.tar").read_bytes()
+
+
+def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"has columns \['a', 'b'\]: none of them is called image or filepath"):
+        pack_folder(images, tmp_path / "out", table)
+    with pytest.raises(ValueError, match="there is no"):
+        pack_folder(tmp_path / "none", tmp_path / "out")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match="no images in"):
+        pack_folder(empty, tmp_path / "out")
+    (empty / "a.png").write_bytes(b"x")
+    (empty / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match="none of the 1 images"):
+        pack_folder(empty, tmp_path / "out")
+    whole = corpus.write(tmp_path / "whole", 10)
+    with pytest.raises(ValueError, match="has shards already"):
+        pack_folder(images, whole)
+
+
+@pytest.mark.parametrize("per_shard", [0, -1])
+def test_a_shard_holds_at_least_one_sample(images, tmp_path, per_shard):
+    with pytest.raises(ValueError, match=f"per_shard is {per_shard}: it must be at least 1"):
+        pack_folder(images, tmp_path / "out", per_shard=per_shard)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(images, tmp_path, capsys):
+    assert make("folder", str(tmp_path / "out"), source=str(images)) == 0
+    printed = capsys.readouterr().out
+    assert "8 samples, left out 5" in printed
+    assert "2 x missing caption, first" in printed
+    with pytest.raises(ValueError, match="needs --source"):
+        make("folder", str(tmp_path / "out2"))
+    with pytest.raises(
+        ValueError,
+        match="no dataset is called 'cifar': there are digits, digit-scenes, stdlib, recall, folder, evaluation",
+    ):
+        make("cifar", str(tmp_path / "out2"))
+
+
+def test_links_in_a_folder_do_not_lead_out_of_it(images, tmp_path):
+    (tmp_path / "secret.txt").write_text("a secret")
+    image = next(path for path in sorted(images.rglob("*")) if path.suffix in (".png", ".jpg", ".jpeg"))
+    caption = image.with_suffix(".txt")
+    caption.unlink(missing_ok=True)
+    caption.symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"a link: .* is not a path inside"):
+        pack_folder(images, tmp_path / "out", num_workers=1)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path, corpus):
+    """Its header does not show what is missing after it."""
+    source = tmp_path / "images"
+    source.mkdir()
+    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
+    for number in range(3):
+        noise.save(source / f"{number}.img", kind)
+        (source / f"{number}.txt").write_text(f"sample {number}")
+    whole = (source / "1.img").read_bytes()
+    (source / "1.img").write_bytes(whole[: len(whole) // 2])
+    packed = pack_folder(source, tmp_path / "out", num_workers=1)
+    assert (packed.samples, packed.skipped.total()) == (2, 1)
+    assert packed.examples[next(iter(packed.skipped))].endswith("1.img")
+    assert next(iter(packed.skipped)) in ("truncated image", "damaged image")
+    (checked,) = check_shards(tmp_path / "out", 0)
+    assert (checked.good, checked.bad) == (2, {})
+    loader = corpus.loader(tmp_path / "out", batch_size=2)
+    for _ in loader:
+        pass
+    assert loader.report.skipped == {}
