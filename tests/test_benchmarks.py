@@ -13,7 +13,7 @@ import torch
 from diffvision.nn import DiffAttention
 from diffvision.ops.attention import BACKENDS
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +154,15 @@ def test_peak_memory_is_that_of_the_allocator():
 def test_commands_are_recorded_without_folders():
     from benchmark import command
 
-    given = ["/somewhere/scripts/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "ViT 197"]
-    assert command(given) == "python scripts/bench_attention.py --quick --shapes 'ViT 197'"
+    given = [
+        "/somewhere/scripts/benchmarks/bench_attention.py",
+        "--quick",
+        "--output",
+        "/somewhere/else",
+        "--shapes",
+        "ViT 197",
+    ]
+    assert command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes 'ViT 197'"
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import open_clip
 import timm
 import torch
 
+import openclip_inputs
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.evaluation.prompts import prompts_of
-from programs import openclip_inputs
 
 IMAGE = b"not decoded here"
 

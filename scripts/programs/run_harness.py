@@ -5,8 +5,8 @@
     diffvision export runs/.../last.ckpt exported                      # of a model of the standard variant
     .venv-harness/bin/python scripts/programs/run_harness.py exported data/stdlib/validation
 
-The task is made of the text (`scripts/harness_task.py`). The adapted model (V2) computes what the first one does before
-training, so both must answer alike. Prints the tables; exit status 1 if anything in it failed.
+The task is made of the text (`scripts/programs/harness_task.py`). The adapted model (V2) computes what the first one
+does before training, so both must answer alike. Prints the tables; exit status 1 if anything in it failed.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from shown import Shown, versions
 from transformers import AutoModelForCausalLM
 
 import diffvision
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from shown import Shown, versions
 
 METRICS = ("acc,none", "acc_norm,none")
 
@@ -53,7 +53,7 @@ def main() -> int:
     args = parser.parse_args()
     print(versions("lm_eval", "torch", "transformers", "diffvision"))
     shown = Shown(args.work)
-    task = Path(__file__).resolve().parents[1] / "harness_task.py"
+    task = Path(__file__).with_name("harness_task.py").resolve()
     text = str(Path(args.text).resolve())
     shown.run("task", [sys.executable, str(task), text, "next_line", "--samples", str(args.samples)])
     exported = args.exported.resolve()

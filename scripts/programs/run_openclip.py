@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from openclip_inputs import as_imagenet, with_tower
 from shown import Shown
 
@@ -186,7 +187,7 @@ def benchmarked(programs: OpenClip, checkpoint: str) -> None:
     theirs = programs.benchmark("benchmark_retrieval", "zeroshot_retrieval", "data/digits/retrieval", checkpoint)
     recall = f"image_retrieval_recall@5 {theirs['image_retrieval_recall@5']:.4f}"
     shown.check("CLIP_benchmark, retrieval", True, recall)
-    script = [sys.executable, str(ROOT / "scripts/compare_clip_benchmark.py"), "--python", programs.python]
+    script = [sys.executable, str(ROOT / "scripts/programs/compare_clip_benchmark.py"), "--python", programs.python]
     log = shown.run("counts", [*script, "--data", "data/digits", "--model", MODEL, "--checkpoint", checkpoint])
     shown.check(
         "CLIP_benchmark's counts and ours", "every count is the same" in log, "zero-shot, retrieval, composition"

@@ -18,12 +18,12 @@ import timm
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from shown import Shown, versions
 from torch import Tensor, nn
 
 import diffvision  # noqa: F401  (registers the models)
 from diffvision.models import language
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from shown import Shown, versions
 
 PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
 IMAGES, STEPS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), 5

@@ -1,6 +1,6 @@
 """Times training steps and inference of differential models against their matched plain models, on one device.
 
-    python scripts/bench_models.py [--quick] [--device cpu] [--threads 2] [--compile] [--output DIR]
+    python scripts/benchmarks/bench_models.py [--quick] [--device cpu] [--threads 2] [--compile] [--output DIR]
 
 writes models-<device>-<dtype>.md, .json (every time of every round) and .png.
 

@@ -1,6 +1,6 @@
 """Times training and decoding of our language models against Hugging Face's Llama and DiffLlama, on one device.
 
-    python scripts/bench_language.py [--quick] [--size 30m] [--device cpu] [--threads 2] [--output DIR]
+    python scripts/benchmarks/bench_language.py [--quick] [--size 30m] [--device cpu] [--threads 2] [--output DIR]
 
 writes language-<device>-<dtype>.md, .json (every time of every round) and .png. Without transformers our models are
 timed alone, and the columns of Hugging Face's say "not installed".

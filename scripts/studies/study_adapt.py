@@ -1,8 +1,8 @@
 """What a pretrained model gains when it is made differential and trained on: what docs/results/adapt.md reports.
 
-    python scripts/study_adapt.py data   --output runs/adapt
-    python scripts/study_adapt.py train  --output runs/adapt --seeds 0 1 2
-    python scripts/study_adapt.py report --output runs/adapt --results docs/results
+    python scripts/studies/study_adapt.py data   --output runs/adapt
+    python scripts/studies/study_adapt.py train  --output runs/adapt --seeds 0 1 2
+    python scripts/studies/study_adapt.py report --output runs/adapt --results docs/results
 
 A small Transformer is trained on the standard library's text, and a small plain ViT on made digits. Each is adapted in
 every way of `WAYS`, and trained on for the same steps over the same data, as the one that was not adapted is. Every run
@@ -26,7 +26,7 @@ from diffvision.analysis.curves import read_metrics
 from diffvision.data.make import make, tokenize, tokenizer
 from diffvision.training.fit import FitCLI, fit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LENGTH, BATCH = 128, 8
 
 

@@ -1,6 +1,6 @@
 """Every conversion, run: how far its outputs are from the source's own, and whether the way back gives the same bits.
 
-    python scripts/conversions.py            # about half a minute; prints the table of docs/convert.md
+    python scripts/benchmarks/conversions.py   # about half a minute; prints the table of docs/convert.md
 
 The sources are the original authors' outputs (tests/assets: DiffCLIP, unilm) or the other library beside ours, on
 random weights of a few layers: the algebra is what is compared, and no weights can be fetched.
@@ -32,7 +32,7 @@ from diffvision.models.convert.state import read_state
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
 
-ASSETS = Path(__file__).parent.parent / "tests" / "assets"
+ASSETS = Path(__file__).parents[2] / "tests" / "assets"
 
 
 class Row(NamedTuple):

@@ -2,7 +2,7 @@
 
     python -m venv .venv-clip-benchmark
     .venv-clip-benchmark/bin/pip install clip_benchmark requests "numpy<2.4" -e .
-    python scripts/compare_clip_benchmark.py --python .venv-clip-benchmark/bin/python \
+    python scripts/programs/compare_clip_benchmark.py --python .venv-clip-benchmark/bin/python \
         --data data/digits --model DiffCLIP-debug --checkpoint runs/clip_debug/version_0/checkpoints/last.ckpt
 
 CLIP_benchmark has an environment of its own, since it needs numpy below 2.4. It runs on the CPU without autocast,

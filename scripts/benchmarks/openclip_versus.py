@@ -97,7 +97,7 @@ class OpenClip:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("OpenCLIP's pipeline ended: run scripts/openclip_data.py by hand to see why")
+            raise RuntimeError("OpenCLIP's pipeline ended: run scripts/benchmarks/openclip_data.py by hand to see why")
         return json.loads(line)
 
 

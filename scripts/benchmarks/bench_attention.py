@@ -1,6 +1,6 @@
 """Times the ways to compute differential attention against plain attention with the same parameters, on one device.
 
-    python scripts/bench_attention.py [--quick] [--device cpu] [--threads 2] [--level op|module] [--output DIR]
+    python scripts/benchmarks/bench_attention.py [--quick] [--device cpu] [--threads 2] [--level op|module]
 
 writes attention-<device>-<dtype>-<level>.md, .json (every time of every round) and .png.
 

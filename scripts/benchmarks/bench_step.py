@@ -1,6 +1,6 @@
 """What checks, accounts, agreement on signals and checkpoints cost a training step, against plain Lightning.
 
-    python scripts/bench_step.py [--model DiffCLIP-debug] [--batch 256] [--steps 60] [--every 20] [--rounds 4]
+    python scripts/benchmarks/bench_step.py [--model DiffCLIP-debug] [--batch 256] [--steps 60] [--every 20]
 
 `diffvision fit` as the recipes have it (the guard against steps that are not finite, DataReport, RunState, signals and
 failures agreed upon, a durable checkpoint every `--every` steps) takes turns with a bare Trainer that fits the same

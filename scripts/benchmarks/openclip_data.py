@@ -1,6 +1,6 @@
 """OpenCLIP's training data pipeline as a program: an epoch for each line it is given, for `bench_data.py`.
 
-    PYTHON scripts/openclip_data.py SHARDS SAMPLES SIZE WORKERS BATCH
+    PYTHON scripts/benchmarks/openclip_data.py SHARDS SAMPLES SIZE WORKERS BATCH
 
 PYTHON is one with open_clip_torch and webdataset 0.2.86, the last version that OpenCLIP works with: later ones put a
 mark between shards that its grouping takes for a sample. It ends with a line "end", and answers each other one with

@@ -1,7 +1,7 @@
 """Samples a second: our indexed reading against webdataset's sequential reading, and our loader against OpenCLIP's.
 
-    python scripts/bench_data.py [DIRECTORY]      (shards with png or jpg, and txt; by default `digits` is made)
-    python scripts/bench_data.py --openclip [--openclip-python PYTHON]
+    python scripts/benchmarks/bench_data.py [DIRECTORY]     (shards of images and txt; `digits` by default)
+    python scripts/benchmarks/bench_data.py --openclip [--openclip-python PYTHON]
 
 The second measures OpenCLIP's training pipeline, in a Python of its own that is made for it unless one is given
 (`openclip_versus.py` says what it needs), on digits and on photographs. What the checks cost a training step:

@@ -1,6 +1,6 @@
 """How far `diffvision.adapt` is off before training: the table of docs/convert.md.
 
-    python scripts/adapt_exactness.py
+    python scripts/benchmarks/adapt_exactness.py
 
 Random weights, scattered so that every part of a layer matters; two random inputs; the largest difference of outputs
 over the largest output, the worse tower's where there are two. What is exact does not depend on what the weights are.

@@ -254,7 +254,7 @@ def command(given: list[str]) -> str:
     """The command to repeat a run, without the folder that it wrote to."""
     words = iter(given[1:])
     kept = [word for word in words if not (word == "--output" and next(words, None)) and "--output=" not in word]
-    return shlex.join(["python", f"scripts/{Path(given[0]).name}", *kept])
+    return shlex.join(["python", f"scripts/benchmarks/{Path(given[0]).name}", *kept])
 
 
 def hardware(device: str) -> dict[str, Any]:

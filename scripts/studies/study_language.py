@@ -1,8 +1,8 @@
 """Transformer against V1 against V2 at equal parameters, tokens and data: what docs/results/language.md reports.
 
-    python scripts/study_language.py data    --output runs/study
-    python scripts/study_language.py train   --output runs/study --sizes 1m --tokens 2_000_000 --seeds 0 1 2
-    python scripts/study_language.py report  --output runs/study --results docs/results
+    python scripts/studies/study_language.py data    --output runs/study
+    python scripts/studies/study_language.py train   --output runs/study --sizes 1m --tokens 2_000_000 --seeds 0 1 2
+    python scripts/studies/study_language.py report  --output runs/study --results docs/results
 
 `train` leaves out what is done already and may be started several times at once, each process on its own runs: a run is
 taken by making its directory. A run is `diffvision fit --config configs/language/recall.yaml` with another model, seed,
@@ -44,7 +44,7 @@ from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.models import language
 from diffvision.training.fit import fit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "language" / "recall.yaml"
 FAMILIES = {"transformer": "Transformer", "diff": "V1", "diffv2": "V2"}
 LENGTH, BATCH = 256, 2

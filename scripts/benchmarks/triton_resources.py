@@ -1,6 +1,6 @@
 """Compile the fused kernels for Hopper, no GPU needed, and print what each configuration uses, one JSON object a line.
 
-    python scripts/triton_resources.py [name ...]
+    python scripts/benchmarks/triton_resources.py [name ...]
 
 Registers, shared memory, tensor-core instructions, and how often a pass of an innermost loop goes to memory for want of
 registers. The launches are those that `diffvision.ops.attention.triton` would make for these shapes.
