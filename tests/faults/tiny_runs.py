@@ -1,6 +1,6 @@
-"""Tiny runs of each task, with everything random turned on, that can be interrupted anywhere; and all that one leaves.
+"""Tiny runs of each task that can be interrupted anywhere, with everything random turned on, and all that they leave.
 
-`resume_matrix.py`, the fault battery and the tests compare the outcomes of these, bit by bit.
+Tests of exact resuming compare their outcomes bit by bit; `resume_matrix.py` lists where they are interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -33,21 +33,23 @@ from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.durable.checkpoints import RUN_KEY, DurableCheckpointIO, newest_valid
-from diffvision.training.durable.random_state import captured
 from diffvision.training.durable.resume import Ranks, prepared
 from diffvision.training.durable.run_state import RunState
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
-BATCH, BATCHES, EPOCHS = 4, 6, 2  # a batch's samples, an epoch's batches; some samples are left over
-LENGTH = 12  # of the language's sequences
-VOCABULARY = 270
-UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")  # of time
+# Samples of a batch and batches of an epoch; some samples are left over.
+BATCH, BATCHES, EPOCHS = 4, 6, 2
+# Tokens of a sequence of text, and the tokenizer's size.
+LENGTH, VOCABULARY = 12, 270
+# Logged values that depend on time.
+UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 MONITORS = {"clip": "zero_shot/eval/acc1", "classification": "val/loss", "language": "val/loss"}
 TASKS = tuple(MONITORS)
-LENGTHS: dict[str, dict[str, Any]] = {  # what ends a run: Lightning's loops are others where it is a number of steps
+# What ends a run. Lightning's loops differ where it is a number of steps.
+LENGTHS: dict[str, dict[str, Any]] = {
     "epochs": {"max_epochs": EPOCHS},
     "steps": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES},
     "steps, without validation": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES, "limit_val_batches": 0},
@@ -56,8 +58,14 @@ LENGTHS: dict[str, dict[str, Any]] = {  # what ends a run: Lightning's loops are
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained: `accumulate` is accum_freq of the contrastive task, accumulate_grad_batches of the others; `by`
-    is a key of LENGTHS."""
+    """What is trained.
+
+    Attributes:
+        task: one of TASKS.
+        ema: whether weights are averaged.
+        accumulate: accum_freq of the contrastive task, accumulate_grad_batches of the others.
+        by: key of LENGTHS.
+    """
 
     task: str
     ema: bool = False
@@ -69,7 +77,7 @@ class Setting:
 class Cut:
     """Where a run is interrupted: in a hook, at the batch of that number in the whole run.
 
-    "saved" is after all callbacks' on_train_batch_end. With `save`, a checkpoint is asked for at that very moment.
+    "saved" is after all callbacks' on_train_batch_end. With `save`, a checkpoint is taken at that moment.
     """
 
     hook: str
@@ -86,12 +94,12 @@ class Outcome:
     """All that a run leaves.
 
     Attributes:
-        checkpoint: one taken at its end: weights, averages, optimizer, schedule, loops, callbacks, random generators.
-        samples: of each batch of the run, by its number, a digest of every sample as the model saw it.
+        checkpoint: the one taken at its end: weights, averages, optimizer, schedule, loops, callbacks, generators.
+        samples: batch's number in the run -> a digest of every sample as the model saw it.
         rows: step -> what was logged.
-        files: checkpoints on disk, but for those that it was resumed from: Lightning does not remove them.
-        began: for each time that the run began, the number of its first batch.
-        resumed: names of the checkpoints that it went on from.
+        files: checkpoints on disk, except those that it was resumed from: Lightning does not remove them.
+        began: number of the first batch each time that the run began.
+        resumed: names of the checkpoints that it was resumed from.
     """
 
     checkpoint: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +114,7 @@ class Outcome:
 
 
 def write_data(root: Path) -> None:
-    """Shards of each task: 26 images with captions and classes, and as many sequences of text; and what to evaluate."""
+    """Write shards of 26 images with captions and classes, an evaluation folder, and shards of text."""
     rng = np.random.default_rng(0)
 
     def images(count: int) -> Iterator[dict[str, Any]]:
@@ -127,7 +135,7 @@ def write_data(root: Path) -> None:
 
 
 def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
-    """A tokenizer of 100 tokens: the model's own 49,408 would be most of the work. The largest is the end."""
+    """Tokenise into 100 tokens, of which the largest is the end: the model's 49,408 would be most of the work."""
     tokens = torch.zeros(len(texts), length, dtype=torch.int64)
     for row, text in zip(tokens, texts, strict=True):
         data = [1 + byte % 98 for byte in text.encode()[: length - 1]] + [99]
@@ -149,7 +157,7 @@ def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> 
 
 
 def module_of(setting: Setting) -> pl.LightningModule:
-    """A new module, dropout in all its layers."""
+    """Return a new module with dropout in all its layers."""
     module: Any
     if setting.task == "language":
         small = {"vocab_size": VOCABULARY, "dim": 16, "depth": 1, "num_heads": 2, "head_dim": 8, "mlp_dim": 24}
@@ -180,7 +188,7 @@ def module_of(setting: Setting) -> pl.LightningModule:
 
 
 def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
-    """The least that a checkpoint of Lightning holds."""
+    """Return the least that a checkpoint of Lightning holds."""
     empty = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}}
     return {"pytorch-lightning_version": pl.__version__, "epoch": 0, "global_step": step, "state_dict": state} | empty
 
@@ -189,7 +197,7 @@ def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any
 
 
 class Cutter(pl.Callback):
-    """Notes what the model is given, and ends the run where it is to be cut."""
+    """Records what the model is given, and ends the run where it must be cut."""
 
     def __init__(self, cut: Cut | None) -> None:
         self.cut, self.samples = cut, {}
@@ -236,15 +244,15 @@ class Memory(Logger):
         self.rows: dict[int, dict[str, float]] = {}
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        own = {key: float(value) for key, value in metrics.items() if not key.startswith(UNEQUAL)}
-        self.rows.setdefault(step or 0, {}).update(own)
+        values = {key: float(value) for key, value in metrics.items() if not key.startswith(UNEQUAL)}
+        self.rows.setdefault(step or 0, {}).update(values)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """There are none."""
 
 
 def checkpoints(kept: Path, task: str) -> list[ModelCheckpoint]:
-    """After each step, the best two of validation, and after each epoch."""
+    """Return callbacks that save after each step, the best two of validation, and after each epoch."""
     mode = "max" if task == "clip" else "min"
     return [
         ModelCheckpoint(kept, "{step}", every_n_train_steps=1),
@@ -261,33 +269,22 @@ def seed(number: int) -> None:
 
 def once(
     data: Path, kept: Path, setting: Setting, outcome: Outcome, cut: Cut | None, *, workers: int = 0,
-    ranks: Ranks = "same", stock: bool = False, **settings: Any,
+    ranks: Ranks = "same", **settings: Any,
 ) -> bool:  # fmt: skip
-    """Begin a run, or go on with the one in `kept`; whether it came to its end.
+    """Begin a run, or resume the one in `kept`; return whether it came to its end.
 
     Args:
-        stock: with Lightning's callbacks alone (the loader, and the search for a checkpoint, are ours all the same).
+        outcome: what the run leaves is added to it.
         settings: of the trainer.
     """
-    there = newest_valid([kept])[0] is not None
-    seed(1000 + len(outcome.began) if there else 7)  # what a run goes on with is not what it finds
+    resumes = newest_valid([kept])[0] is not None
+    # A run is resumed with generators in another state than it was saved with.
+    seed(1000 + len(outcome.began) if resumes else 7)
     module, state, cutter, memory = module_of(setting), RunState(), Cutter(cut), Memory()
     module.on_train_batch_end = lambda *_: cutter.reached("saved", module.trainer)
-    averaged = [EMAWeightAveraging(decay=0.8) if stock else EMA(decay=0.8)] if setting.ema else []
-    own: list[Any] = [LambdaMonitor(), Throughput(), DataReport(), *averaged, cutter]
-    own = own if stock else [state, *own]
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "val_check_interval": 3}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    if setting.task != "clip":
-        options["accumulate_grad_batches"] = setting.accumulate
-    trainer = pl.Trainer(
-        callbacks=own + checkpoints(kept, setting.task),
-        plugins=[DurableCheckpointIO()],
-        logger=memory,
-        log_every_n_steps=1,
-        use_distributed_sampler=False,
-        **options | LENGTHS[setting.by] | quiet | settings,
-    )
+    averages = [EMA(decay=0.8)] if setting.ema else []
+    callbacks: list[Any] = [state, LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
+    trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task)], memory, settings)
     try:
         with prepared(trainer, module, state, how="auto", ranks=ranks, ckpt_path=None) as path:
             outcome.resumed += [Path(path).name] if path else []
@@ -304,28 +301,40 @@ def once(
         return False
     outcome.checkpoint = without(kept, torch.load(kept.with_suffix(".end"), weights_only=True))
     outcome.files = sorted(p.name for p in kept.glob("*.ckpt") if p.name != "asked.ckpt")
-    metrics = outcome.checkpoint.get(RUN_KEY, {}).get("metrics")
-    if metrics is None:
-        outcome.checkpoint["random"] = captured(torch.device("cpu"))
-        return True
+    metrics = outcome.checkpoint[RUN_KEY]["metrics"]
     outcome.checkpoint[RUN_KEY]["metrics"] = {k: v for k, v in metrics.items() if not k.startswith(UNEQUAL)}
     return True
 
 
-def run(data: Path, kept: Path, setting: Setting, cuts: list[Cut], *, workers: list[int], **settings: Any) -> Outcome:
-    """A run that is interrupted at each of `cuts` in turn; with `workers[i]` workers (or the last) in its i-th part."""
+def trainer_of(setting: Setting, callbacks: list[Any], logger: Logger, settings: dict[str, Any]) -> pl.Trainer:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "val_check_interval": 3}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    if setting.task != "clip":
+        options["accumulate_grad_batches"] = setting.accumulate
+    return pl.Trainer(
+        callbacks=callbacks,
+        plugins=[DurableCheckpointIO()],
+        logger=logger,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        **options | LENGTHS[setting.by] | quiet | settings,
+    )
+
+
+def run(data: Path, kept: Path, setting: Setting, cuts: list[Cut], *, workers: list[int]) -> Outcome:
+    """Train with an interruption at each of `cuts` in turn, and `workers[i]` workers (or the last) in the i-th part."""
     outcome = Outcome()
     with quietly():
         for part, cut in enumerate([*cuts, None]):
             count = workers[min(part, len(workers) - 1)]
-            if once(data, kept, setting, outcome, cut, workers=count, **settings) != (cut is None):
+            if once(data, kept, setting, outcome, cut, workers=count) != (cut is None):
                 raise AssertionError(f"the run was not interrupted at {cut}" if cut else "the run did not end")
     return outcome
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Neither Lightning's advice, nor what a run tells."""
+    """Show neither Lightning's advice nor a run's warnings."""
     levels = {logging.getLogger(name): logging.ERROR for name in (None, "lightning.pytorch", "lightning.fabric")}
     before = {logger: logger.level for logger in levels}
     with warnings.catch_warnings():
@@ -343,7 +352,7 @@ def quietly() -> Iterator[None]:
 
 
 def unequal(one: Outcome, other: Outcome) -> list[str]:
-    """What of two outcomes is not bit-equal, by name."""
+    """Return the names of what is not bit-equal in two outcomes."""
     pairs = {
         "": (one.checkpoint, other.checkpoint),
         "samples": (one.samples, other.samples),
@@ -354,7 +363,7 @@ def unequal(one: Outcome, other: Outcome) -> list[str]:
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Names of the leaves of two nested containers that are not bit-equal."""
+    """Return the names of the leaves of two nested containers that are not bit-equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = sorted({*one, *other}, key=str)
         return [d for k in keys for d in differences(one.get(k, "none"), other.get(k, "none"), f"{name}/{k}")]
@@ -376,7 +385,7 @@ def short(value: Any) -> str:
 
 
 def without(root: Path, value: Any) -> Any:
-    """Nested containers, without the directory of the run in their strings."""
+    """Remove the folder of the run from the strings of nested containers."""
     if isinstance(value, dict):
         return {without(root, key): without(root, item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,7 @@
-"""Processes that do the same thing as the ranks of one group, with no launcher to end one when another is gone."""
+"""Forked processes that do the same thing as the ranks of one group, without a launcher.
+
+A process is forked from the test's own, which has imported all that it needs.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,19 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 
 class Ended(NamedTuple):
-    """What became of a rank: `code` as a shell has it, None where it had to be killed; and all that it told."""
+    """What became of a rank: its exit code (None where it had to be killed), all that it printed, and its seconds."""
 
     code: int | None
     told: str
@@ -25,10 +31,12 @@ class Ended(NamedTuple):
 
 
 class Ranks:
-    """Forked processes, each of which calls `work` in the surroundings that torch.distributed wants.
+    """Forked processes, each of which calls `work` with the environment variables of torch.distributed.
 
     Args:
-        root: where each writes what it tells.
+        root: folder for what each of them prints.
+        work: function without arguments.
+        count: number of processes.
     """
 
     def __init__(self, root: Path, work: Callable[[], object], count: int = 2) -> None:
@@ -46,11 +54,12 @@ class Ranks:
 
     def _rank(self, work: Callable[[], object], rank: int, port: int) -> None:
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        with (self.root / f"told{rank}").open("w") as file:
+        with (self.root / f"output{rank}").open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        warnings.simplefilter("default")  # pytest would keep them to itself
+        # pytest would keep warnings to itself.
+        warnings.simplefilter("default")
         warnings.showwarning = lambda message, *args, **kwargs: print(message, file=sys.stderr)
         code: object = 0
         try:
@@ -62,10 +71,11 @@ class Ranks:
             code = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0 if code is None else code if isinstance(code, int) else 1)  # as Python has it
+        # The exit status that Python gives for SystemExit.
+        os._exit(0 if code is None else code if isinstance(code, int) else 1)
 
     def ended(self, seconds: float = 10.0) -> list[Ended]:
-        """All of them, once they have ended; after so many seconds they are killed."""
+        """Wait for the end of all of them; after so many seconds they are killed."""
         codes, took = [], []
         for process in self.processes:
             process.join(max(0.0, self.begun + seconds - time.monotonic()))
@@ -74,8 +84,29 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
-        told = [(self.root / f"told{rank}").read_text() for rank in range(len(codes))]
-        return [Ended(*rank) for rank in zip(codes, told, took, strict=True)]
+        outputs = [(self.root / f"output{rank}").read_text() for rank in range(len(codes))]
+        return [Ended(*rank) for rank in zip(codes, outputs, took, strict=True)]
+
+
+def on_ranks(function: Callable[[], Any], world_size: int) -> list[Any]:
+    """Return what a function returns on each of several ranks. AssertionError where one of them fails."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def work() -> None:
+            os.environ["WORLD_SIZE"] = str(world_size)
+            torch.save(function(), Path(directory, os.environ["LOCAL_RANK"] + ".pt"))
+
+        for rank in Ranks(Path(directory), work, world_size).ended(120):
+            assert rank.code == 0, rank.told
+        return [torch.load(Path(directory, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def alone(function: Callable[[], object], seconds: float = 60.0) -> Ended:
+    """Call a function in one forked process and wait for its end."""
+    with tempfile.TemporaryDirectory() as directory:
+        (process,) = Ranks(Path(directory), function, count=1).ended(seconds)
+    assert process.code is not None, f"hung for {seconds:g} s: {process.told[-600:]}"
+    return process
 
 
 def free_port() -> int:
@@ -85,7 +116,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Waits for it. AssertionError after so many seconds."""
+    """Wait for a condition. AssertionError after so many seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
@@ -103,13 +134,13 @@ def children(pid: int) -> list[int]:
 
 
 def send(*numbers: int) -> Callable[[], None]:
-    """A function that sends signals to the process which calls it."""
+    """Return a function that sends signals to the process that calls it."""
 
-    def sent() -> None:
+    def act() -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    return sent
+    return act
 
 
 def kill() -> None:
