@@ -17,7 +17,6 @@ efficient as plain attention's would reach. Decoding (one query) is bound by rea
 values read once, at the rate of a sum over a large array.
 """
 
-import itertools
 import math
 import statistics
 import sys
@@ -31,23 +30,22 @@ from benchmark import (
     Way,
     add_ratios,
     arguments,
-    describe_machine,
-    environment,
     fastest,
     in_turns,
     matrix_product,
+    measure_all,
     parse,
     peak_memory,
-    progress,
     ratios_to,
     reading,
-    reasons,
+    remarks,
     table,
-    write,
 )
 from benchmark_picture import Panel, draw
+from machine import describe_machine, device_in_words, environment
 
-SHORT_ROW = 256  # keys up to which a whole row of both maps' scores fits on a GPU's chip
+# Keys up to which a whole row of both maps' scores fits on a GPU's chip.
+SHORT_ROW = 256
 
 # Ordered by importance: a run that is stopped has what matters most.
 # name, batch, heads, kv heads, queries, keys, D, causal, variant, backward
@@ -108,8 +106,9 @@ SHAPES = {
     ("cpu", "module"): CPU_MODULE,
     ("cuda", "module"): CUDA_MODULE,
 }
-QUICK = {"op": 8, "module": 4}  # so many of the first
-QUICK_SECONDS = 5.0  # for the rounds of a shape's pass
+# With --quick: the number of shapes, and seconds for the rounds of a shape's pass.
+QUICK = {"op": 8, "module": 4}
+QUICK_SECONDS = 5.0
 PASSES = {"forward": False, "forward and backward": True}
 METHOD = """Ratios are time over plain attention's in the same run (lower is better): all ways take turns within each
 round, and a cell is the median over rounds of the ratio in one round. Shapes are batch x heads (queries'/keys') x
@@ -120,7 +119,7 @@ in the JSON."""
 
 
 def floor_counts(shape: Shape, backward: bool, device: str) -> tuple[float, float]:
-    """Floating-point operations of differential and of plain attention, forward alone or forward and backward.
+    """Return the floating-point operations of differential and of plain attention at a shape.
 
     A head's pair of query and key costs 4D for the scores of both maps and 2V for a value product, which is done once
     for both maps in short rows and twice in long ones. Backward does the scores once more, dP and dV once for both maps
@@ -128,46 +127,50 @@ def floor_counts(shape: Shape, backward: bool, device: str) -> tuple[float, floa
     """
     d, v, pairs = shape.head_dim, shape.value_dim, shape.pairs
     whole_rows = shape.keys <= SHORT_ROW or not device.startswith("cuda")
-    own = 4 * d + (2 * v if whole_rows else 4 * v)
+    differential = 4 * d + (2 * v if whole_rows else 4 * v)
     plain = 8 * d
     if backward:
-        own += 12 * d + 4 * v
+        differential += 12 * d + 4 * v
         plain += 20 * d
-    return pairs * own, pairs * plain
+    return pairs * differential, pairs * plain
 
 
 def projections(shape: Shape, backward: bool) -> float:
-    """Floating-point operations of a module's four projections."""
+    """Return the floating-point operations of a module's four projections."""
     return 8.0 * shape.batch * shape.keys * WIDTH**2 * (3 if backward else 1)
 
 
 def cache_bytes(shape: Shape, itemsize: int) -> int:
-    """Keys and values, each once."""
+    """Return the bytes of keys and values, each once."""
     maps = 2 if shape.variant == "v1" else 1
     return shape.batch * shape.kv_heads * shape.keys * (maps * shape.head_dim + shape.value_dim) * itemsize
 
 
 def rate_way(shape: Shape, args: Any, backward: bool) -> tuple[Way, float, float, float]:
-    """What measures the device's rate at this shape, what a call of it does (operations, or bytes of a cache), what the
-    floor has to do, and the floor's work over plain attention's."""
+    """Return what measures the device's rate at a shape, and three amounts of work.
+
+    These are the work of one such call (operations, or bytes of a cache), the floor's work, and the floor's work over
+    plain attention's.
+    """
     if shape.queries == 1:
         way, amount = reading(args.device)
         return way, amount, cache_bytes(shape, args.dtype.itemsize), 1.0
-    own, plain = floor_counts(shape, backward, args.device)
+    floor, plain = floor_counts(shape, backward, args.device)
     if args.level == "module":
-        own, plain = (count + projections(shape, backward) for count in (own, plain))
+        floor, plain = (count + projections(shape, backward) for count in (floor, plain))
     way, amount = matrix_product(args.device, args.dtype)
-    return way, amount, own, own / plain
+    return way, amount, floor, floor / plain
 
 
 def measure(shape: Shape, args: Any) -> dict[str, Any]:
-    """Both passes at one shape."""
+    """Time both passes at one shape."""
     make = operation_ways if args.level == "op" else module_ways
     entry: dict[str, Any] = {**shape._asdict(), "words": shape.words(), "passes": {}}
     for name, backward in PASSES.items():
         if backward and not shape.backward:
             continue
-        last = backward or not shape.backward  # the pass whose memory is reported
+        # Memory is reported of the last pass.
+        last = backward or not shape.backward
 
         def peak(way: Way) -> int:
             assert way.call is not None
@@ -177,117 +180,106 @@ def measure(shape: Shape, args: Any) -> dict[str, Any]:
         seconds = QUICK_SECONDS if args.quick else math.inf
         ways = make(shape, args.device, args.dtype, backward)
         rate, amount, work, counts = rate_way(shape, args, backward)
-        found = in_turns([*ways, rate], args.device, args.rounds, seconds=seconds, peak=peak if last else None)
+        results = in_turns([*ways, rate], args.device, args.rounds, seconds=seconds, peak=peak if last else None)
         del ways
-        own = {"baseline": add_ratios(found), "counts": counts, "floor": None, "rate_per_second": None, "ways": found}
-        if "ratio" in found[rate.name]:
-            own["floor"] = work / amount * found[rate.name]["ratio"]
-            own["rate_per_second"] = amount / found[rate.name]["median_ms"] * 1e3
-        entry["passes"][name] = own
+        timed = {"baseline": add_ratios(results), "counts": counts, "floor": None, "rate_per_second": None}
+        if "ratio" in results[rate.name]:
+            timed["floor"] = work / amount * results[rate.name]["ratio"]
+            timed["rate_per_second"] = amount / results[rate.name]["median_ms"] * 1e3
+        entry["passes"][name] = timed | {"ways": results}
     return entry
 
 
-def summary(found: dict[str, dict[str, Any]], mine: str, peers: set[str]) -> dict[str, tuple[float, str]]:
-    """The ratios of ours to the fastest peer and to plain FlexAttention."""
-    own = fastest(found, group=mine)
-    others = [other for group in peers if (other := fastest(found, group=group))]
+def summary(results: dict[str, dict[str, Any]], mine: str, peers: set[str]) -> dict[str, tuple[float, str]]:
+    """Return the ratios of ours to the fastest peer and to plain FlexAttention."""
+    ours = fastest(results, group=mine)
+    others = [other for group in peers if (other := fastest(results, group=group))]
     shown = {}
-    if own and others:
+    if ours and others:
         best = min(others, key=lambda other: other["median_ms"])
         name = f"{best['group']}: {best['kernel']}" if best["kernel"] else best["group"]
-        shown["fastest peer"] = (statistics.median(ratios_to(own, best)), name)
-    if own and (flex := fastest(found, group="plain flex")):
-        shown["plain flex"] = (statistics.median(ratios_to(own, flex)), "")
+        shown["fastest peer"] = (statistics.median(ratios_to(ours, best)), name)
+    if ours and (flex := fastest(results, group="plain flex")):
+        shown["plain flex"] = (statistics.median(ratios_to(ours, flex)), "")
     return shown
 
 
-def ours_and_peers(level: str, found: dict[str, dict[str, Any]]) -> tuple[str, set[str]]:
-    peers = {own["group"] for own in found.values() if own["role"] == "peer"}
-    return ("auto" if level == "op" else "ours, V1"), peers
+def ours_of(level: str) -> str:
+    return "auto" if level == "op" else "ours, V1"
 
 
-def cell(own: dict[str, Any] | None, value: str = "ratio") -> str:
-    if own is None:
+def cell(result: dict[str, Any] | None, value: str = "ratio") -> str:
+    if result is None or value not in result:
         return "–"
     if value == "peak_bytes":
-        return f"{own[value] / 2**20:,.1f}" if value in own else "–"
-    name = f" ({own['kernel']})" if own["kernel"] else ""
-    return f"{own[value]:.2f}{name}" if value in own else "–"
+        return f"{result[value] / 2**20:,.1f}"
+    name = f" ({result['kernel']})" if result["kernel"] else ""
+    return f"{result[value]:.2f}{name}"
 
 
 def groups(report: dict[str, Any]) -> list[str]:
-    """The columns: every group but the baseline, in the order of the ways, `auto` or ours last."""
-    found = [way for shape in report["shapes"] for own in shape["passes"].values() for way in own["ways"].values()]
+    """Return the columns: every group except the baseline, in the order of the ways, `auto` or ours last."""
+    passes = [timed for shape in report["shapes"] for timed in shape["passes"].values()]
     order = {"peer": 1, "other": 0, "ours": 2}
-    names = {own["group"]: order[own["role"]] for own in found if own["role"] in order}
+    results = [result for timed in passes for result in timed["ways"].values() if result["role"] in order]
+    names = {result["group"]: order[result["role"]] for result in results}
     return sorted(names, key=lambda name: (names[name], name == "auto"))
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a page: a table of ratios a pass, one of memory, and why there are dashes."""
+    """Return the report as a page: a table of ratios for each pass, one of memory, and why there are dashes."""
     columns = groups(report)
     parts = [f"# Attention, {report['level']} level, {report['dtype']}", describe_machine(report), METHOD]
-    flex = "plain flex" in columns
+    others = ["fastest peer", *(["plain flex"] if "plain flex" in columns else [])]
     for name in PASSES:
-        rows = [
-            _row(s, s["passes"][name], columns, report["level"], flex) for s in report["shapes"] if name in s["passes"]
-        ]
-        mine = "auto" if report["level"] == "op" else "ours, V1"
-        compared = [f"{mine} / fastest peer", *([f"{mine} / plain flex"] if flex else [])]
+        shapes = [shape for shape in report["shapes"] if name in shape["passes"]]
+        rows = [_row(shape, shape["passes"][name], columns, others, ours_of(report["level"])) for shape in shapes]
+        compared = [f"{ours_of(report['level'])} / {other}" for other in others]
         head = ["shape", "B x H x N x D", "plain, ms", *columns, *compared, "floor", "counts"]
         parts += [f"## {name.capitalize()}: ratio to plain attention", table(head, rows)]
-    rows = []
-    for shape in report["shapes"]:
-        *_, last = shape["passes"].values()
-        peaks = [cell(fastest(last["ways"], group=group), "peak_bytes") for group in ["plain", *columns]]
-        rows.append([shape["name"], shape["words"], *peaks])
     parts += [
         "## Peak memory beyond the inputs, MiB (forward and backward; decoding: forward)",
-        table(["shape", "B x H x N x D", "plain", *columns], rows),
+        table(["shape", "B x H x N x D", "plain", *columns], [_memory_row(s, columns) for s in report["shapes"]]),
     ]
-    if rates := [
-        own["rate_per_second"] / 1e12
-        for shape in report["shapes"]
-        for own in shape["passes"].values()
-        if shape["queries"] > 1 and own["rate_per_second"]
-    ]:
+    passes = [(shape, timed) for shape in report["shapes"] for timed in shape["passes"].values()]
+    if rates := [t["rate_per_second"] / 1e12 for s, t in passes if s["queries"] > 1 and t["rate_per_second"]]:
         parts.append(f"The big matrix product ran at {statistics.median(rates):.3g} TFLOP/s (median over shapes).")
-    passes = [(s["name"], own["ways"]) for s in report["shapes"] for own in s["passes"].values()]
-    if why := reasons(passes):
-        parts += ["## Dashes", why]
-    if report["left_out"]:
-        parts.append(f"Not reached in the time given: {', '.join(report['left_out'])}.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *remarks(report, [(shape["name"], timed["ways"]) for shape, timed in passes])])
 
 
-def _row(shape: dict[str, Any], own: dict[str, Any], columns: list[str], level: str, flex: bool) -> list[str]:
-    found = own["ways"]
-    plain = found.get(own["baseline"]) if own["baseline"] else None
-    row = [shape["name"], shape["words"], cell(plain, "median_ms"), *(cell(fastest(found, group=g)) for g in columns)]
-    compared = summary(found, *ours_and_peers(level, found))
-    for other in ["fastest peer", *(["plain flex"] if flex else [])]:
+def _row(shape: dict[str, Any], timed: dict[str, Any], columns: list[str], others: list[str], mine: str) -> list[str]:
+    results = timed["ways"]
+    plain = results.get(timed["baseline"]) if timed["baseline"] else None
+    ratios = [cell(fastest(results, group=group)) for group in columns]
+    row = [shape["name"], shape["words"], cell(plain, "median_ms"), *ratios]
+    compared = summary(results, mine, {result["group"] for result in results.values() if result["role"] == "peer"})
+    for other in others:
         value, name = compared.get(other, (None, ""))
         row.append("–" if value is None else f"{value:.2f}{f' ({name})' if name else ''}")
-    return [*row, "–" if own["floor"] is None else f"{own['floor']:.2f}", f"{own['counts']:.2f}"]
+    return [*row, "–" if timed["floor"] is None else f"{timed['floor']:.2f}", f"{timed['counts']:.2f}"]
+
+
+def _memory_row(shape: dict[str, Any], columns: list[str]) -> list[str]:
+    *_, last = shape["passes"].values()
+    peaks = [cell(fastest(last["ways"], group=group), "peak_bytes") for group in ["plain", *columns]]
+    return [shape["name"], shape["words"], *peaks]
 
 
 def picture(path: Any, report: dict[str, Any]) -> None:
     panels = []
     for name in PASSES:
         ratios: dict[str, dict[str, float]] = {}
-        marks: dict[str, float] = {}
+        floors: dict[str, float] = {}
         for shape in report["shapes"]:
-            own = shape["passes"].get(name)
-            if own is None or own["baseline"] is None:
+            timed = shape["passes"].get(name)
+            if timed is None or timed["baseline"] is None:
                 continue
-            best = ((group, fastest(own["ways"], group=group)) for group in groups(report))
+            best = ((group, fastest(timed["ways"], group=group)) for group in groups(report))
             ratios[shape["name"]] = {group: way["ratio"] for group, way in best if way}
-            if own["floor"] is not None:
-                marks[shape["name"]] = own["floor"]
-        panels.append(Panel(name.capitalize(), ratios, marks))
-    own = report["hardware"]
-    where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
-    title = f"Differential attention, {report['level']} level, {report['dtype']}, {where}"
+            if timed["floor"] is not None:
+                floors[shape["name"]] = timed["floor"]
+        panels.append(Panel(name.capitalize(), ratios, floors))
+    title = f"Differential attention, {report['level']} level, {report['dtype']}, {device_in_words(report)}"
     note = f"torch {report['versions']['torch']}; floor: the least matrix work at the measured matrix rate"
     draw(path, title, panels, {"auto", "ours, V1", "ours, V2"}, note)
 
@@ -300,19 +292,17 @@ def chosen_shapes(args: Any) -> list[Shape]:
 
 
 def run(args: Any, shapes: list[Shape]) -> dict[str, Any]:
-    """Measures the shapes and writes the files, anew after each shape."""
+    """Measure the shapes and write the files, anew after each shape."""
     device, dtype = args.device.partition(":")[0], str(args.dtype).removeprefix("torch.")
     name = f"attention-{device}-{dtype}-{args.level}"
     torch.manual_seed(0)
     report: dict[str, Any] = {"benchmark": "attention", "level": args.level, "dtype": dtype, **environment(args.device)}
-    report |= {"rounds": args.rounds, "shapes": [], "left_out": [shape.name for shape in shapes]}
+    report |= {"rounds": args.rounds, "shapes": []}
+    settings = {shape.name: lambda shape=shape: report["shapes"].append(measure(shape, args)) for shape in shapes}
     try:
-        with progress(len(shapes), args.minutes) as following:
-            for shape in itertools.takewhile(lambda shape: following(shape.name), shapes):
-                report["shapes"].append(measure(shape, args))
-                report["left_out"].remove(shape.name)
-                write(args.output, name, report, markdown(report))
-    finally:  # drawn once, and also of what was measured when the run is stopped
+        measure_all(args, name, report, settings, markdown)
+    finally:
+        # Also of what was measured when the run is stopped.
         if report["shapes"]:
             picture(args.output / f"{name}.png", report)
     return report

@@ -10,7 +10,7 @@ embeddings and random weights; Hugging Face's run with sdpa. A training step is 
 AdamW: ours as `diffvision fit` does it, with `linear_cross_entropy`; Hugging Face's with `F.cross_entropy` on the
 logits and without a cache. Decoding is greedy, batch 1, with no end token, by `models.generation.generate` and by
 `generate` of transformers with its default cache. On CUDA training is bfloat16 autocast on float32 weights, and
-decoding has bfloat16 weights. `benchmark.py` tells how times and memory are taken.
+decoding has bfloat16 weights. `benchmark.py` says how times and memory are taken.
 """
 
 import copy
@@ -19,7 +19,6 @@ import importlib.util
 import math
 import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,39 +27,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench_models import autocast
 from benchmark import (
     Way,
     add_ratios,
     arguments,
-    describe_machine,
-    environment,
     in_turns,
+    measure_all,
     parse,
     peak_memory,
-    progress,
     ratios_to,
-    reasons,
+    remarks,
     table,
-    write,
+    training_step,
 )
 from benchmark_picture import Panel, draw
 from diffvision.models import language
 from diffvision.models.language.generation import generate
 from diffvision.nn.linear import few_rows_linear
 from diffvision.training.cross_entropy import linear_cross_entropy
+from machine import describe_machine, device_in_words, environment
 
 LLAMA, DIFFLLAMA = "HF Llama", "HF DiffLlama"
-PEERS = {LLAMA: "Llama", DIFFLLAMA: "DiffLlama"}  # the name of its classes in transformers
+# Name -> prefix of its classes in transformers.
+PEERS = {LLAMA: "Llama", DIFFLLAMA: "DiffLlama"}
 ABSENT = "not installed"
-TRAINING = [(4, 512), (1, 2048)]  # sequences, tokens
+# Sequences and tokens of a training step; tokens of prompts; rows of the linear map.
+TRAINING = [(4, 512), (1, 2048)]
 PROMPTS = [1000, 64]
 ROWS = [1, 4, 16, 32]
-QUICK_SECONDS = 20.0  # for the rounds of one table
+# With --quick, for the rounds of one table.
+QUICK_SECONDS = 20.0
 METHOD = """Speeds "x Llama" and "x DiffLlama" are tokens/s over that model's in the same run (higher is better): all
 models take turns within each round, and a cell is the median over rounds of the ratio in one round. Decoding's time is
-that of a call less that of a call for one token in the same round, so the prompt's own pass is not in it, and a table
-of its own has the whole call. Peak memory is what a training step holds beyond weights, optimiser state and batch.
+that of a call less that of a call for one token in the same round, so the prompt's pass is not in it; another table
+has the whole call. Peak memory is what a training step holds beyond weights, optimiser state and batch.
 Quartiles and every single time are in the JSON."""
 
 
@@ -79,7 +79,7 @@ class Setting(NamedTuple):
 
 
 def hugging_face(name: str, size: language.Size) -> nn.Module:
-    """Llama or DiffLlama in the shape of a size; no weights are fetched."""
+    """Return Llama or DiffLlama in the shape of a size; no weights are fetched."""
     import transformers
 
     config = getattr(transformers, f"{PEERS[name]}Config")(
@@ -101,7 +101,7 @@ def hugging_face(name: str, size: language.Size) -> nn.Module:
 
 
 class Built:
-    """The models of a size by name, each built when it is first asked for and kept; peers only if installed."""
+    """The models of a size by name, each built when it is first used; peers only if installed."""
 
     def __init__(self, size: str, device: str) -> None:
         self.size, self.device = size, device
@@ -112,7 +112,7 @@ class Built:
 
     @property
     def plain(self) -> str:
-        """The baseline of the picture: Llama, or our Transformer where it is not installed."""
+        """Return the baseline of the picture: Llama, or our Transformer where it is not installed."""
         return LLAMA if self.installed else self.ours[0]
 
     def role(self, name: str) -> str:
@@ -130,7 +130,7 @@ class Built:
 
 
 def loss_of(name: str, model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean next-token cross entropy of tokens [B, N + 1], N predictions a row."""
+    """Return the mean next-token cross entropy of tokens [B, N + 1], N predictions a row."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
     if name in PEERS:
         return F.cross_entropy(model(input_ids=inputs, use_cache=False).logits.flatten(0, 1).float(), targets)
@@ -138,140 +138,132 @@ def loss_of(name: str, model: nn.Module, tokens: Tensor) -> Tensor:
     return loss / len(targets)
 
 
-def training(name: str, model: nn.Module, tokens: Tensor, args: Any) -> Callable[[], Any]:
-    """One training step of a model."""
-    cast = autocast(args.device, args.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device.startswith("cuda"))
-
-    def step() -> None:
-        with cast():
-            loss = loss_of(name, model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 def decoding(name: str, model: nn.Module, prompt: Tensor, new: int) -> list[int]:
-    """The `new` tokens that a model continues a prompt [1, N] with, greedily."""
+    """Return the `new` tokens with which a model greedily continues a prompt [1, N]."""
     if name not in PEERS:
         return generate(model, prompt, max_new_tokens=new)[0]
     mask = torch.ones_like(prompt)
-    found = model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False)
-    return found[0, prompt.shape[1] :].tolist()
+    tokens = model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False)
+    return tokens[0, prompt.shape[1] :].tolist()
 
 
 def ways(setting: Setting, built: Built, args: Any) -> list[Way]:
-    """Each model at a setting; when decoding twice, for one token ("first") and for all ("whole")."""
+    """Return the ways of a setting: each model, when decoding for one token ("first") and for all ("whole")."""
     if setting.task == "linear":
-        size = language.SIZES[built.size]
-        weight, found = torch.randn(size.mlp_dim, size.dim), []
-        for rows in ROWS:
-            x = torch.randn(rows, size.dim)
-            for kernel, call in (("F.linear", F.linear), ("few_rows_linear", few_rows_linear)):
-                found.append(Way(f"{rows} rows", "other", torch.no_grad()(partial(call, x, weight)), kernel=kernel))
-        return found
-    vocabulary, found = language.SIZES[built.size].vocab_size, []
-    more = setting.task == "training"
-    tokens = torch.randint(3, vocabulary, (setting.batch, setting.tokens + more), device=args.device)
+        return linear_ways(language.SIZES[built.size])
+    made = []
+    trains = setting.task == "training"
+    vocabulary = language.SIZES[built.size].vocab_size
+    tokens = torch.randint(3, vocabulary, (setting.batch, setting.tokens + trains), device=args.device)
     for name in built.names:
+        role = built.role(name)
         try:
-            if more:
-                call = training(name, built[name].train(), tokens, args)
-                found.append(Way(name, built.role(name), call))
+            if trains:
+                model = built[name].train()
+                made.append(Way(name, role, training_step(model, partial(loss_of, name, model, tokens), args)))
                 continue
-            # a copy for bfloat16, since the weights that are trained stay float32
+            # A copy for bfloat16, since the weights that are trained stay float32.
             model = built[name] if args.dtype == torch.float32 else copy.deepcopy(built[name]).to(args.dtype)
             for kernel, new in (("first", 1), ("whole", args.new)):
                 call = partial(decoding, name, model.eval(), tokens, new)
-                found.append(Way(name, built.role(name), call, kernel=kernel))
+                made.append(Way(name, role, call, kernel=kernel))
         except Exception as error:
-            found.append(Way(name, built.role(name), None, cannot=f"{type(error).__name__}: {error}"[:300]))
-    return found
+            made.append(Way(name, role, None, cannot=f"{type(error).__name__}: {error}"[:300]))
+    return made
+
+
+def linear_ways(size: language.Size) -> list[Way]:
+    """Return the product of a few rows with one weight of the MLP, as torch does it and as ours does."""
+    weight, made = torch.randn(size.mlp_dim, size.dim), []
+    for rows in ROWS:
+        x = torch.randn(rows, size.dim)
+        for kernel, call in (("F.linear", F.linear), ("few_rows_linear", few_rows_linear)):
+            made.append(Way(f"{rows} rows", "other", torch.no_grad()(partial(call, x, weight)), kernel=kernel))
+    return made
 
 
 def without_first(first: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Decoding alone: in each round the whole call less the call for one token."""
-    own = {"group": whole["group"], "kernel": "", "role": whole["role"]}
+    """Return the times of decoding alone: in each round the whole call less the call for one token."""
+    result = {"group": whole["group"], "kernel": "", "role": whole["role"]}
     for part in (first, whole):
         if reason := {key: part[key] for key in ("cannot", "failed") if key in part}:
-            return own | reason
+            return result | reason
     times = [b - a for a, b in zip(first["times_ms"], whole["times_ms"], strict=True)]
     if min(times) <= 0:
-        return own | {"failed": "a call for one token took as long as the whole: take more with --new"}
-    return own | {"times_ms": times}
+        return result | {"failed": "a call for one token took as long as the whole: take more with --new"}
+    return result | {"times_ms": times}
 
 
-def speeds(found: dict[str, dict[str, Any]]) -> None:
-    """Adds "speed": tokens/s over each peer's that was timed, the median over rounds."""
-    peers = {name: found[name] for name in PEERS if found.get(name, {}).get("times_ms")}
-    for own in found.values():
-        if own.get("times_ms"):
-            own["speed"] = {name: statistics.median(ratios_to(peer, own)) for name, peer in peers.items()}
+def add_speeds(results: dict[str, dict[str, Any]]) -> None:
+    """Add "speed": tokens/s over each peer's that was timed, the median over rounds."""
+    peers = {name: results[name] for name in PEERS if results.get(name, {}).get("times_ms")}
+    for result in results.values():
+        if result.get("times_ms"):
+            result["speed"] = {name: statistics.median(ratios_to(peer, result)) for name, peer in peers.items()}
 
 
 def measure(setting: Setting, built: Built, args: Any) -> list[dict[str, Any]]:
-    """The tables of a setting: one, and for decoding also that of the whole call."""
+    """Return the tables of a setting: one, and for decoding also that of the whole call."""
     made = ways(setting, built, args)
     peak = (lambda way: peak_memory(way.call, args.device)) if setting.task == "training" else None
     seconds = QUICK_SECONDS if args.quick else math.inf
-    found = in_turns(made, args.device, args.rounds, seconds=seconds, peak=peak)
+    results = in_turns(made, args.device, args.rounds, seconds=seconds, peak=peak)
     del made
     gc.collect()
     if args.device.startswith("cuda"):
         torch.cuda.empty_cache()
     entry: dict[str, Any] = {"task": setting.task, "title": setting.title, "tokens": setting.batch * setting.tokens}
+    tables = [entry | {"models": results}]
     if setting.task == "linear":
-        add_ratios(found)
-        return [entry | {"models": found}]
-    tables = [entry | {"models": found}]
+        add_ratios(results)
+        return tables
     if setting.task == "decoding":
-        whole = {name: found.get(f"{name}: whole", found.get(name)) for name in built.names}
-        first = {name: found.get(f"{name}: first", found.get(name)) for name in built.names}
+        whole = {name: results.get(f"{name}: whole", results.get(name)) for name in built.names}
+        first = {name: results.get(f"{name}: first", results.get(name)) for name in built.names}
         alone = {name: without_first(first[name], whole[name]) for name in built.names}
         title = f"{setting.title}: whole call"
         tables = [
             entry | {"tokens": args.new - 1, "models": alone},
             entry | {"task": "whole call", "title": title, "tokens": args.new, "models": whole},
         ]
-    for own in tables:
-        own["baseline"] = add_ratios(own["models"])
-        speeds(own["models"])
+    for entry in tables:
+        entry["baseline"] = add_ratios(entry["models"])
+        add_speeds(entry["models"])
     return tables
 
 
 def model_rows(entry: dict[str, Any], report: dict[str, Any]) -> list[list[str]]:
-    """A row a model."""
+    """Return a row for each model."""
     rows = []
-    for name, own in entry["models"].items():
+    for name, result in entry["models"].items():
         row = [name, f"{report['parameters'][name] / 1e6:.2f} M"]
-        row.append(f"{1e3 * entry['tokens'] / own['median_ms']:,.0f}" if "median_ms" in own else "–")
+        row.append(f"{1e3 * entry['tokens'] / result['median_ms']:,.0f}" if "median_ms" in result else "–")
         for peer in PEERS:
-            speed = own.get("speed", {}).get(peer)
+            speed = result.get("speed", {}).get(peer)
             absent = "–" if report["versions"]["transformers"] else ABSENT
             row.append(f"{speed:.2f}" if speed else absent)
-        row.append("{:.1f}–{:.1f}".format(*own["quartiles_ms"]) if "median_ms" in own else "–")
-        rows.append([*row, f"{own['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in own else "–"])
+        row.append("{:.1f}–{:.1f}".format(*result["quartiles_ms"]) if "median_ms" in result else "–")
+        rows.append([*row, f"{result['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in result else "–"])
     if not report["versions"]["transformers"]:
         rows += [[name, *[ABSENT] * 5, ABSENT] for name in PEERS]
     return rows if entry["task"] == "training" else [row[:-1] for row in rows]
 
 
 def linear_rows(entry: dict[str, Any]) -> list[list[str]]:
-    """A row a number of rows: both ways, and how much faster ours is."""
-    rows, found = [], entry["models"]
+    """Return a line for each number of rows: both ways, and how much faster ours is."""
+    lines, results = [], entry["models"]
     for count in ROWS:
-        plain, own = (found[f"{count} rows: {way}"] for way in ("F.linear", "few_rows_linear"))
-        if not (plain.get("times_ms") and own.get("times_ms")):
+        plain, ours = (results[f"{count} rows: {way}"] for way in ("F.linear", "few_rows_linear"))
+        if not (plain.get("times_ms") and ours.get("times_ms")):
             continue
-        times = [1e3 * statistics.median(way["times_ms"]) for way in (plain, own)]
-        speed = statistics.median(ratios_to(plain, own))
-        rows.append([str(count), *(f"{value:.1f}" for value in times), f"{speed:.2f}"])
-    return rows
+        times = [1e3 * statistics.median(way["times_ms"]) for way in (plain, ours)]
+        speed = statistics.median(ratios_to(plain, ours))
+        lines.append([str(count), *(f"{value:.1f}" for value in times), f"{speed:.2f}"])
+    return lines
 
 
 def markdown(report: dict[str, Any]) -> str:
+    """Return the report as a page."""
     parts = [f"# Language models of size {report['size']}, {report['dtype']}", describe_machine(report)]
     if version := report["versions"]["transformers"]:
         parts.append(f"transformers {version}")
@@ -288,38 +280,33 @@ def markdown(report: dict[str, Any]) -> str:
         else:
             shown = columns if entry["task"] == "training" else columns[:-1]
             parts.append(table(shown, model_rows(entry, report)))
-    if why := reasons([(entry["title"], entry["models"]) for entry in report["tables"]]):
-        parts += ["## Dashes", why]
-    if report["left_out"]:
-        parts.append(f"Not reached in the time given: {'; '.join(report['left_out'])}.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *remarks(report, [(entry["title"], entry["models"]) for entry in report["tables"]])])
 
 
 def picture(path: Path, report: dict[str, Any]) -> None:
-    """Training and decoding side by side, a row a shape, a dot a model; the baseline left out."""
+    """Draw training and decoding side by side: a row for each shape, a dot for each model except the baseline."""
     panels = []
     for task in ("training", "decoding"):
         ratios = {
             entry["title"]: {
-                name: own["ratio"]
-                for name, own in entry["models"].items()
-                if "ratio" in own and name != report["baseline"]
+                name: result["ratio"]
+                for name, result in entry["models"].items()
+                if "ratio" in result and name != report["baseline"]
             }
             for entry in report["tables"]
             if entry["task"] == task
         }
-        if ratios:  # a run that was stopped may have no decoding
+        # A run that was stopped may have no decoding.
+        if ratios:
             panels.append(Panel(f"{task.capitalize()}, time a token", ratios, {}))
-    own = report["hardware"]
-    where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
     ours = {name for name in report["parameters"] if name not in PEERS}
     note = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers'] or ABSENT}"
-    title = f"Language models of size {report['size']}, {report['dtype']}, {where}"
+    title = f"Language models of size {report['size']}, {report['dtype']}, {device_in_words(report)}"
     draw(path, title, panels, ours, note, f"{report['baseline']}'s")
 
 
 def run(args: Any) -> dict[str, Any]:
-    """Measures all settings and writes the files, anew after each setting."""
+    """Measure all settings and write the files, anew after each setting."""
     dtype = str(args.dtype).removeprefix("torch.")
     name = f"language-{args.device.partition(':')[0]}-{dtype}"
     torch.manual_seed(0)
@@ -332,17 +319,13 @@ def run(args: Any) -> dict[str, Any]:
     if not built.installed:
         report["versions"]["transformers"] = None
     report |= {"rounds": args.rounds, "new_tokens": args.new, "baseline": built.plain}
-    report["parameters"] = {own: built.parameters(own) for own in built.names}
-    report |= {"tables": [], "left_out": [setting.title for setting in settings]}
+    report["parameters"] = {model: built.parameters(model) for model in built.names}
+    report["tables"] = []
+    measured = {s.title: lambda s=s: report["tables"].extend(measure(s, built, args)) for s in settings}
     try:
-        with progress(len(settings), args.minutes) as following:
-            for setting in settings:
-                if not following(setting.title):
-                    break
-                report["tables"] += measure(setting, built, args)
-                report["left_out"].remove(setting.title)
-                write(args.output, name, report, markdown(report))
-    finally:  # drawn once, and also of what was measured when the run is stopped
+        measure_all(args, name, report, measured, markdown)
+    finally:
+        # Also of what was measured when the run is stopped.
         if any(entry["task"] != "linear" for entry in report["tables"]):
             picture(args.output / f"{name}.png", report)
     return report

@@ -7,17 +7,17 @@ writes models-<device>-<dtype>.md, .json (every time of every round) and .png.
 A training step is forward, backward and AdamW: cross entropy over 1,000 classes for a ViT, the contrastive loss for
 CLIP. Inference is the forward pass in evaluation, for CLIP both towers. On CUDA weights are float32 and the forward
 pass runs in bfloat16 autocast; on a CPU all is float32. Weights are random, and so are images and texts, made on the
-device once: nothing of data loading is in the times. `benchmark.py` tells how times and memory are taken. With
+device once: no data loading is in the times. `benchmark.py` says how times and memory are taken. With
 --compile each model is also timed as compiled by torch.compile with its default settings, against the plain model so
 compiled.
 """
 
 import gc
+import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +32,17 @@ from benchmark import (
     Way,
     add_ratios,
     arguments,
-    describe_machine,
-    environment,
+    autocast,
     in_turns,
+    measure_all,
     parse,
     peak_memory,
-    progress,
-    reasons,
+    remarks,
     table,
-    write,
+    training_step,
 )
 from benchmark_picture import Panel, draw
+from machine import describe_machine, device_in_words, environment
 
 
 class Model(NamedTuple):
@@ -85,7 +85,8 @@ def clip_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 def open_clip_model(name: str) -> nn.Module:
     import open_clip
 
-    logging.disable(logging.WARNING)  # it warns of random weights, which are meant
+    # It warns of random weights, which are meant.
+    logging.disable(logging.WARNING)
     try:
         return open_clip.create_model(name)
     finally:
@@ -93,16 +94,17 @@ def open_clip_model(name: str) -> nn.Module:
 
 
 def vit(name: str, models: list[tuple[str, str, dict[str, Any]]], image: int = 224) -> Family:
-    """A family of timm's: (what it is called here and in timm, role, arguments)."""
+    """Return a family of timm's models, each given as (title, role, arguments of its creation)."""
     made = []
     for title, role, settings in models:
-        own = dict(settings)
-        made.append(Model(title, role, partial(timm.create_model, own.pop("model", title), **own)))
+        name_in_timm = settings.get("model", title)
+        settings = {key: value for key, value in settings.items() if key != "model"}
+        made.append(Model(title, role, partial(timm.create_model, name_in_timm, **settings)))
     return Family(name, made, partial(vit_batch, image=image), vit_loss, lambda model, batch: model(batch[0]))
 
 
 def clip(name: str, models: list[tuple[str, str]], image: int = 224) -> Family:
-    """A family of OpenCLIP's: (name, role)."""
+    """Return a family of OpenCLIP's models, each given as (name, role)."""
     made = [Model(title, role, partial(open_clip_model, title)) for title, role in models]
     return Family(name, made, partial(clip_batch, image=image), clip_loss, lambda model, batch: model(*batch))
 
@@ -125,9 +127,10 @@ FAMILIES = [
 
 
 def replaced(name: str) -> Family:
-    """A differential ViT of timm's as it is, and with its attention replaced by ours."""
+    """Return a differential ViT of timm's as it is, and with its attention replaced by ours."""
     create, short = partial(timm.create_model, name), name.partition("_patch")[0]
-    models = [  # names of their own, for each is built once
+    # Their names differ, since each is built once.
+    models = [
         Model(f"{short} of timm", "plain", create),
         Model(f"{short}, replaced", "ours", lambda: diffvision.replace_attention(create())),
     ]
@@ -135,42 +138,28 @@ def replaced(name: str) -> Family:
     return Family(short, models, partial(vit_batch, image=image), vit_loss, lambda m, b: m(b[0]))
 
 
-# By name only: a comparison of their own, and a tiny one to try the benchmark itself.
+# By name only: models whose attention is replaced, and a tiny family to try the benchmark itself.
 REPLACED = [replaced(f"{name}_patch16_reg1_gap_256") for name in ("vit_dwee", "vit_dlittle", "vit_dpwee")]
 DEBUG = vit("debug", [("plain_vit_debug", "plain", {}), ("diff_vit_debug", "ours", {})], image=32)
 ALL = [*FAMILIES, *REPLACED, DEBUG]
-BATCHES = {("cpu", False): 8, ("cpu", True): 2, ("cuda", False): 256, ("cuda", True): 64}  # device, --quick
-QUICK_SECONDS = 12.0  # for the rounds of a family's training or inference
+# Device and --quick -> samples of a batch.
+BATCHES = {("cpu", False): 8, ("cpu", True): 2, ("cuda", False): 256, ("cuda", True): 64}
+# With --quick, for the rounds of a family's training or inference.
+QUICK_SECONDS = 12.0
 TASKS = ("training step", "inference")
 METHOD = """Ratios are time over the plain model's in the same run (lower is better): all models of a family take turns
 within each round, and a cell is the median over rounds of the ratio in one round. "throughput" is the plain model's
-time over a model's own. Peak memory is what a step or a forward pass holds beyond weights, optimiser state and batch.
+time over this model's. Peak memory is what a step or a forward pass holds beyond weights, optimiser state and batch.
 Quartiles and every single time are in the JSON."""
 
 
-def autocast(device: str, dtype: torch.dtype) -> Callable[[], AbstractContextManager]:
-    if dtype == torch.float32:
-        return nullcontext
-    return partial(torch.autocast, device.partition(":")[0], dtype)
-
-
 def training(family: Family, model: nn.Module, size: int, args: Any) -> Callable[[], Any]:
-    """One training step of a model."""
-    cast, batch = autocast(args.device, args.dtype), family.batch(size, args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device.startswith("cuda"))
-
-    def step() -> None:
-        with cast():
-            loss = family.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    batch = family.batch(size, args.device)
+    return training_step(model, lambda: family.loss(model, batch), args)
 
 
 def inference(family: Family, model: nn.Module, size: int, args: Any) -> Callable[[], Any]:
-    cast, batch = autocast(args.device, args.dtype), family.batch(size, args.device)
+    cast, batch = autocast(args), family.batch(size, args.device)
 
     def infer() -> Any:
         with torch.no_grad(), cast():
@@ -180,37 +169,38 @@ def inference(family: Family, model: nn.Module, size: int, args: Any) -> Callabl
 
 
 class Built:
-    """The models of the families, each built when it is first asked for and kept."""
+    """The models of the families, each built when it is first used."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.models: dict[str, nn.Module] = {}
 
-    def __getitem__(self, own: Model) -> nn.Module:
-        if own.name not in self.models:
-            self.models[own.name] = own.create().to(self.device)
-        return self.models[own.name]
+    def __getitem__(self, model: Model) -> nn.Module:
+        if model.name not in self.models:
+            self.models[model.name] = model.create().to(self.device)
+        return self.models[model.name]
 
 
 def ways(family: Family, task: str, compiled: bool, size: int, built: Built, args: Any) -> list[Way]:
-    """Each model of a family at a task; a model that cannot be built says why."""
-    found = []
-    for own in family.models:
+    """Return a way for each model of a family at a task; a model that cannot be built says why."""
+    made = []
+    for one in family.models:
         try:
-            model = built[own].train(task == "training step")
+            model = built[one].train(task == "training step")
             model = torch.compile(model) if compiled else model
             call = (training if task == "training step" else inference)(family, model, size, args)
-            found.append(Way(own.name, own.role, call))
+            made.append(Way(one.name, one.role, call))
         except Exception as error:
-            found.append(Way(own.name, own.role, None, cannot=f"{type(error).__name__}: {error}"[:300]))
-    return found
+            made.append(Way(one.name, one.role, None, cannot=f"{type(error).__name__}: {error}"[:300]))
+    return made
 
 
 def measure(family: Family, task: str, compiled: bool, built: Built, args: Any) -> dict[str, Any]:
-    """One table: a family at a task."""
+    """Time one table: a family at a task."""
     size = args.batch or BATCHES["cuda" if args.device.startswith("cuda") else "cpu", args.quick]
     if compiled:
-        torch._dynamo.reset()  # what was compiled for the other families and tasks counts against no limit here
+        # What was compiled for the other families and tasks would count against a limit.
+        torch._dynamo.reset()
     made = ways(family, task, compiled, size, built, args)
 
     def peak(way: Way) -> int:
@@ -218,16 +208,16 @@ def measure(family: Family, task: str, compiled: bool, built: Built, args: Any) 
         return peak_memory(way.call, args.device)
 
     seconds = QUICK_SECONDS if args.quick else math.inf
-    found = in_turns(made, args.device, args.rounds, seconds=seconds, peak=peak)
+    results = in_turns(made, args.device, args.rounds, seconds=seconds, peak=peak)
     del made
     gc.collect()
     if args.device.startswith("cuda"):
         torch.cuda.empty_cache()
-    for own in family.models:
-        if own.name in built.models:
-            found[own.name]["parameters"] = sum(p.numel() for p in built.models[own.name].parameters())
+    for model in family.models:
+        if model.name in built.models:
+            results[model.name]["parameters"] = sum(p.numel() for p in built.models[model.name].parameters())
     entry = {"family": family.name, "task": task, "compiled": compiled, "batch": size}
-    return {**entry, "baseline": add_ratios(found), "models": found}
+    return {**entry, "baseline": add_ratios(results), "models": results}
 
 
 def title(entry: dict[str, Any]) -> str:
@@ -235,29 +225,27 @@ def title(entry: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
+    """Return the report as a page: a table for each family and task."""
     parts = [f"# Models, {report['dtype']}", describe_machine(report), METHOD]
     columns = ["model", "parameters", "images/s", "time", "quartiles", "throughput", "peak memory, MiB"]
     for entry in report["tables"]:
-        rows = []
-        for own in entry["models"].values():
-            row = [own["group"], f"{own['parameters'] / 1e6:.1f} M" if "parameters" in own else "–"]
-            if "ratio" in own:
-                low, high = own["ratio_quartiles"]
-                rate = 1e3 * entry["batch"] / own["median_ms"]
-                row += [f"{rate:,.1f}", f"{own['ratio']:.3f}", f"{low:.3f}–{high:.3f}", f"{100 / own['ratio']:.1f}%"]
-            else:
-                row += ["–"] * 4
-            rows.append([*row, f"{own['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in own else "–"])
-        parts += [f"## {title(entry)}", table(columns, rows)]
-    if why := reasons([(title(entry), entry["models"]) for entry in report["tables"]]):
-        parts += ["## Dashes", why]
-    if report["left_out"]:
-        parts.append(f"Not reached in the time given: {'; '.join(report['left_out'])}.")
-    return "\n\n".join(parts)
+        parts += [f"## {title(entry)}", table(columns, [_row(r, entry["batch"]) for r in entry["models"].values()])]
+    return "\n\n".join([*parts, *remarks(report, [(title(entry), entry["models"]) for entry in report["tables"]])])
+
+
+def _row(result: dict[str, Any], batch: int) -> list[str]:
+    row = [result["group"], f"{result['parameters'] / 1e6:.1f} M" if "parameters" in result else "–"]
+    if "ratio" in result:
+        low, high = result["ratio_quartiles"]
+        rate, ratio = 1e3 * batch / result["median_ms"], result["ratio"]
+        row += [f"{rate:,.1f}", f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", f"{100 / ratio:.1f}%"]
+    else:
+        row += ["–"] * 4
+    return [*row, f"{result['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in result else "–"]
 
 
 def picture(path: Path, report: dict[str, Any]) -> None:
-    """A panel a task, a row a model, plain models left out."""
+    """Draw a panel for each task with a row for each model, plain models left out."""
     panels = []
     for task in TASKS:
         ratios: dict[str, dict[str, float]] = {}
@@ -265,40 +253,35 @@ def picture(path: Path, report: dict[str, Any]) -> None:
             if entry["task"] != task:
                 continue
             way = "compiled" if entry["compiled"] else "as it is"
-            for own in entry["models"].values():
-                if "ratio" in own and own["role"] != "plain":
-                    ratios.setdefault(own["group"], {})[way] = own["ratio"]
+            for result in entry["models"].values():
+                if "ratio" in result and result["role"] != "plain":
+                    ratios.setdefault(result["group"], {})[way] = result["ratio"]
         panels.append(Panel(task.capitalize(), ratios, {}))
-    own = report["hardware"]
-    where = own.get("gpu") or f"{own['cpu']}, {own['threads']} thread(s)"
     note = f"torch {report['versions']['torch']}; each model against the plain one of its family"
-    draw(path, f"Models, {report['dtype']}, {where}", panels, {"as it is", "compiled"}, note, "the plain model's")
+    than = "the plain model's"
+    draw(path, f"Models, {report['dtype']}, {device_in_words(report)}", panels, {"as it is", "compiled"}, note, than)
 
 
 def run(args: Any, families: list[Family]) -> dict[str, Any]:
-    """Measures the families and writes the files, anew after each table."""
+    """Measure the families and write the files, anew after each table."""
     dtype = str(args.dtype).removeprefix("torch.")
     name = f"models-{args.device.partition(':')[0]}-{dtype}"
     torch.manual_seed(0)
-    settings = [
-        (family, task, c)
-        for c in ((False, True) if args.compile else (False,))
-        for family in families
-        for task in TASKS
-    ]
     built = Built(args.device)
     report: dict[str, Any] = {"benchmark": "models", "dtype": dtype, **environment(args.device), "rounds": args.rounds}
-    words = [f"{family.name}, {task}{', compiled' if c else ''}" for family, task, c in settings]
-    report |= {"tables": [], "left_out": list(words)}
-    try:
-        with progress(len(settings), args.minutes) as following:
-            for word, (family, task, compiled) in zip(words, settings, strict=True):
-                if not following(word):
-                    break
+    report["tables"] = []
+    settings = {}
+    for compiled in (False, True) if args.compile else (False,):
+        for family, task in itertools.product(families, TASKS):
+
+            def table_of(family=family, task=task, compiled=compiled) -> None:
                 report["tables"].append(measure(family, task, compiled, built, args))
-                report["left_out"].remove(word)
-                write(args.output, name, report, markdown(report))
-    finally:  # drawn once, and also of what was measured when the run is stopped
+
+            settings[f"{family.name}, {task}{', compiled' if compiled else ''}"] = table_of
+    try:
+        measure_all(args, name, report, settings, markdown)
+    finally:
+        # Also of what was measured when the run is stopped.
         if report["tables"]:
             picture(args.output / f"{name}.png", report)
     return report
@@ -310,7 +293,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="8 on a CPU (2 with --quick), 256 on CUDA (64)")
     parser.add_argument("--compile", action="store_true", help="also as compiled by torch.compile")
     args = parse(parser, given)
-    families = [f for f in ALL if f.name in (args.models or [own.name for own in FAMILIES])]
+    families = [f for f in ALL if f.name in (args.models or [family.name for family in FAMILIES])]
     if not families:
         parser.error(f"no family is called {' or '.join(args.models)}: there are {[f.name for f in ALL]}")
     report = run(args, families)

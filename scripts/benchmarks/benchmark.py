@@ -1,35 +1,35 @@
-"""What the benchmarks share: ways timed in turns, peak memory, the machine in words, and the files of a result.
+"""What the benchmarks share: ways timed in turns, peak memory, training steps, and the files of a result.
 
-Method. All ways take turns within each round, another one first each time; a way's ratio is the median over rounds of
-its time divided by the baseline's in the same round, so that a noisy machine disturbs all alike. Each timing repeats
-the call until it lasts about 20 ms or more, and CUDA is synchronised before and after it. A way is called at least
-twice before it is timed, so that nothing is compiled or chosen while the clock runs.
+`machine.py` describes the machine and `benchmark_picture.py` draws.
+
+All ways take turns within each round, another one first each time; a way's ratio is the median over rounds of its time
+divided by the baseline's in the same round, so that a noisy machine disturbs all alike. Each timing repeats the call
+until it lasts about 20 ms or more, and CUDA is synchronised before and after it. A way is called at least twice before
+it is timed, so that nothing is compiled or chosen while the clock runs.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
+Settings = dict[str, Callable[[], None]]
+Page = Callable[[dict[str, Any]], str]
 LEAST_SECONDS = 0.02
 LEAST_ROUNDS = 3
-PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", "flash-attn", "numpy")
 
 
 class Way(NamedTuple):
@@ -45,7 +45,8 @@ class Way(NamedTuple):
     call: Callable[[], Any] | None
     kernel: str = ""
     cannot: str = ""
-    context: Callable[[], AbstractContextManager] = nullcontext  # entered around the timed loop, not around each call
+    # Entered around the timed loop, not around each call.
+    context: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ def synchronize(device: str) -> None:
 
 
 def _seconds(way: Way, repeats: int, device: str) -> float:
-    """Seconds a call, the mean over `repeats` calls."""
+    """Return the seconds of a call, the mean over `repeats` calls."""
     assert way.call is not None
     with way.context():
         synchronize(device)
@@ -69,19 +70,19 @@ def _seconds(way: Way, repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def _warm(way: Way, device: str, least: float, peak: Callable[[Way], int] | None, own: dict[str, Any]) -> None:
-    """Calls a way for the first times: adds its peak memory, and how often to call it for one timing."""
+def _warm(way: Way, device: str, least: float, peak: Callable[[Way], int] | None, result: dict[str, Any]) -> None:
+    """Call a way for the first times; add its peak memory, and how often to call it for one timing."""
     _seconds(way, 1, device)
     start = time.perf_counter()
     if peak is not None:
-        own["peak_bytes"] = peak(way)
+        result["peak_bytes"] = peak(way)
     # Recording memory slows a call down a little; one that takes far longer than need be is not called once more.
     slow = peak is not None and time.perf_counter() - start > 10 * max(least, LEAST_SECONDS)
-    own["repeats"] = 1 if slow else _repeats(way, device, least)
+    result["repeats"] = 1 if slow else _repeats(way, device, least)
 
 
 def _repeats(way: Way, device: str, least: float) -> int:
-    """How often to call a way so that one timing lasts at least `least` seconds."""
+    """Return how often to call a way so that one timing lasts at least `least` seconds."""
     first = _seconds(way, 1, device)
     if first >= least:
         return 1
@@ -102,7 +103,7 @@ def in_turns(
     least: float = LEAST_SECONDS,
     peak: Callable[[Way], int] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Times the ways in turns.
+    """Time the ways in turns.
 
     Args:
         ways: what to time; one that cannot, or fails, is recorded with its reason and disturbs no other.
@@ -113,20 +114,21 @@ def in_turns(
         a way's name -> {"times_ms": [...], "repeats", "group", "kernel", "role", "peak_bytes"}, or with "cannot" or
         "failed" and the reason in place of the times.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     running: list[Way] = []
     for way in ways:
-        found[way.name] = own = {"group": way.group, "kernel": way.kernel, "role": way.role}
+        results[way.name] = result = {"group": way.group, "kernel": way.kernel, "role": way.role}
         if way.call is None:
-            own["cannot"] = way.cannot
+            result["cannot"] = way.cannot
             continue
         try:
-            _warm(way, device, least, peak, own)
-        except Exception as error:  # whatever a kernel may raise is a result, not the end of the benchmark
-            own.update(_failure(error))
+            _warm(way, device, least, peak, result)
+        # Whatever a kernel may raise is a result, not the end of the benchmark.
+        except Exception as error:
+            result.update(_failure(error))
             _forget(device)
             continue
-        own["times_ms"] = []
+        result["times_ms"] = []
         running.append(way)
     start = time.perf_counter()
     for turn in range(rounds):
@@ -134,15 +136,16 @@ def in_turns(
             break
         first = turn % max(1, len(running))
         for way in running[first:] + running[:first]:
-            own = found[way.name]
+            result = results[way.name]
             try:
-                own["times_ms"].append(1e3 * _seconds(way, own["repeats"], device))
+                result["times_ms"].append(1e3 * _seconds(way, result["repeats"], device))
             except Exception as error:
-                own.update(_failure(error))
-        running = [way for way in running if "failed" not in found[way.name]]
-    return {
-        name: {k: v for k, v in own.items() if k != "times_ms" or "failed" not in own} for name, own in found.items()
-    }
+                result.update(_failure(error))
+        running = [way for way in running if "failed" not in results[way.name]]
+    for result in results.values():
+        if "failed" in result:
+            result.pop("times_ms", None)
+    return results
 
 
 def _forget(device: str) -> None:
@@ -150,29 +153,29 @@ def _forget(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def add_ratios(found: dict[str, dict[str, Any]]) -> str | None:
-    """Adds median, quartiles and the ratio to the baseline to each way that was timed.
+def add_ratios(results: dict[str, dict[str, Any]]) -> str | None:
+    """Add median, quartiles and the ratio to the baseline to each way that was timed.
 
     Returns:
         the baseline's name: the way of role "plain" with the least median; None if all of those failed.
     """
-    timed = {name: own for name, own in found.items() if own.get("times_ms")}
-    for own in timed.values():
-        own["median_ms"] = statistics.median(own["times_ms"])
-        own["quartiles_ms"] = _quartiles(own["times_ms"])
-    plain = [name for name, own in timed.items() if own["role"] == "plain"]
+    timed = {name: result for name, result in results.items() if result.get("times_ms")}
+    for result in timed.values():
+        result["median_ms"] = statistics.median(result["times_ms"])
+        result["quartiles_ms"] = _quartiles(result["times_ms"])
+    plain = [name for name, result in timed.items() if result["role"] == "plain"]
     if not plain:
         return None
     baseline = min(plain, key=lambda name: timed[name]["median_ms"])
-    for own in timed.values():
-        ratios = ratios_to(own, timed[baseline])
-        own["ratio"], own["ratio_quartiles"] = statistics.median(ratios), _quartiles(ratios)
+    for result in timed.values():
+        ratios = ratios_to(result, timed[baseline])
+        result["ratio"], result["ratio_quartiles"] = statistics.median(ratios), _quartiles(ratios)
     return baseline
 
 
-def ratios_to(own: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """The ratio of two ways' times in each round that both finished."""
-    return [a / b for a, b in zip(own["times_ms"], other["times_ms"], strict=False)]
+def ratios_to(result: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """Return the ratio of two ways' times in each round that both finished."""
+    return [a / b for a, b in zip(result["times_ms"], other["times_ms"], strict=False)]
 
 
 def _quartiles(values: list[float]) -> list[float]:
@@ -182,20 +185,20 @@ def _quartiles(values: list[float]) -> list[float]:
     return [low, high]
 
 
-def fastest(found: dict[str, dict[str, Any]], group: str | None = None, role: str | None = None) -> dict | None:
-    """The fastest way of a group or role that was timed, or None."""
+def fastest(results: dict[str, dict[str, Any]], group: str | None = None, role: str | None = None) -> dict | None:
+    """Return the fastest way of a group or role that was timed, or None."""
     timed = [
-        own
-        for own in found.values()
-        if "median_ms" in own and group in (None, own["group"]) and role in (None, own["role"])
+        result
+        for result in results.values()
+        if "median_ms" in result and group in (None, result["group"]) and role in (None, result["role"])
     ]
-    return min(timed, key=lambda own: own["median_ms"], default=None)
+    return min(timed, key=lambda result: result["median_ms"], default=None)
 
 
 def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """Peak bytes that a call holds beyond what was held before it.
+    """Return the peak bytes that a call holds beyond what was held before it.
 
-    Exact for what goes through torch's allocator: on CUDA its own counter, elsewhere the running sum over the
+    Exact for what goes through torch's allocator: on CUDA its result counter, elsewhere the running sum over the
     allocations and frees in the profiler's record. What a library allocates for itself is not in it.
     """
     if device.startswith("cuda"):
@@ -205,7 +208,8 @@ def peak_memory(call: Callable[[], Any], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it complains of the absent GPU
+    # It would complain of the absent GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     with tempfile.TemporaryDirectory() as scratch:
@@ -220,89 +224,21 @@ def peak_memory(call: Callable[[], Any], device: str) -> int:
 
 
 def matrix_product(device: str, dtype: torch.dtype) -> tuple[Way, float]:
-    """One big matrix product, and its multiplications and additions: the device's rate, timed in turns too."""
+    """Return one big matrix product, which measures the device's rate, and its number of operations."""
     size = 8192 if device.startswith("cuda") else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return Way("matrix product", "rate", lambda: a @ b), 2.0 * size**3
 
 
 def reading(device: str) -> tuple[Way, float]:
-    """A sum over a large array, and the bytes that it reads."""
+    """Return a sum over a large array, and the bytes that it reads."""
     size = 1 << (30 if device.startswith("cuda") else 26)
     array = torch.ones(size, device=device, dtype=torch.float32)
     return Way("sum", "rate", array.sum), 4.0 * size
 
 
-def environment(device: str) -> dict[str, Any]:
-    """The machine, the versions and the command, for whoever reads the numbers later."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command(sys.argv),
-        "hardware": hardware(device),
-        "versions": {**versions, "torch": torch.__version__, "diffvision": commit()},
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
-def command(given: list[str]) -> str:
-    """The command to repeat a run, without the folder that it wrote to."""
-    words = iter(given[1:])
-    kept = [word for word in words if not (word == "--output" and next(words, None)) and "--output=" not in word]
-    return shlex.join(["python", f"scripts/benchmarks/{Path(given[0]).name}", *kept])
-
-
-def hardware(device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found
-
-
-def cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The code that was measured: git's commit, "+ changes" behind it where files differ from it. Where a copy of the
-    code has no git folder, the variable DIFFVISION_COMMIT may tell it."""
-    folder = str(Path(__file__).resolve().parent)
-    found = _output("git", "-C", folder, "rev-parse", "HEAD")
-    if found is None:
-        return os.environ.get("DIFFVISION_COMMIT", "unknown")
-    changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{found} + changes" if changed else found
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def describe_machine(report: dict[str, Any]) -> str:
-    own, versions = report["hardware"], report["versions"]
-    where = f"{own['gpu']}, driver {own['driver']}" if "gpu" in own else f"{own['cpu']}, {own['threads']} thread(s)"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "timm") if versions[name])
-    return f"{where}; {packages}; diffvision {versions['diffvision']}; {report['date'][:10]}\n\n`{report['command']}`"
-
-
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that the benchmarks share."""
+    """Return a parser of the options that the benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on CUDA by default")
@@ -315,7 +251,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
-    """Arguments with their defaults filled in; sets the threads."""
+    """Return the arguments with their defaults filled in, and set the threads."""
     args = parser.parse_args(given)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch sees no GPU: choose --device cpu")
@@ -326,14 +262,14 @@ def parse(parser: argparse.ArgumentParser, given: list[str] | None = None) -> ar
     args.rounds = args.rounds or (7 if args.quick else 15)
     torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
-    # `timeout` and the like: what is measured by then is still drawn and written
+    # For `timeout` and the like: what is measured by then is still drawn and written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return args
 
 
 @contextmanager
 def progress(total: int, minutes: float) -> Iterator[Callable[[str], bool]]:
-    """Shows how far a long run is. Yields a function to call with the name of what comes next; False: out of time."""
+    """Show how far a long run is. Yields a function to call with the name of what comes next; False: out of time."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -356,7 +292,7 @@ def progress(total: int, minutes: float) -> Iterator[Callable[[str], bool]]:
 
 
 def write(folder: Path, name: str, report: dict[str, Any], markdown: str) -> None:
-    """NAME.json and NAME.md, each replaced in one step: a run that is stopped leaves whole files."""
+    """Write NAME.json and NAME.md, each replaced in one step: a run that is stopped leaves whole files."""
     for ending, text in (("json", json.dumps(report, indent=1, allow_nan=False)), ("md", markdown)):
         scratch = folder / f".{name}.{ending}"
         scratch.write_text(text + "\n")
@@ -368,12 +304,56 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def reasons(passes: list[tuple[str, dict[str, dict[str, Any]]]]) -> str:
-    """Why there are dashes: a line for each way and reason, with the rows that it is true of."""
+def remarks(report: dict[str, Any], passes: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[str]:
+    """Return the page's last parts: why there are dashes, with the rows of each reason, and what was not reached."""
     rows: dict[str, list[str]] = {}
-    for row, found in passes:
-        for name, own in found.items():
-            if reason := own.get("cannot") or own.get("failed"):
-                own_rows = rows.setdefault(f"`{name}` {'cannot' if 'cannot' in own else 'failed'}: {reason}", [])
-                own_rows += [row] if row not in own_rows else []
-    return "\n".join(f"- {reason} ({', '.join(where)})" for reason, where in rows.items())
+    for row, results in passes:
+        for name, result in results.items():
+            if reason := result.get("cannot") or result.get("failed"):
+                where = rows.setdefault(f"`{name}` {'cannot' if 'cannot' in result else 'failed'}: {reason}", [])
+                where += [row] if row not in where else []
+    parts = (
+        ["## Dashes", "\n".join(f"- {reason} ({', '.join(where)})" for reason, where in rows.items())] if rows else []
+    )
+    if report["left_out"]:
+        parts.append(f"Not reached in the time given: {'; '.join(report['left_out'])}.")
+    return parts
+
+
+def measure_all(args: argparse.Namespace, name: str, report: dict[str, Any], settings: Settings, page: Page) -> None:
+    """Measure the settings in order, and write NAME.json and NAME.md after each.
+
+    Args:
+        report: has "left_out", which lists the titles of settings that were not reached in the time given.
+        settings: title -> a function that measures it and adds what it measured to the report.
+        page: makes the page of a report.
+    """
+    report["left_out"] = list(settings)
+    with progress(len(settings), args.minutes) as following:
+        for title, measure in settings.items():
+            if not following(title):
+                break
+            measure()
+            report["left_out"].remove(title)
+            write(args.output, name, report, page(report))
+
+
+def autocast(args: argparse.Namespace) -> Callable[[], AbstractContextManager]:
+    if args.dtype == torch.float32:
+        return nullcontext
+    return partial(torch.autocast, args.device.partition(":")[0], args.dtype)
+
+
+def training_step(model: nn.Module, loss: Callable[[], Tensor], args: argparse.Namespace) -> Callable[[], None]:
+    """Return one training step of a model with AdamW, as a function without arguments."""
+    cast = autocast(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=args.device.startswith("cuda"))
+
+    def step() -> None:
+        with cast():
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

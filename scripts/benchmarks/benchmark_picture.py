@@ -19,8 +19,13 @@ class Panel(NamedTuple):
 def draw(
     path: Path, title: str, panels: list[Panel], ours: set[str], note: str = "", than: str = "plain attention's"
 ) -> None:
-    """Draws the panels side by side, in rows of the same order; the ways in `ours` are larger and on top. The ratios
-    are to the time `than`."""
+    """Draw the panels side by side, in rows of the same order.
+
+    Args:
+        ours: ways that are drawn larger and on top.
+        note: a line below the title.
+        than: whose time the ratios are to.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,14 +66,14 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
         points = [(panel.ratios[row][way], y) for y, row in enumerate(rows) if way in panel.ratios.get(row, {})]
         if points:
             x, y = zip(*points, strict=True)
-            # the eleventh way has the first one's colour with another marker
+            # The eleventh way has the first one's colour with another marker.
             look = {
                 "color": COLOURS[index % len(COLOURS)],
                 "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
             }
-            own = way in ours
-            edge = {"edgecolors": "black", "linewidths": 0.9} if own else {"alpha": 0.85, "linewidths": 0}
-            axis.scatter(x, y, s=75 if own else 38, zorder=4 if own else 3, label=way, **look, **edge)
+            mine = way in ours
+            edge = {"edgecolors": "black", "linewidths": 0.9} if mine else {"alpha": 0.85, "linewidths": 0}
+            axis.scatter(x, y, s=75 if mine else 38, zorder=4 if mine else 3, label=way, **look, **edge)
     floors = [(panel.floors[row], y) for y, row in enumerate(rows) if row in panel.floors]
     if floors:
         x, y = zip(*floors, strict=True)
@@ -85,7 +90,7 @@ def _draw_panel(axis, panel: Panel, rows: list[str], ways: list[str], ours: set[
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a logarithmic axis: few on a wide one, evenly spaced ones on a narrow one."""
+    """Return round numbers on a logarithmic axis: few on a wide one, evenly spaced ones on a narrow one."""
     if high > 2 * low:
         wide = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
         ticks = wide if high > 10 * low else [0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 4, 6, 9]
