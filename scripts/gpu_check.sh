@@ -61,13 +61,13 @@ if [ -n "${QUICK:-}" ]; then
 else
     # What a part leaves of its time goes to those after it; a benchmark starts nothing new in its last 20 seconds.
     part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
-    own=$((TOTAL - SECONDS - MODULE - MODELS))
-    part attention-op $own TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $own)"
-    own=$((TOTAL - SECONDS - MODELS))
-    part attention-module $own TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --rounds 7 \
-        --minutes "$(minutes $own)"
-    own=$((TOTAL - SECONDS))
-    part models $own TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $own)"
+    left=$((TOTAL - SECONDS - MODULE - MODELS))
+    part attention-op $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $left)"
+    left=$((TOTAL - SECONDS - MODELS))
+    part attention-module $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --rounds 7 \
+        --minutes "$(minutes $left)"
+    left=$((TOTAL - SECONDS))
+    part models $left TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $left)"
 fi
 echo "gpu_check: $out/gpu_check.json"
 [ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]

@@ -54,26 +54,26 @@ COLUMNS = (
 
 def subjects() -> list[Named]:
     draws = torch.Generator().manual_seed(1)
-    found: list[Named] = []
+    named: list[Named] = []
     for name, settings in TIMM.items():
         size = timm.create_model(name, **settings).patch_embed.img_size
         image = torch.randn(2, 3, *size, generator=draws)
-        told = "".join(f", {key}={value}" for key, value in settings.items())
-        found.append((f"timm `{name}`{told}", lambda n=name, s=settings: timm.create_model(n, **s), {"image": image}))
+        words = "".join(f", {key}={value}" for key, value in settings.items())
+        named.append((f"timm `{name}`{words}", lambda n=name, s=settings: timm.create_model(n, **s), {"image": image}))
     for name in OPEN_CLIP:
         image = torch.randn(2, 3, 224, 224, generator=draws)
         length = open_clip.get_model_config(name)["text_cfg"].get("context_length", 77)
         text = torch.randint(1, 30_000, (2, length), generator=draws)
-        found.append((f"OpenCLIP `{name}`", lambda n=name: open_clip.create_model(n), {"image": image, "text": text}))
+        named.append((f"OpenCLIP `{name}`", lambda n=name: open_clip.create_model(n), {"image": image, "text": text}))
     for name in LANGUAGE:
         tokens = torch.randint(4096, (2, 128), generator=draws)
-        found.append((f"language `{name}`", lambda n=name: language.create(n), {"tokens": tokens}))
-    return found
+        named.append((f"language `{name}`", lambda n=name: language.create(n), {"tokens": tokens}))
+    return named
 
 
 @torch.no_grad()
 def scattered(model: nn.Module) -> nn.Module:
-    """Weights of a trained model's size everywhere; biases and scales that are not their starting values."""
+    """Add noise to all weights: of a trained model's size, so that biases and scales are not their starting values."""
     for parameter in model.parameters():
         if parameter.ndim:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -84,10 +84,11 @@ def cell(model: nn.Module, method: Any, inputs: dict[str, Tensor], dtype: torch.
     before = copy.deepcopy(model).to(dtype)
     try:
         after = diffvision.adapt(copy.deepcopy(before), method)
-    except ValueError:  # an odd number of heads has no pairs
+    # An odd number of heads has no pairs.
+    except ValueError:
         return ""
-    own = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    return f"{largest_difference(before, after, own):.1e}"
+    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    return f"{largest_difference(before, after, inputs):.1e}"
 
 
 if __name__ == "__main__":

@@ -27,8 +27,11 @@ Call = Callable[[Tensor], Any]
 
 
 class MapsAttention(nn.Module):
-    """DiffCLIP's formulation with the same projections: every map kept, a softmax in the input's dtype, an additive
-    mask. Written from arXiv 2503.06626 and the notes on its code: separate projections, an affine norm of each head."""
+    """DiffCLIP's formulation with the same projections: every map kept, a softmax in the input's dtype.
+
+    Written from arXiv 2503.06626 and the notes on its code: separate projections, an additive mask, an affine norm of
+    each head.
+    """
 
     def __init__(self, causal_length: int | None = None) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ def _way(
 
 
 def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -> list[Way]:
-    """All modules at a shape (of which batch, length and `causal` count), timm's plain Attention first, ours last."""
+    """Return all modules at a shape's batch, length and `causal`, timm's plain Attention first, ours last."""
     x = torch.randn(shape.batch, shape.keys, WIDTH, device=device, dtype=dtype, requires_grad=backward)
     ways: list[Way] = []
 
@@ -114,7 +117,8 @@ def _add_hugging_face(add: Callable[..., None], ways: list[Way], shape: Shape, d
         return
     try:
         made = hugging_face_modules()
-    except Exception as error:  # another version's names
+    # Another version has other names.
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         ways.extend(Way(group, role, None, cannot=reason) for group, role in names.items())
         return
@@ -145,7 +149,7 @@ def hugging_face_modules() -> tuple[nn.Module, nn.Module]:
 
 
 def chosen_backend(layer: AttentionLayer, x: Tensor, causal: bool, grad: bool) -> str:
-    """What `auto` takes inside one of our layers."""
+    """Return what `auto` takes inside one of our layers."""
     problem = Problem(
         batch=x.shape[0],
         heads=layer.num_heads,

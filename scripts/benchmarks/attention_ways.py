@@ -35,7 +35,8 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-FLEX_KEYS = 4096  # plain FlexAttention is timed from here on: compiling it takes longer than timing all the rest
+# Plain FlexAttention is timed from so many keys on: compiling it takes longer than timing all the rest.
+FLEX_KEYS = 4096
 
 
 class Shape(NamedTuple):
@@ -107,8 +108,10 @@ def merge_heads(out: Tensor) -> Tensor:
 
 
 def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of plain attention with the same parameters: two of size D a differential head; in V2 they share its key
-    and value."""
+    """Return heads of plain attention with the same parameters.
+
+    They are two of size D for each differential head; in V2 these share its key and value.
+    """
     if k.shape[2] == 2:
         v = v.unflatten(-1, (2, -1)).movedim(3, 2).flatten(1, 2)
     return q.flatten(1, 2), k.flatten(1, 2), v
@@ -130,12 +133,12 @@ def four_calls(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, causal: bool) -> Te
 
 
 def half_split(t: Tensor) -> Tensor:
-    """The same [B, H, 2, M, D] in the order of Hugging Face's projections, all first maps before all second ones."""
+    """Return [B, H, 2, M, D] in the order of Hugging Face's projections, all first maps before all second ones."""
     return t.detach().permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4).requires_grad_(t.requires_grad)
 
 
 def wide_calls(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, causal: bool) -> Tensor:
-    """Expects q and k as `half_split` lays them out."""
+    """Compute with q and k as `half_split` lays them out."""
     q, k = (t.transpose(1, 2).flatten(1, 2) for t in (q, k))
     halves = (half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=-1))
     one, two = torch.cat([sdpa(q, k, half, causal) for half in halves], dim=-1).chunk(2, dim=1)
@@ -172,14 +175,14 @@ PEERS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 
 
 def memory_limit(device: str) -> int:
-    """What the maps of a way that keeps them may take: such a way holds several copies of them."""
+    """Return the bytes that the maps of a way that keeps them may take: it holds several copies."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(0).total_memory // 8
     return 2 << 30
 
 
 def too_large(map_bytes: int, device: str) -> str:
-    """Why a way that keeps its maps is not tried, "" if it is."""
+    """Return why a way that keeps its maps is not tried, "" if it is."""
     limit = memory_limit(device)
     if map_bytes <= limit:
         return ""
@@ -194,8 +197,10 @@ def plain_flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Te
     mask = None
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, keys, device=q.device.type)
-    torch._dynamo.config.recompile_limit = 64  # a shape each; beyond the limit it would run uncompiled, unasked
-    attend = torch.compile(flex_attention, dynamic=False)  # its fastest: a kernel for these sizes
+    # Beyond the limit it would run uncompiled without a warning.
+    torch._dynamo.config.recompile_limit = 64
+    # A kernel for these sizes alone is its fastest.
+    attend = torch.compile(flex_attention, dynamic=False)
     grouped = q.shape[1] != k.shape[1] or k.shape[2] == 1
 
     def call() -> Tensor:
@@ -205,7 +210,7 @@ def plain_flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Te
 
 
 def step(call: Callable[[], Tensor], leaves: list[Tensor], backward: bool) -> Callable[[], Any]:
-    """What one timing runs: the call without a graph, or the call and the gradients of all leaves."""
+    """Return what one timing runs: the call without a graph, or the call and the gradients of all leaves."""
     grad: list[Tensor] = []
 
     def forward() -> Tensor:
@@ -214,7 +219,8 @@ def step(call: Callable[[], Tensor], leaves: list[Tensor], backward: bool) -> Ca
 
     def both() -> tuple[Tensor | None, ...]:
         out = call()
-        if not grad:  # random: some kernels have a fast or a slow path for the gradient of a sum
+        # Random, since some kernels have another path for the gradient of a sum.
+        if not grad:
             grad.append(torch.randn_like(out, memory_format=torch.contiguous_format))
         return torch.autograd.grad(out, leaves, grad[0], allow_unused=True)
 
@@ -222,22 +228,23 @@ def step(call: Callable[[], Tensor], leaves: list[Tensor], backward: bool) -> Ca
 
 
 def by_kernel(group: str, role: str, call: Callable[[], Any], device: str) -> list[Way]:
-    """A way that rests on SDPA: on CUDA once with each of its kernels forced, on a CPU as SDPA chooses."""
+    """Return a way that rests on SDPA: on CUDA once with each of its kernels forced, on a CPU as SDPA chooses."""
     if not device.startswith("cuda"):
         return [Way(group, role, call)]
     return [Way(group, role, call, name, context=partial(sdpa_kernel, [kernel])) for name, kernel in KERNELS.items()]
 
 
 def operation_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -> list[Way]:
-    """All ways to compute the operation at a shape, plain attention first, `auto` last."""
+    """Return all ways to compute the operation at a shape, plain attention first, `auto` last."""
     inputs = Inputs.of(shape, device, dtype, backward)
-    causal = shape.causal and shape.queries > 1  # one query attends to the whole cache
+    # One query attends to the whole cache.
+    causal = shape.causal and shape.queries > 1
 
     def run(way: Callable[..., Tensor], **more: Any) -> Callable[[], Any]:
-        own = inputs
+        given = inputs
         if way is wide_calls:
-            own = inputs._replace(q=half_split(inputs.q), k=half_split(inputs.k))
-        return step(partial(way, *own, causal=causal, **more), list(own), backward)
+            given = inputs._replace(q=half_split(inputs.q), k=half_split(inputs.k))
+        return step(partial(way, *given, causal=causal, **more), list(given), backward)
 
     ways = by_kernel("plain", "plain", run(plain), device)
     if device.startswith("cuda") and causal and shape.keys >= FLEX_KEYS:

@@ -3,12 +3,12 @@
     python scripts/benchmarks/bench_data.py [DIRECTORY]     (shards of images and txt; `digits` by default)
     python scripts/benchmarks/bench_data.py --openclip [--openclip-python PYTHON]
 
-The second measures OpenCLIP's training pipeline, in a Python of its own that is made for it unless one is given
-(`openclip_versus.py` says what it needs), on digits and on photographs. What the checks cost a training step:
-`bench_step.py`.
+The second measures OpenCLIP's training pipeline on digits and on photographs, in a separate Python environment that is
+made for it unless one is given (`openclip_versus.py` says what it needs). `bench_step.py` measures what the checks cost
+a training step.
 
 Every figure is the median over rounds, in one process unless it says otherwise. `webdataset` reads the shards in
-order, which is all it is asked for here; ours reads in shuffled order. Decoding is the same function in both.
+order; ours reads in shuffled order. Decoding is the same function in both.
 """
 
 import argparse
@@ -65,18 +65,18 @@ def loaded(loader: ShardLoader) -> int:
 
 
 def rates(ways: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
-    """Samples a second of each way in each round; the ways take turns, so that a noisy machine disturbs all alike."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the samples a second of each way in each round; the ways take turns, as noise disturbs all alike then."""
+    measured: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             start = time.perf_counter()
             count = way()
-            found[name].append(count / (time.perf_counter() - start))
-    return found
+            measured[name].append(count / (time.perf_counter() - start))
+    return measured
 
 
 def against_openclip(python: str | None, rounds: int) -> None:
-    """Both of them on the same shards, in turns."""
+    """Print a table of both on the same shards, in turns."""
     import open_clip
 
     import openclip_versus
@@ -126,12 +126,12 @@ def main() -> None:
             "batches of 128: ShardLoader, 2 workers": lambda: loaded(loaders[2]),
         }
         print("| what | samples/s | times webdataset's |\n|---|---:|---:|")
-        found = rates(ways, arguments.rounds)
-        for name, own in found.items():
+        measured = rates(ways, arguments.rounds)
+        for name, values in measured.items():
             baseline = "members" if name.startswith(("headers", "members")) else "decoded"
-            other = next(values for way, values in found.items() if way.startswith(baseline) and "webd" in way)
-            ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
-            print(f"| {name} | {statistics.median(own):,.0f} | {ratio:.2f} |")
+            other = next(others for way, others in measured.items() if way.startswith(baseline) and "webd" in way)
+            ratio = statistics.median(a / b for a, b in zip(values, other, strict=True))
+            print(f"| {name} | {statistics.median(values):,.0f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

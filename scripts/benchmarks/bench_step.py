@@ -4,8 +4,8 @@
 
 `diffvision fit` as the recipes have it (the guard against steps that are not finite, DataReport, RunState, signals and
 failures agreed upon, a durable checkpoint every `--every` steps) takes turns with a bare Trainer that fits the same
-module on the same batches, without callbacks, guard or checkpoints. Steps that end with a save are told apart, so
-that the cost of saving can be told for the recipes' one in 500 steps; the median of a step is not moved by the others.
+module on the same batches, without callbacks, guard or checkpoints. Steps that end with a save are counted apart, so
+that the cost of saving can be given for the recipes' one in 500 steps; the median of a step is not moved by them.
 """
 
 import argparse
@@ -27,28 +27,31 @@ from diffvision.data.make import make
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
-WARM = 5  # steps that are not timed
-RECIPES_SAVE = 500  # steps, in configs/clip
+# Steps that are not timed.
+WARM = 5
+# Steps between two saves of configs/clip.
+RECIPES_SAVE = 500
 
 
 class Clock(pl.Callback):
-    """When each step ended."""
+    """Records when each step ended."""
 
-    ends: list[float] = []  # noqa: RUF012  of the run that goes on: LightningCLI makes the object
+    # Of the class, since LightningCLI makes the object.
+    ends: list[float] = []  # noqa: RUF012
 
     def on_train_batch_end(self, *args: object) -> None:
         self.ends.append(time.perf_counter())
 
 
 class Bare(ContrastiveModule):
-    """Without the guard."""
+    """The same module without the guard."""
 
     def configure_callbacks(self) -> list:
         return []
 
 
 def seconds_a_step(every: int = 0) -> tuple[float, float]:
-    """The median of a step without a save, and what a save adds to one."""
+    """Return the median of a step without a save, and what a save adds to one."""
     steps = {
         n + 1: b - a for n, (a, b) in enumerate(zip(Clock.ends, Clock.ends[1:], strict=False), start=1) if n > WARM
     }
@@ -59,7 +62,7 @@ def seconds_a_step(every: int = 0) -> tuple[float, float]:
 
 
 def checked(arguments: argparse.Namespace, data: Path, scratch: Path) -> tuple[float, float]:
-    """A step of `diffvision fit`, and a save."""
+    """Return the seconds of a step of `diffvision fit`, and of a save."""
     config = {
         "model": {
             "class_path": "ContrastiveModule",
@@ -80,18 +83,18 @@ def checked(arguments: argparse.Namespace, data: Path, scratch: Path) -> tuple[f
         },
     }
     (scratch / "config.yaml").write_text(yaml.safe_dump(config))
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = cli.main(["fit", "--config", str(scratch / "config.yaml"), "--allow", "bench_step"])
     if status:
-        raise RuntimeError(told.getvalue()[-2000:])
+        raise RuntimeError(output.getvalue()[-2000:])
     if not list((scratch / "kept").glob("*.ckpt")):
-        raise RuntimeError(f"no checkpoint was written\n{told.getvalue()[-2000:]}")
+        raise RuntimeError(f"no checkpoint was written\n{output.getvalue()[-2000:]}")
     return seconds_a_step(arguments.every)
 
 
 def bare(arguments: argparse.Namespace, data: Path) -> tuple[float, float]:
-    """A step of a plain Trainer."""
+    """Return the seconds of a step of a plain Trainer."""
     pl.seed_everything(0, verbose=False)
     module = Bare(arguments.model, optimizer=OptimizerSettings(warmup_steps=2))
     module_data = ImageTextData(**_data(arguments, data), transform=module.transform, tokenizer=module.tokenizer)
@@ -129,21 +132,24 @@ def main() -> None:
             scratch = Path(directory, str(number))
             scratch.mkdir()
             pair = []
-            for way in ((0, 1), (1, 0))[number % 2]:  # whichever goes first may find the machine otherwise
+            # They take turns in going first, since the machine may differ.
+            for way in ((0, 1), (1, 0))[number % 2]:
                 Clock.ends = []
-                found = bare(arguments, data / "train") if way else checked(arguments, data / "train", scratch)
-                pair.append((way, found))
-            (own, save), (other, _) = (found for _, found in sorted(pair))
-            print(f"round {number}: {own:.4f} s a step, bare {other:.4f} s, {own / other - 1:+.2%}; save {save:.2f} s")
-            rounds.append((own, other, save))
-    own, other, save = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
+                times = bare(arguments, data / "train") if way else checked(arguments, data / "train", scratch)
+                pair.append((way, times))
+            (ours, save), (other, _) = (times for _, times in sorted(pair))
+            compared = f"{ours:.4f} s a step, bare {other:.4f} s, {ours / other - 1:+.2%}"
+            print(f"round {number}: {compared}; save {save:.2f} s")
+            rounds.append((ours, other, save))
+    ours, other, save = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
     checks = statistics.median(a / b - 1 for a, b, _ in rounds[1:])
     print(f"\n{arguments.model}, batches of {arguments.batch}, torch {torch.__version__}, one thread")
-    print(f"{own:.4f} s a step, bare {other:.4f} s; median of {len(rounds) - 1} rounds {checks:+.2%}")
+    print(f"{ours:.4f} s a step, bare {other:.4f} s; median of {len(rounds) - 1} rounds {checks:+.2%}")
     print(f"a save takes {save:.2f} s: {save / (RECIPES_SAVE * other):.2%} of {RECIPES_SAVE} steps")
 
 
 if __name__ == "__main__":
-    import bench_step  # under its own name, for the configuration names the clock so
+    # The configuration names the clock by this module, which as a script is __main__.
+    import bench_step
 
     bench_step.main()

@@ -1,9 +1,9 @@
-"""Every conversion, run: how far its outputs are from the source's own, and whether the way back gives the same bits.
+"""Runs every conversion: how far its outputs are from the source's, and whether the way back gives the same bits.
 
     python scripts/benchmarks/conversions.py   # about half a minute; prints the table of docs/convert.md
 
-The sources are the original authors' outputs (tests/assets: DiffCLIP, unilm) or the other library beside ours, on
-random weights of a few layers: the algebra is what is compared, and no weights can be fetched.
+The sources are the original authors' outputs (tests/assets: DiffCLIP, unilm) or the other library next to ours, on
+random weights of a few layers: the algebra is compared, and no weights are fetched.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 @register_model
 def golden_size(pretrained: bool = False, **settings: object) -> nn.Module:
-    """The image tower of the authors' tiny checkpoint."""
+    """Create the image tower of the authors' tiny checkpoint."""
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
     return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
 
@@ -118,7 +118,7 @@ def timm_layer(scratch: Path) -> Iterator[Row]:
 
 
 def replaced(name: str, model: nn.Module, run: Callable[[], Tensor]) -> Iterator[Row]:
-    """Outputs and gradients of a model as it is, and after `replace_attention`."""
+    """Yield outputs and gradients of a model as it is, and after `replace_attention`."""
 
     def results() -> tuple[Tensor, Tensor]:
         model.zero_grad()
@@ -137,7 +137,8 @@ def vits(scratch: Path) -> Iterator[Row]:
         model = timm.create_model(f"{name}_patch16_reg1_gap_256", img_size=96, depth=3).eval()
         for part, parameter in model.named_parameters():
             if "gamma" in part or "ls" in part.split("."):
-                nn.init.ones_(parameter)  # from 1e-5, layer scale would hide what attention does
+                # From 1e-5, layer scale would hide what attention does.
+                nn.init.ones_(parameter)
         images = torch.randn(2, 3, 96, 96)
         yield from replaced(f"timm {name}", model, lambda model=model, images=images: model(images))
 
@@ -174,13 +175,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         for conversion in (diffclip, unilm, timm_layer, vits, transformers_models):
-            told = io.StringIO()
-            with contextlib.redirect_stdout(told):
+            with contextlib.redirect_stdout(io.StringIO()):
                 rows = list(conversion(Path(scratch)))
-            for own in rows:
-                print(
-                    f"| {own.source} | {own.to} | {own.compared} | {own.difference:.1e} | {own.size:.2g} | {own.back} |"
-                )
+            for r in rows:
+                print(f"| {r.source} | {r.to} | {r.compared} | {r.difference:.1e} | {r.size:.2g} | {r.back} |")
 
 
 if __name__ == "__main__":

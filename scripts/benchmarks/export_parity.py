@@ -3,7 +3,7 @@
     python scripts/benchmarks/export_parity.py    the table of docs/export.md: largest differences, and sizes of files
     python scripts/benchmarks/export_parity.py --time     onnxruntime against torch, diff_vit_small at batch 1, in turns
 
-Weights are random, with noise on each parameter so that none stands at the value it begins with. Batches are of 1 and 3
+Weights are random, with noise on each parameter so that none has its initial value. Batches are of 1 and 3
 rows; 2 were traced.
 """
 
@@ -28,7 +28,7 @@ from diffvision.models import language
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module]]:
-    """(what it is, model), small ones."""
+    """Yield the names of small models, and the models."""
     for variant in nn.ATTENTION:
         vit = timm.create_model("plain_vit_debug")
         for depth, block in enumerate(vit.blocks):
@@ -49,7 +49,7 @@ def models() -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def inputs(graph: Graph, batch: int) -> list[torch.Tensor]:
-    """Of another batch and length than what was traced."""
+    """Return inputs of another batch and length than those that were traced."""
     made = []
     for name, example in graph.inputs.items():
         shape = list(example.shape)
@@ -60,7 +60,7 @@ def inputs(graph: Graph, batch: int) -> list[torch.Tensor]:
 
 
 def compare(graph: Graph, model: torch.nn.Module, folder: Path) -> tuple[float, float, int, int]:
-    """Largest differences of the program's and of onnxruntime's outputs to the model's, and bytes of the two files."""
+    """Return the largest differences of the program's and onnxruntime's outputs to the model's, and bytes of files."""
     save_program(export_program(graph), folder / "graph.pt2")
     save_onnx(graph, folder / "graph.onnx")
     program, session = (
@@ -74,10 +74,10 @@ def compare(graph: Graph, model: torch.nn.Module, folder: Path) -> tuple[float, 
             expected, ours = (
                 [out] if isinstance(out, torch.Tensor) else list(out) for out in (model(*given), program(*given))
             )
-        theirs = session.run(None, {name: own.numpy() for name, own in zip(graph.inputs, given, strict=True)})
-        for place, found in enumerate((ours, map(torch.as_tensor, theirs))):
-            for one, other in zip(expected, found, strict=True):
-                worst[place] = max(worst[place], (one - other).abs().max().item())
+        theirs = session.run(None, {name: value.numpy() for name, value in zip(graph.inputs, given, strict=True)})
+        for index, outputs in enumerate((ours, map(torch.as_tensor, theirs))):
+            for one, other in zip(expected, outputs, strict=True):
+                worst[index] = max(worst[index], (one - other).abs().max().item())
     return *worst, (folder / "graph.pt2").stat().st_size, (folder / "graph.onnx").stat().st_size
 
 
@@ -88,11 +88,11 @@ def table() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
-        for own, graph in graphs(model.eval()).items():
+        for part, graph in graphs(model.eval()).items():
             with tempfile.TemporaryDirectory() as folder:
-                program, onnx, *sizes = compare(graph, model if own == "model" else graph.module, Path(folder))
+                program, onnx, *sizes = compare(graph, model if part == "model" else graph.module, Path(folder))
             mb = " | ".join(f"{size / 1e6:.2f}" for size in sizes)
-            print(f"| {name} | {own} | {program:.1e} | {onnx:.1e} | {mb} |", flush=True)
+            print(f"| {name} | {part} | {program:.1e} | {onnx:.1e} | {mb} |", flush=True)
 
 
 def timed(rounds: int = 40) -> None:
@@ -100,7 +100,8 @@ def timed(rounds: int = 40) -> None:
     torch.set_num_threads(2)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # or it holds the cores in torch's turns
+    # Or it holds the cores in torch's turns.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     image = torch.randn(1, 3, 224, 224)
     with tempfile.TemporaryDirectory() as folder:
         save_onnx(graphs(model)["model"], Path(folder) / "model.onnx")

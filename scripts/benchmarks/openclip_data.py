@@ -19,7 +19,7 @@ MODEL = "ViT-B-32"
 
 
 def transform(size: int):
-    """OpenCLIP's own for training: a random crop resized (bicubic), RGB, normalised."""
+    """Return OpenCLIP's for training: a random crop resized (bicubic), RGB, normalised."""
     return open_clip.image_transform(
         size, is_train=True, mean=open_clip.OPENAI_DATASET_MEAN, std=open_clip.OPENAI_DATASET_STD
     )

@@ -1,7 +1,7 @@
 """Our loader against OpenCLIP's training data pipeline: the same shards, transform, tokenizer, workers and batches.
 
-OpenCLIP's runs in a Python of its own (`openclip_data.py`), for it needs webdataset 0.2.86. `environment` makes one:
-the packages that it needs beside, and a .pth file through which it finds everything else in the Python that runs this.
+OpenCLIP's runs in a separate Python environment (`openclip_data.py`), since it needs webdataset 0.2.86. `environment`
+makes one: the packages that differ, and a .pth file through which it has all others of the Python that runs this.
 """
 
 import io
@@ -29,7 +29,7 @@ _WORDS = ["a", "photo", "of", "old", "temple", "roofs", "under", "sky", "with", 
 
 
 def photos(directory: Path, shards: int = 8, each: int = 160) -> Path:
-    """JPEGs of 256 to 512 pixels a side: parts of scikit-learn's two photographs, with captions of ten words."""
+    """Write JPEGs of 256 to 512 pixels a side: parts of scikit-learn's two photographs, with captions of ten words."""
     draw, sources = random.Random(0), [Image.fromarray(image) for image in load_sample_images().images]
     directory.mkdir(parents=True)
     for shard in range(shards):
@@ -51,20 +51,20 @@ def _photo(draw: random.Random, sources: list[Image.Image], number: int) -> dict
 
 
 def environment(directory: Path) -> str:
-    """A Python with webdataset 0.2.86, and all else from the one that runs this; some ten MB."""
+    """Make a Python environment with webdataset 0.2.86, and all else from the one that runs this; some ten MB."""
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     python = directory / "bin" / "python"
     packages = ["webdataset==0.2.86", "braceexpand", "pandas", "python-dateutil", "pytz", "six"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([str(python), "-m", "pip", "install", *quiet, *packages], check=True)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
-    Path(own, "everything_else.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    site = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    Path(site, "everything_else.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(python)
 
 
 class OpenClip:
-    """Its pipeline in a process that stays, so that its workers do too."""
+    """OpenCLIP's pipeline in a process that stays between epochs, and its workers with it."""
 
     def __init__(self, python: str, shards: ShardSet, size: int, workers: int) -> None:
         names = [Path(shard.location) for shard in shards.shards]
@@ -80,16 +80,17 @@ class OpenClip:
         self.versions = self._answer()
 
     def epoch(self) -> float:
-        """Samples a second of one."""
+        """Run an epoch; return its samples a second."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        told = self._answer()
-        return told["samples"] / told["seconds"]
+        answer = self._answer()
+        return answer["samples"] / answer["seconds"]
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("end\n")  # to close it would not do: our workers were forked with it open
+        # Closing it would not do: our workers were forked while it was open.
+        self._process.stdin.write("end\n")
         self._process.stdin.close()
         self._process.wait()
 
@@ -111,7 +112,7 @@ def running(python: str, shards: ShardSet, size: int, workers: int) -> Iterator[
 
 
 def compare(python: str, directory: Path, size: int, workers: int, rounds: int) -> tuple[float, float, list[float]]:
-    """Median samples a second of ours and of OpenCLIP's, and the ratio in each round; whose turn is first changes."""
+    """Return the median samples a second of ours and of OpenCLIP's, and the ratio in each round."""
     shards = ShardSet(directory)
     kind = ImageText(ImageMember(transform(size)), CaptionMember(), open_clip.get_tokenizer(MODEL))
     loader = ShardLoader(shards, kind, BATCH, num_workers=workers)
@@ -121,21 +122,22 @@ def compare(python: str, directory: Path, size: int, workers: int, rounds: int) 
         count = sum(len(batch["image"]) for batch in loader)
         return count / (time.perf_counter() - start)
 
-    own, other = [], []
+    ours, other = [], []
     with running(python, shards, size, workers) as theirs:
-        epoch(), theirs.epoch()  # processes start, files are read for the first time
+        # Processes start, and files are read for the first time.
+        epoch(), theirs.epoch()
         for number in range(rounds):
             for way in ((0, 1), (1, 0))[number % 2]:
-                (other if way else own).append(theirs.epoch() if way else epoch())
-    return statistics.median(own), statistics.median(other), [a / b for a, b in zip(own, other, strict=True)]
+                (other if way else ours).append(theirs.epoch() if way else epoch())
+    return statistics.median(ours), statistics.median(other), [a / b for a, b in zip(ours, other, strict=True)]
 
 
 def table(python: str, kinds: dict[str, tuple[Path, int]], rounds: int) -> Iterator[str]:
-    """Lines of a table; `kinds` has directory and image size of each kind of shards."""
+    """Yield the lines of a table; `kinds` has directory and image size of each kind of shards."""
     yield "| shards | workers | ours, samples/s | OpenCLIP's | ratio (median of rounds) | its range |"
     yield "|---|---:|---:|---:|---:|---|"
     for name, (directory, size) in kinds.items():
         for workers in (1, 2):
-            own, other, ratios = compare(python, directory, size, workers, rounds)
+            ours, other, ratios = compare(python, directory, size, workers, rounds)
             middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-            yield f"| {name} | {workers} | {own:,.0f} | {other:,.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |"
+            yield f"| {name} | {workers} | {ours:,.0f} | {other:,.0f} | {middle:.2f} | {low:.2f} to {high:.2f} |"

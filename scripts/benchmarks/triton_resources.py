@@ -57,7 +57,7 @@ CASES = {
 
 
 def launches(family, n, d, v, maps, dtype, causal, mask, *, batch=2, heads=8) -> list[launch.Launch]:
-    """What forward and backward would launch, on tensors without memory, laid out as projections leave them."""
+    """Return what forward and backward would launch, on tensors without memory, laid out as projections leave them."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -82,7 +82,7 @@ def launches(family, n, d, v, maps, dtype, causal, mask, *, batch=2, heads=8) ->
 
 
 def compile_for_hopper(one: launch.Launch):
-    """The compiled kernel, its arguments specialised as a launch would specialise them."""
+    """Return the compiled kernel, its arguments specialised as a launch would specialise them."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(one.kernel.params):
         name, value = parameter.name, one.arguments[parameter.name]
@@ -131,11 +131,11 @@ def part(arguments: dict) -> str:
 
 
 def innermost_spills(sass: str) -> tuple[int, int]:
-    """Loads and stores of spilled registers in a pass of the worst innermost loop (0, 0 without loops)."""
+    """Return loads and stores of spilled registers in a pass of the worst innermost loop (0, 0 without loops)."""
     labels, instructions = {}, []
     for line in sass.splitlines():
-        if found := re.match(r"(\w+):$", line):
-            labels[found.group(1)] = len(instructions)
+        if label := re.match(r"(\w+):$", line):
+            labels[label.group(1)] = len(instructions)
         else:
             instructions.append(line)
     ends = [
@@ -149,7 +149,7 @@ def innermost_spills(sass: str) -> tuple[int, int]:
 
 def main(names: list[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+        sys.exit("unset TRITON_INTERPRET: the interpreter does not compile")
     for name, case in CASES.items():
         if not names or name in names:
             for one in launches(*case):

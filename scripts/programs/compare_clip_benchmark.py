@@ -5,7 +5,7 @@
     python scripts/programs/compare_clip_benchmark.py --python .venv-clip-benchmark/bin/python \
         --data data/digits --model DiffCLIP-debug --checkpoint runs/clip_debug/version_0/checkpoints/last.ckpt
 
-CLIP_benchmark has an environment of its own, since it needs numpy below 2.4. It runs on the CPU without autocast,
+CLIP_benchmark has a separate environment, since it needs numpy below 2.4. It runs on the CPU without autocast,
 through `diffvision.run`, which only registers our models' names. Prints a Markdown table; exit status 1 if any count
 differs.
 """
@@ -29,7 +29,7 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 
 
 def theirs(python: str, folder: EvaluationFolder, model: str, weights: Path, batch_size: int) -> dict[str, float]:
-    """CLIP_benchmark's metrics of a model on a folder."""
+    """Return CLIP_benchmark's metrics of a model on a folder."""
     output = weights.with_name("record.json")
     command = [python, "-m", "diffvision.run", "clip_benchmark.cli", "eval", "--no_amp"]
     command += ["--dataset", f"wds/{folder.name}", "--dataset_root", str(folder.path), "--split", "test"]
@@ -43,16 +43,16 @@ def theirs(python: str, folder: EvaluationFolder, model: str, weights: Path, bat
 
 
 def counts(folder: EvaluationFolder) -> tuple[int, int]:
-    """Images and captions of a folder's test split."""
+    """Count the images and captions of a folder's test split."""
     images = captions = 0
     for batch in folder.batches(lambda image: torch.zeros(1), split="test"):
         images += len(batch["image"])
-        captions += sum(len(own) for own in batch.get("captions", []))
+        captions += sum(len(captioned) for captioned in batch.get("captions", []))
     return images, captions
 
 
 def compare(python: str, data: str, model: str, weights: Path, batch_size: int) -> bool:
-    """Prints the table; whether every number agrees."""
+    """Print the table; return whether every number agrees."""
     folders = sorted(find_folders(data), key=lambda folder: list(EVALUATIONS).index(folder.task))
     ours = run(
         model=model,
@@ -73,13 +73,15 @@ def compare(python: str, data: str, model: str, weights: Path, batch_size: int) 
         record = records(mine, model=model, pretrained=str(weights))[0]
         for metric, value in record["metrics"].items():
             row = f"| {record['task']} | {metric} | {expected[metric]:.6f} | {value:.6f} |"
-            if metric == "mean_per_class_recall":  # a mean of fractions, no count
+            # A mean of fractions is no count.
+            if metric == "mean_per_class_recall":
                 same &= abs(expected[metric] - value) < 1e-9
                 print(row, "| | |")
                 continue
             items = captions if metric.startswith("image_retrieval") else images
             right = [items * expected[metric], items * value]
-            same &= abs(right[0] - right[1]) < 0.01  # CLIP_benchmark's recall is a mean in float32
+            # CLIP_benchmark's recall is a mean in float32.
+            same &= abs(right[0] - right[1]) < 0.01
             print(row, f"{right[0]:.2f} | {right[1]:.2f} | {items} |")
     return same
 
@@ -93,7 +95,8 @@ def main() -> int:
     parser.add_argument("--batch_size", type=int, default=64)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        weights = Path(directory) / "weights.pt"  # in OpenCLIP's layout, which both read
+        # In OpenCLIP's layout, which both read.
+        weights = Path(directory) / "weights.pt"
         torch.manual_seed(0)
         state = (
             read_checkpoint(args.checkpoint).state

@@ -1,4 +1,4 @@
-"""Writes a task for lm-eval-harness from local text: which of four lines comes next in an unseen file?
+"""Writes a task for lm-eval-harness from local text: which of four lines comes next in an unseen file.
 
     python scripts/programs/harness_task.py data/stdlib/validation runs/next_line --samples 200
     diffvision export runs/.../last.ckpt runs/exported
@@ -36,20 +36,20 @@ metric_list:
 
 
 def questions(source: str, count: int, seed: int) -> list[dict]:
-    """Contexts of a few lines, with the line that follows among lines from elsewhere in the same file."""
+    """Return contexts of a few lines, with the line that follows among lines from elsewhere in the same file."""
     draw = random.Random(seed)
     files = [[line for line in text.splitlines() if line.strip()] for text in documents_of(ShardSet(source))]
     files = [lines for lines in files if len(set(lines)) > 4 * (CONTEXT + CHOICES)]
-    found = []
+    made = []
     for _ in range(count):
         lines = draw.choice(files)
-        place = draw.randrange(CONTEXT, len(lines))
-        others = sorted(set(lines) - {lines[place]})
-        choices = [lines[place], *draw.sample(others, CHOICES - 1)]
+        index = draw.randrange(CONTEXT, len(lines))
+        others = sorted(set(lines) - {lines[index]})
+        choices = [lines[index], *draw.sample(others, CHOICES - 1)]
         draw.shuffle(choices)
-        context = "\n".join(lines[place - CONTEXT : place]) + "\n"
-        found.append({"context": context, "choices": choices, "answer": choices.index(lines[place])})
-    return found
+        context = "\n".join(lines[index - CONTEXT : index]) + "\n"
+        made.append({"context": context, "choices": choices, "answer": choices.index(lines[index])})
+    return made
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ METRICS = ("acc,none", "acc_norm,none")
 
 
 def adapted(exported: Path, folder: Path) -> None:
-    """The exported model as V2, in a folder of the same kind."""
+    """Write the exported model as V2, in a folder of the same kind."""
     host = AutoModelForCausalLM.from_pretrained(exported)
     DiffTransformerForCausalLM.from_diffvision(diffvision.adapt(host.to_diffvision(), "v2")).save_pretrained(folder)
     for file in exported.glob("tokenizer*"):
@@ -33,13 +33,13 @@ def adapted(exported: Path, folder: Path) -> None:
 
 
 def measured(shown: Shown, model: Path, name: str) -> dict[str, float]:
-    """What the harness says of a folder."""
+    """Return what the harness measures of a folder."""
     command = [sys.executable, "-m", "diffvision.run", "lm_eval", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={model}", "--include_path", "next_line", "--tasks", "next_line"]
     shown.run(name, [*command, "--batch_size", "8", "--output_path", f"results-{name}"])
     file = max(shown.folder.glob(f"results-{name}/**/results*.json"))
-    found = json.loads(file.read_text())["results"]["next_line"]
-    return {metric: found[metric] for metric in METRICS}
+    results = json.loads(file.read_text())["results"]["next_line"]
+    return {metric: results[metric] for metric in METRICS}
 
 
 def main() -> int:
@@ -60,7 +60,8 @@ def main() -> int:
     adapted(exported, shown.folder / "adapted")
     before, after = measured(shown, exported, "exported"), measured(shown, Path("adapted"), "adapted")
     for metric in METRICS:
-        alike = abs(before[metric] - after[metric]) < 1.5 / args.samples  # a tie may fall the other way
+        # A tie may fall the other way.
+        alike = abs(before[metric] - after[metric]) < 1.5 / args.samples
         shown.check(f"{metric.split(',')[0]}: exported, adapted", alike, f"{before[metric]:.4f}, {after[metric]:.4f}")
     return shown.end()
 

@@ -1,4 +1,4 @@
-"""What a pretrained model gains when it is made differential and trained on: what docs/results/adapt.md reports.
+"""What a pretrained model gains when it is made differential and trained on, as docs/results/adapt.md reports it.
 
     python scripts/studies/study_adapt.py data   --output runs/adapt
     python scripts/studies/study_adapt.py train  --output runs/adapt --seeds 0 1 2
@@ -32,11 +32,13 @@ LENGTH, BATCH = 128, 8
 
 @dataclass(frozen=True)
 class Way:
-    """One way to go on: how the pretrained model is adapted, and with what callbacks it is trained."""
+    """One way to continue: how the pretrained model is adapted, and with what callbacks it is trained."""
 
     title: str
-    adapted: tuple[str, ...] = ()  # arguments of `diffvision adapt`; none: as it is
-    callbacks: tuple[str, ...] = ()  # class and arguments; {half} is half of the steps
+    # Arguments of `diffvision adapt`; without any the model is not adapted.
+    adapted: tuple[str, ...] = ()
+    # Class and arguments; {half} is half of the steps.
+    callbacks: tuple[str, ...] = ()
 
 
 _ANNEALED = "LambdaAnnealing steps={half}"
@@ -53,16 +55,18 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe of configs/, the plain model and what a run of it is; `{output}` is the study's folder."""
+    """A recipe of configs/, the plain model and the settings of its runs; `{output}` is the study's folder."""
 
     recipe: str
     model: str
     loss: str
-    pretraining: int  # steps
+    # Steps: of pretraining, after it, and between validations.
+    pretraining: int
     steps: int
-    every: int  # steps between validations
+    every: int
     arguments: tuple[str, ...]
-    samples: str  # what heads are chosen by
+    # What heads are chosen by.
+    samples: str
 
 
 TASKS = {
@@ -99,11 +103,12 @@ TASKS = {
         "{output}/digits/train",
     ),
 }
-RATES = {"language": (3e-3, 1e-3), "vision": (2e-3, 5e-4)}  # of pretraining, and of going on
+# Learning rates of pretraining and of what follows.
+RATES = {"language": (3e-3, 1e-3), "vision": (2e-3, 5e-4)}
 
 
 def data(output: Path) -> None:
-    """The text with its tokenizer as token shards, and the digits."""
+    """Make the text with its tokenizer as token shards, and the digits."""
     make("stdlib", str(output / "text"))
     tokenizer([str(output / "text/train")], str(output / "tokenizer.json"), 4096)
     for name, part in (("stdlib", "train"), ("validation", "validation")):
@@ -119,12 +124,12 @@ def train(output: Path, tasks: Sequence[str], seeds: Sequence[int]) -> None:
                 directory = output / "runs" / name / f"{way}-{seed}"
                 if not (directory / "result.json").is_file():
                     shutil.rmtree(directory, ignore_errors=True)
-                    result = gone_on(output, name, way, seed, base, directory)
+                    result = continued(output, name, way, seed, base, directory)
                     (directory / "result.json").write_text(json.dumps(result) + "\n")
 
 
 def pretrained(output: Path, name: str) -> Path:
-    """The checkpoint of the plain model, trained once; the runs' seeds are those of what comes after."""
+    """Return the checkpoint of the plain model, trained once; the runs' seeds are those of what follows."""
     task, directory = TASKS[name], output / "runs" / name / "pretrained"
     if not (directory / "last.ckpt").is_file():
         shutil.rmtree(directory, ignore_errors=True)
@@ -133,8 +138,8 @@ def pretrained(output: Path, name: str) -> Path:
     return directory / "last.ckpt"
 
 
-def gone_on(output: Path, name: str, way: str, seed: int, base: Path, directory: Path) -> dict[str, Any]:
-    """The loss at step 0 and along the run of a model that is adapted, if at all, and trained on."""
+def continued(output: Path, name: str, way: str, seed: int, base: Path, directory: Path) -> dict[str, Any]:
+    """Return the loss at step 0 and along the run of a model that is adapted, if at all, and trained on."""
     task = TASKS[name]
     folder = adapted(output, name, way, base)
     more = [argument for text in WAYS[way].callbacks for argument in _callback(text.format(half=task.steps // 2))]
@@ -160,7 +165,7 @@ def gone_on(output: Path, name: str, way: str, seed: int, base: Path, directory:
 
 
 def adapted(output: Path, name: str, way: str, base: Path) -> str:
-    """What `diffvision fit` starts from: a folder that `diffvision adapt` or `diffvision export` wrote."""
+    """Return what `diffvision fit` starts from: a folder that `diffvision adapt` or `diffvision export` wrote."""
     from diffvision.cli import main
 
     folder = output / "runs" / name / f"adapted_{way}"
@@ -200,7 +205,7 @@ def run(
     seed: int,
     more: Sequence[str] = (),
 ) -> FitCLI:
-    """`diffvision COMMAND` with the task's recipe."""
+    """Run `diffvision COMMAND` with the task's recipe."""
     task = TASKS[name]
     arguments = [
         command,
@@ -233,33 +238,32 @@ def _callback(text: str) -> list[str]:
 
 
 def report(output: Path, results: Path) -> None:
-    """Writes adapt.json and adapt.png, and prints the tables."""
-    found = [json.loads(path.read_text()) for path in sorted((output / "runs").glob("*/*/result.json"))]
-    if not found:
+    """Write adapt.json and adapt.png, and print the tables."""
+    runs = [json.loads(path.read_text()) for path in sorted((output / "runs").glob("*/*/result.json"))]
+    if not runs:
         raise SystemExit(f"no run is finished in {output}: train first")
     results.mkdir(parents=True, exist_ok=True)
     about = {"machine": f"{platform.machine()}, {os.cpu_count()} CPU(s)", "torch": torch.__version__}
     tasks = {name: {k: v for k, v in asdict(task).items() if k != "samples"} for name, task in TASKS.items()}
-    (results / "adapt.json").write_text(json.dumps({**about, "tasks": tasks, "runs": found}) + "\n")
-    for name in dict.fromkeys(one["task"] for one in found):
+    (results / "adapt.json").write_text(json.dumps({**about, "tasks": tasks, "runs": runs}) + "\n")
+    for name in dict.fromkeys(run["task"] for run in runs):
         print(f"\n{name}: {TASKS[name].model}, {TASKS[name].steps} steps after {TASKS[name].pretraining}\n")
         print("| | at step 0 | at the end | less than not adapted | trained parameters | lambda at the end |")
         print("|---|---:|---:|---:|---:|---:|")
         for way in WAYS:
-            if own := [one for one in found if (one["task"], one["way"]) == (name, way)]:
-                print(
-                    _row(way, own, [one for one in found if (one["task"], one["way"]) == (name, "plain")], TASKS[name])
-                )
-    draw(found, results / "adapt.png")
+            if chosen := [run for run in runs if (run["task"], run["way"]) == (name, way)]:
+                plain = [run for run in runs if (run["task"], run["way"]) == (name, "plain")]
+                print(_row(way, chosen, plain, TASKS[name]))
+    draw(runs, results / "adapt.png")
 
 
-def _row(way: str, own: list[dict[str, Any]], plain: list[dict[str, Any]], task: Task) -> str:
-    values = [one["curves"][task.loss][1] for one in own]
-    last = {one["seed"]: one["curves"][task.loss][1][-1] for one in plain}
-    gains = [last[one["seed"]] - one["curves"][task.loss][1][-1] for one in own if one["seed"] in last]
-    lambdas = [one["lambda"]["lambda"][1][-1] for one in own if "lambda" in one["lambda"]]
+def _row(way: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]], task: Task) -> str:
+    values = [run["curves"][task.loss][1] for run in runs]
+    last = {run["seed"]: run["curves"][task.loss][1][-1] for run in plain}
+    gains = [last[run["seed"]] - run["curves"][task.loss][1][-1] for run in runs if run["seed"] in last]
+    lambdas = [run["lambda"]["lambda"][1][-1] for run in runs if "lambda" in run["lambda"]]
     cells = [WAYS[way].title, f"{values[0][0]:.4f}", _spread([v[-1] for v in values]), _spread(gains)]
-    return f"| {' | '.join(cells)} | {own[0]['trained']:,} | {f'{statistics.mean(lambdas):.3f}' if lambdas else ''} |"
+    return f"| {' | '.join(cells)} | {runs[0]['trained']:,} | {f'{statistics.mean(lambdas):.3f}' if lambdas else ''} |"
 
 
 def _spread(values: list[float]) -> str:
@@ -267,30 +271,32 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.4f}{deviation}"
 
 
-def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """A column a task: validation loss over steps, and below it what is gained over the model that was not adapted with
-    the same seed. Means over seeds, and bands from the lowest to the highest."""
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw a column for each task: validation loss over steps, and below it the gain over the model not adapted.
+
+    Lines are means over seeds, and bands reach from the lowest to the highest; gains are of the same seed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(dict.fromkeys(one["task"] for one in found))
+    names = list(dict.fromkeys(run["task"] for run in runs))
     figure, axes = pyplot.subplots(
         2, len(names), figsize=(5.6 * len(names), 7), squeeze=False, sharex="col", layout="constrained"
     )
     for (above, below), name in zip(axes.T, names, strict=True):
-        curves = {(one["way"], one["seed"]): one["curves"][TASKS[name].loss] for one in found if one["task"] == name}
+        curves = {(run["way"], run["seed"]): run["curves"][TASKS[name].loss] for run in runs if run["task"] == name}
         for number, way in enumerate(WAYS):
-            own = {seed: values for (other, seed), (_, values) in curves.items() if other == way}
-            if not own:
+            losses = {seed: values for (other, seed), (_, values) in curves.items() if other == way}
+            if not losses:
                 continue
             steps = next(iter(curves.values()))[0]
             style = {"color": f"C{number}" if number else "black", "linestyle": "--" if number else "-"}
-            _band(above, steps, list(own.values()), label=WAYS[way].title, linewidth=2 if number else 4, **style)
+            _band(above, steps, list(losses.values()), label=WAYS[way].title, linewidth=2 if number else 4, **style)
             if way in ("v2", "dex", "dex_kept"):
-                plain = {seed: curves["plain", seed][1] for seed in own}
-                gains = [[p - v for p, v in zip(plain[s], own[s], strict=True)] for s in own]
+                plain = {seed: curves["plain", seed][1] for seed in losses}
+                gains = [[p - v for p, v in zip(plain[s], losses[s], strict=True)] for s in losses]
                 _band(below, steps, gains, label=WAYS[way].title, **style)
         above.set(title=f"{name}: {TASKS[name].model}", ylabel="validation loss")
         below.axhline(0, color="black")

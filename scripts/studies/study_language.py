@@ -1,11 +1,11 @@
-"""Transformer against V1 against V2 at equal parameters, tokens and data: what docs/results/language.md reports.
+"""Transformer, V1 and V2 at equal parameters, tokens and data, as docs/results/language.md reports them.
 
     python scripts/studies/study_language.py data    --output runs/study
     python scripts/studies/study_language.py train   --output runs/study --sizes 1m --tokens 2_000_000 --seeds 0 1 2
     python scripts/studies/study_language.py report  --output runs/study --results docs/results
 
-`train` leaves out what is done already and may be started several times at once, each process on its own runs: a run is
-taken by making its directory. A run is `diffvision fit --config configs/language/recall.yaml` with another model, seed,
+`train` leaves out what is done already and may be started several times at once: a process takes a run by making its
+directory. A run is `diffvision fit --config configs/language/recall.yaml` with another model, seed,
 number of steps and learning rate, and `diffvision evaluate-language`'s functions on what came out.
 """
 
@@ -75,7 +75,7 @@ class Run:
 
 
 def data(output: Path) -> None:
-    """The corpus and its tokenizer, and both as token shards."""
+    """Make the corpus and its tokenizer, and both as token shards."""
     make("stdlib", str(output / "text" / "stdlib"))
     make("recall", str(output / "text" / "recall"))
     text = {"stdlib": output / "text/stdlib/train", "recall": output / "text/recall"}
@@ -87,13 +87,15 @@ def data(output: Path) -> None:
 
 def train(output: Path, runs: Sequence[Run], threads: int) -> None:
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is ended gives its directory back
+    # A run that is ended removes its directory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for run in runs:
         directory = output / "runs" / run.name
         try:
             directory.mkdir(parents=True)
         except FileExistsError:
-            continue  # done, or another process is at it
+            # It is done, or another process has it.
+            continue
         try:
             result = train_and_evaluate(run, output, directory)
         except BaseException:
@@ -145,7 +147,7 @@ def train_and_evaluate(run: Run, output: Path, directory: Path) -> dict[str, Any
 
 
 def measure(model: language.LanguageModel, output: Path) -> dict[str, float]:
-    """All metrics of a trained model."""
+    """Return all metrics of a trained model."""
     words = load_tokenizer(output / "tokenizer.json")
     documents, left = [], EVALUATED_TOKENS
     for text in documents_of(ShardSet(output / "text/stdlib/validation"), TextMember("txt")):
@@ -155,15 +157,15 @@ def measure(model: language.LanguageModel, output: Path) -> dict[str, float]:
     rows = rows_of(documents, LENGTH)[:32]
     metrics = {"nll": perplexity(model, documents, window=LENGTH, batch_size=8)["nll"]}
     for length, needles, queries in NEEDLES:
-        found = needle(
+        result = needle(
             model, words, lengths=(length,), needles=needles, queries=queries, samples=20, form="synthetic", seed=1
         )
-        metrics[f"needle/{needles}x{queries}/{length}"] = found["accuracy"]
+        metrics[f"needle/{needles}x{queries}/{length}"] = result["accuracy"]
     tasks = label_mapping_tasks(8, classes=4, queries=16, seed=1)
-    found = many_shot(model, words, tasks, shots=SHOTS, max_length=LENGTH)
-    metrics |= {f"many_shot/{key}": value for key, value in found.items()}
-    found = order_robustness(model, words, tasks, shots=ORDER_SHOTS, permutations=10, max_length=LENGTH)
-    metrics |= {f"order/{key}": value for key, value in found.items()}
+    result = many_shot(model, words, tasks, shots=SHOTS, max_length=LENGTH)
+    metrics |= {f"many_shot/{key}": value for key, value in result.items()}
+    result = order_robustness(model, words, tasks, shots=ORDER_SHOTS, permutations=10, max_length=LENGTH)
+    metrics |= {f"order/{key}": value for key, value in result.items()}
     metrics |= {f"outliers/{key}": value for key, value in outliers(model, rows).items()}
     metrics |= {f"heads/{key}": value for key, value in head_statistics(model, rows[:8]).items()}
     return metrics
@@ -191,32 +193,32 @@ Result = dict[str, Any]
 
 
 def report(output: Path, results: Path) -> None:
-    """Writes language.json and pictures, and prints the tables."""
-    found = [json.loads(path.read_text()) for path in sorted((output / "runs").glob("*/result.json"))]
-    if not found:
+    """Write language.json and pictures, and print the tables."""
+    finished = [json.loads(path.read_text()) for path in sorted((output / "runs").glob("*/result.json"))]
+    if not finished:
         raise SystemExit(f"no run is finished in {output}: train first")
     results.mkdir(parents=True, exist_ok=True)
-    about = {"machine": f"{platform.machine()}, {os.cpu_count()} CPU(s)", "torch": torch.__version__, "runs": found}
+    about = {"machine": f"{platform.machine()}, {os.cpu_count()} CPU(s)", "torch": torch.__version__, "runs": finished}
     (results / "language.json").write_text(json.dumps(about) + "\n")
-    for (size, tokens), own in groups([r for r in found if r["lr"] == LR and (r["size"], r["tokens"]) != CHECK]):
-        by_family = {name: [r for r in own if r["family"] == family] for family, name in FAMILIES.items()}
+    for (size, tokens), group in groups([r for r in finished if r["lr"] == LR and (r["size"], r["tokens"]) != CHECK]):
+        by_family = {name: [r for r in group if r["family"] == family] for family, name in FAMILIES.items()}
         by_family = {name: runs for name, runs in by_family.items() if runs}
         print(f"\n### {size.upper()}, {tokens:,} tokens\n")
         print("\n".join(study_table(by_family)))
         print("\n".join(["", *layer_table(by_family)]))
         write_pictures(results, size, by_family)
-    check = [r for r in found if (r["size"], r["tokens"]) == CHECK]
+    check = [r for r in finished if (r["size"], r["tokens"]) == CHECK]
     if check:
         print("\n### Learning rates\n")
         print("\n".join(rate_table(check)))
 
 
-def groups(found: list[Result]) -> Iterator[tuple[tuple[str, int], list[Result]]]:
+def groups(runs: list[Result]) -> Iterator[tuple[tuple[str, int], list[Result]]]:
     def kind(result: Result) -> tuple[str, int]:
         return result["size"], result["tokens"]
 
-    for key, own in itertools.groupby(sorted(found, key=kind), key=kind):
-        yield key, list(own)
+    for key, group in itertools.groupby(sorted(runs, key=kind), key=kind):
+        yield key, list(group)
 
 
 def study_table(by_family: dict[str, list[Result]]) -> Iterator[str]:
@@ -244,31 +246,31 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def token_gap(base: list[Result], runs: list[Result]) -> str:
-    """Tokens at which the better of two mean curves has the worse one's last loss, as a ratio to the base's tokens.
+    """Return the ratio of tokens at which the better of two mean curves has the worse one's last loss.
 
-    The learning rate is still high there, so the gap is less than what a run of its own of that length would show.
+    The learning rate is still high there, so the gap is less than what a run of that length would show.
     """
     ours, theirs = curve(runs), curve(base)
-    if ours[1][-1] <= theirs[1][-1]:  # we are there before the end
+    if ours[1][-1] <= theirs[1][-1]:
         return f"{np.interp(-theirs[1][-1], -ours[1], ours[0]) / theirs[0][-1]:.2f}"
     return f"{ours[0][-1] / np.interp(-ours[1][-1], -theirs[1], theirs[0]):.2f}"
 
 
 def curve(runs: list[Result]) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, mean validation loss), the loss made to fall all the way."""
+    """Return steps and mean validation losses, each the least so far."""
     steps, values = np.array([r["curves"]["val/loss"] for r in runs]).mean(axis=0)
     return steps, np.minimum.accumulate(values)
 
 
 def layer_table(by_family: dict[str, list[Result]]) -> Iterator[str]:
-    """Means over seeds, by layer."""
+    """Yield a table of means over seeds, by layer."""
     yield "| layer | model | lambda: first, last | least | row sum | entries below 0 | head's RMS | least RMS |"
     yield "|---:|---|---:|---:|---:|---:|---:|---:|"
     depth = sum(key.startswith("heads/row_sum/") for key in next(iter(by_family.values()))[0]["metrics"])
     for layer, (name, runs) in itertools.product(range(depth), by_family.items()):
         lambdas = [r["curves"][f"lambda/blocks.{layer}.attn"][1] for r in runs if r["family"] != "transformer"]
-        first, last = ([own[place] for own in lambdas] for place in (0, -1))
-        told = f"{statistics.mean(first):.2f}, {statistics.mean(last):.2f}" if lambdas else ""
+        first, last = ([values[index] for values in lambdas] for index in (0, -1))
+        ends = f"{statistics.mean(first):.2f}, {statistics.mean(last):.2f}" if lambdas else ""
         least = f"{min(map(min, lambdas)):.2f}" if lambdas else ""
         means = {
             key: statistics.mean(r["metrics"][f"heads/{key}/{layer}"] for r in runs)
@@ -276,7 +278,7 @@ def layer_table(by_family: dict[str, list[Result]]) -> Iterator[str]:
         }
         sums = f"{means['row_sum']:.2f} ± {means['row_sum_std']:.2f}"
         rms = f"{means['rms']:.2f} | {means['rms_min']:.3f}"
-        yield f"| {layer} | {name} | {told} | {least} | {sums} | {100 * means['negative']:.0f}% | {rms} |"
+        yield f"| {layer} | {name} | {ends} | {least} | {sums} | {100 * means['negative']:.0f}% | {rms} |"
 
 
 def rate_table(check: list[Result]) -> Iterator[str]:
@@ -299,9 +301,9 @@ def write_pictures(results: Path, size: str, by_family: dict[str, list[Result]])
     (results / f"language-{size}-loss.png").write_bytes(figures.run_curves({f"validation loss, {size}": losses}))
     (results / f"language-{size}-needles.png").write_bytes(figures.metric_bars(needles))
     lambdas = {
-        f"{name}.{key.removeprefix('lambda/blocks.')}": Curve(*own)
+        f"{name}.{key.removeprefix('lambda/blocks.')}": Curve(*values)
         for name, runs in by_family.items()
-        for key, own in runs[0]["curves"].items()
+        for key, values in runs[0]["curves"].items()
         if key.startswith("lambda/")
     }
     if lambdas:

@@ -1,4 +1,4 @@
-"""Each fault is done in an empty folder, which is the current one."""
+"""Settings of every fault: an empty folder as the current one, and workers of loaders that are forked."""
 
 import multiprocessing
 import resource

@@ -28,7 +28,7 @@ class Payload:
 
 
 def stranger(directory: Path, trace: Path) -> str:
-    """A module that writes the file when it is imported, with a class of every kind that a configuration may want."""
+    """Write a module that makes the file when it is imported, with a class of every kind for a configuration."""
     directory.mkdir()
     (directory / "stranger_module.py").write_text(
         f"""
@@ -44,7 +44,7 @@ class Data(pl.LightningDataModule): pass
 
 
 def hostile_weights(path: Path, trace: Path, layout: str) -> Path:
-    """A checkpoint with a payload in it, in one of the layouts that torch has written."""
+    """Write a checkpoint with a payload in it, in one of the layouts that torch has written."""
     content = {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}}, "x": Payload(trace)}
     if layout == "plain pickle":
         path.write_bytes(pickle.dumps(content))
@@ -54,7 +54,7 @@ def hostile_weights(path: Path, trace: Path, layout: str) -> Path:
 
 
 def coded_openclip_folder(folder: Path, trace: Path) -> Path:
-    """A model in OpenCLIP's layout whose tokenizer has code of its own."""
+    """Write a model in OpenCLIP's layout whose tokenizer brings code."""
     folder.mkdir()
     (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
     coded = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", None]}
@@ -71,7 +71,8 @@ def hugging_face_folder(folder: Path, trace: Path, tokenizer: bool) -> Path:
     folder.mkdir()
     (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
     coded = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
-    if tokenizer:  # a model as any, with code for its tokenizer
+    # A model like any other, with code for its tokenizer.
+    if tokenizer:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         small = LlamaConfig(
@@ -89,7 +90,7 @@ HOSTILE_TYPES = ("pyd", "pkl", "pickle", "pth", "PYD", "foo.pyd", "pyd.gz", "npy
 
 
 def hostile_shards(directory: Path, trace: Path, suffix: str) -> Path:
-    """Good samples, each with a member that is a payload; the second has nothing else."""
+    """Write good samples, each with a member that is a payload; the last has no other."""
     directory.mkdir()
     data = pickle.dumps(Payload(trace))
     if suffix in ("pth", "pt", "bin"):

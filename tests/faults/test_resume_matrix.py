@@ -54,7 +54,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(data):
-    """The outcome of a case's run that is not interrupted, trained once."""
+    """Return the outcome of a case's run that is not interrupted, trained once."""
     known: dict[Case, Outcome] = {}
 
     def outcome(case: Case) -> Outcome:
