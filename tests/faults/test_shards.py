@@ -26,10 +26,10 @@ def numbered(number: int) -> dict:
     return {"__key__": f"{number:03d}", "cls": "0", "png": data.getvalue(), "txt": str(number)}
 
 
-def write_data(change: Callable[[dict], dict] = dict) -> None:
+def write_data(change: Callable[[dict], dict] = dict, shards: int = SHARDS) -> None:
     """Write shards whose keys are the same in each, as datasets often have it."""
     Path("shards").mkdir()
-    for shard in range(SHARDS):
+    for shard in range(shards):
         samples = [change(numbered(shard * EACH + row) | {"__key__": f"{row:03d}"}) for row in range(EACH)]
         write_tar(Path(f"shards/{shard}.tar"), samples)
     write_manifest("shards")
@@ -82,6 +82,13 @@ def test_members_of_a_sample_that_lie_apart_are_never_paired():
     assert set(seen) == set(range(EACH, SHARDS * EACH))
     skipped = {reason.partition(":")[0]: count for reason, count in loader.report.skipped.items()}
     assert skipped == {"missing caption": EACH, "missing image": EACH}
+
+
+def test_fewer_shards_than_ranks_and_workers_are_shared():
+    write_data(shards=1)
+    ranks = [loader_of(rank=rank, world_size=2, num_workers=2) for rank in range(2)]
+    seen = [number for loader in ranks for batch in loader for number in batch["text"][:, 0].tolist()]
+    assert sorted(seen) == list(range(EACH))
 
 
 def test_shards_that_vanish_during_an_epoch_are_counted():
