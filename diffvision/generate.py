@@ -100,7 +100,7 @@ class _Shown:
 
 
 def _beside(checkpoint: str) -> Path:
-    found = language.tokenizer_beside(checkpoint)
+    found = language.find_tokenizer(checkpoint)
     if found is None:
         raise FileNotFoundError(f"no tokenizer.json beside {checkpoint}: name the tokenizer that it was trained with")
     return found

@@ -158,7 +158,7 @@ def _batches(found: Loaded, source: str, data: str, tokenizer: str | None) -> It
     size = 8
     batches: Iterator[Any]
     if isinstance(model, LanguageModel):
-        own = tokenizer or language.tokenizer_beside(source)
+        own = tokenizer or language.find_tokenizer(source)
         length = min(512, model.config.max_length)
         texts = TextData(data, size, length, tokenizer=None if own is None else str(own), num_workers=0)
         texts.prepare_data()
@@ -229,7 +229,7 @@ def _write(found: Loaded, before: nn.Module, method: Method, source: str, folder
     """The adapted model as a folder of its host's."""
     model: Any = found.model
     if isinstance(model, LanguageModel):
-        beside = None if not Path(source).exists() else language.tokenizer_beside(source)
+        beside = None if not Path(source).exists() else language.find_tokenizer(source)
         language.save(model, folder, beside)
         return
     if hasattr(model, "visual"):

@@ -24,7 +24,7 @@ def write_int8(source: Source, destination: Path, options: Options) -> None:
     """
     if source.host == "language":
         model: Any = int8.quantise(source.model)
-        language.save(model, destination, options.tokenizer or language.tokenizer_beside(source.path))
+        language.save(model, destination, options.tokenizer or language.find_tokenizer(source.path))
         return
     if destination.suffix != ".safetensors":
         raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")

@@ -26,7 +26,7 @@ class Ended(NamedTuple):
     """What became of a rank: its exit code (None where it had to be killed), all that it printed, and its seconds."""
 
     code: int | None
-    told: str
+    output: str
     seconds: float
 
 
@@ -97,7 +97,7 @@ def on_ranks(function: Callable[[], Any], world_size: int) -> list[Any]:
             torch.save(function(), Path(directory, os.environ["LOCAL_RANK"] + ".pt"))
 
         for rank in Ranks(Path(directory), work, world_size).ended(120):
-            assert rank.code == 0, rank.told
+            assert rank.code == 0, rank.output
         return [torch.load(Path(directory, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 
 
@@ -105,7 +105,7 @@ def alone(function: Callable[[], object], seconds: float = 60.0) -> Ended:
     """Call a function in one forked process and wait for its end."""
     with tempfile.TemporaryDirectory() as directory:
         (process,) = Ranks(Path(directory), function, count=1).ended(seconds)
-    assert process.code is not None, f"hung for {seconds:g} s: {process.told[-600:]}"
+    assert process.code is not None, f"hung for {seconds:g} s: {process.output[-600:]}"
     return process
 
 

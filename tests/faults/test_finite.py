@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.durable.checkpoints import not_finite
+from diffvision.training.durable.content import not_finite
 from diffvision.training.durable.finite import StepGuard
 
 pytestmark = [

@@ -71,4 +71,4 @@ def test_an_image_that_is_too_large_is_counted_and_takes_no_memory(what):
         assert loader.report.skipped == {reason: 1}, loader.report.summary()
 
     ended = alone(read)
-    assert ended.code == 0, ended.told
+    assert ended.code == 0, ended.output

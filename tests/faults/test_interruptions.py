@@ -44,7 +44,7 @@ def test_a_run_ended_by_sigterm_and_resumed_is_the_run_never_stopped(when):
     command = partial(fit, *settings, "--resume=auto")
     flags, steps = SIGTERM_AT[when]
     ended = alone(lambda: sys.exit(run(*command(*flags))[0]))
-    assert ended.code == 143, ended.told[-300:]
+    assert ended.code == 143, ended.output[-300:]
     assert torch.load(Path("kept", SAVED), weights_only=True)["global_step"] == steps
     succeeds(*command())
     succeeds(*command("--trainer.callbacks.dirpath=whole"))

@@ -24,7 +24,7 @@ from command_line import KEPT, fit, run, write_data
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks
 from diffvision.training.durable.preemption import Preemption
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, looked_after
+from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 from ranks import Ranks, alive, alone, kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
@@ -66,7 +66,7 @@ def train(module: Line, **saving: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with looked_after(), peers.errors_told():
+    with watched_launcher(), peers.errors_reported():
         trainer.fit(module, DataLoader(torch.ones(12, 3)))
 
 
@@ -93,14 +93,14 @@ def test_rank_1_ends_in_time_when_rank_0_is_gone(end):
     act, words = ENDS[end]
     _, left = Ranks(Path("ranks"), lambda: train(Line(3, act))).ended()
     assert left.code not in (0, None), left
-    assert left.told.count(words) + left.told.count(PORT_GONE) == 1, left.told[-500:]
+    assert left.output.count(words) + left.output.count(PORT_GONE) == 1, left.output[-500:]
     assert newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
 
 
 def test_a_save_on_an_exception_does_not_wait_for_the_rank_that_failed():
     ended = Ranks(Path("ranks"), lambda: train(Line(3, fail, rank=1), save_on_exception=True)).ended()
     assert all(rank.code not in (0, None) for rank in ended), ended
-    assert ended[0].told.count(ENDS["raises an exception"][1]) == 1, ended[0].told[-500:]
+    assert ended[0].output.count(ENDS["raises an exception"][1]) == 1, ended[0].output[-500:]
     assert newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
 
 
@@ -121,9 +121,9 @@ def test_a_port_that_is_taken_ends_both_ranks_and_is_named():
         taken.listen()
         port = str(taken.getsockname()[1])
         ended = alone(launch, seconds=10)
-        assert ended.code == 1, ended.told[-300:]
+        assert ended.code == 1, ended.output[-300:]
         until(lambda: not alive(int(Path("second").read_text())), 5, "the end of rank 1, which waits at the port")
-    assert any("EADDRINUSE" in line and port in line for line in ended.told.splitlines())
+    assert any("EADDRINUSE" in line and port in line for line in ended.output.splitlines())
 
 
 def test_a_shard_that_is_missing_on_one_rank_is_an_error_before_the_first_step():
@@ -136,5 +136,5 @@ def test_a_shard_that_is_missing_on_one_rank_is_an_error_before_the_first_step()
 
     ended = Ranks(Path("ranks"), work).ended(30)
     assert [rank.code for rank in ended] == [1, 1]
-    assert any("error: ranks see different shards" in rank.told for rank in ended)
+    assert any("error: ranks see different shards" in rank.output for rank in ended)
     assert not list(KEPT.glob("*.ckpt"))

@@ -75,4 +75,4 @@ def test_a_run_that_was_suspended_is_not_taken_for_a_stalled_one():
         assert count == SAMPLES // BATCH
 
     ended = alone(read)
-    assert ended.code == 0, ended.told
+    assert ended.code == 0, ended.output

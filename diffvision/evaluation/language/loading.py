@@ -43,7 +43,7 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
         checkpoint: a folder or .ckpt file of ours, or `hf:PATH` for a Hugging Face causal language model; `NAME=`
             before it names the model in tables and pictures (by default the path's last part).
         tokenizer: a file or name as `data.text.tokenizers.load_tokenizer` takes, where none came with the model
-            or another is wanted. Ours have one where `language.tokenizer_beside` finds it.
+            or another is wanted. Ours have one where `language.find_tokenizer` finds it.
         device: where to.
 
     Raises:
@@ -56,7 +56,7 @@ def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch
         model, own = load_hugging_face(path.removeprefix(HUGGING_FACE))
     else:
         model = language.load(path)
-        beside = None if tokenizer is not None else language.tokenizer_beside(path)
+        beside = None if tokenizer is not None else language.find_tokenizer(path)
         own = None if beside is None else load_tokenizer(beside)
     own = load_tokenizer(tokenizer) if tokenizer is not None else own
     config: Any = model.config

@@ -21,7 +21,7 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
 from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, looked_after
+from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
@@ -239,7 +239,7 @@ def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
     assert handlers == [signal.SIG_DFL]
 
 
-def test_sigusr2_saves_and_goes_on(tmp_path):
+def test_sigusr2_saves_and_continues(tmp_path):
     torch.manual_seed(1)
     plain = Tiny()
     fitted(tmp_path / "plain", plain)
@@ -277,7 +277,7 @@ def test_slurm_requeues_once_the_checkpoint_is_on_disk(tmp_path, monkeypatch, ar
     assert not list(tmp_path.glob("hpc_ckpt*"))
 
 
-# --- two ranks, each a process of its own ---
+# --- two ranks, each a separate process ---
 
 
 def two(root, module, data=None, **settings) -> list[Ended]:
@@ -286,7 +286,7 @@ def two(root, module, data=None, **settings) -> list[Ended]:
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             callbacks = [FailureNews(peers), ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
             trainer = trainer_of(root, peers, devices=2, strategy="ddp", callbacks=callbacks, **settings)
             trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
@@ -303,21 +303,21 @@ def test_all_ranks_save_once_and_end_whichever_had_the_signal(tmp_path, ranks):
     hook = "validation_step" if ranks == (1,) else "training_step"
     at = 6 if ranks == (1,) else 2
     first, second = two(tmp_path, Tiny(at, send(signal.SIGTERM), hook, ranks))
-    assert (first.code, second.code) == (143, 143), first.told + second.told
+    assert (first.code, second.code) == (143, 143), first.output + second.output
     assert saved(tmp_path)["global_step"] == (6 if ranks == (1,) else 3)
-    assert first.told.count("SIGTERM: saved") == 1
-    assert "SIGTERM" not in second.told
+    assert first.output.count("SIGTERM: saved") == 1
+    assert "SIGTERM" not in second.output
 
 
 @pytest.mark.forks
-def test_an_exception_on_one_rank_ends_the_others_and_is_told_once(tmp_path):
+def test_an_exception_on_one_rank_ends_the_others_and_is_reported_once(tmp_path):
     def boom():
         raise KeyError("no such colour")
 
     first, second = two(tmp_path, Tiny(3, boom, ranks=(1,)))
     assert (first.code, second.code) == (1, 1)
-    assert second.told.count("KeyError: 'no such colour'") == 1
-    assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.told
+    assert second.output.count("KeyError: 'no such colour'") == 1
+    assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.output
     assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
@@ -327,7 +327,7 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
     first, second = two(tmp_path, Tiny(3, end, ranks=(1,)))
     assert first.code == 1
     assert second.code in (0, -signal.SIGKILL)
-    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.told
+    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.output
     assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
@@ -350,14 +350,14 @@ class Sized(Counted):
 @pytest.mark.parametrize("kind", [Counted, Sized])
 def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
     first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 4])))
-    told = {
+    message = {
         Counted: "rank 1 has no batch left after 4 in an epoch and others have: what they have left is left out",
         Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
     }
-    assert (first.code, second.code) == (0, 0), first.told + second.told
-    assert "steps 8 ('on_train_epoch_end', 8)" in first.told
-    assert first.told.count(told[kind]) == 1
-    assert told[kind] not in second.told
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "steps 8 ('on_train_epoch_end', 8)" in first.output
+    assert first.output.count(message[kind]) == 1
+    assert message[kind] not in second.output
 
 
 @pytest.mark.forks
@@ -365,8 +365,10 @@ def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
 def test_a_rank_without_batches_is_an_error(tmp_path, kind):
     first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 0])))
     assert (first.code, second.code) == (1, 1)
-    told = "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
-    assert told in first.told
+    message = (
+        "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
+    )
+    assert message in first.output
 
 
 def test_ranks_that_see_other_shards_are_named():
@@ -403,7 +405,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             trainer = trainer_of(tmp_path, peers, devices=2, strategy="ddp", max_epochs=-1, limit_val_batches=0)
             data = DataLoader(torch.ones(99, 3), num_workers=1, multiprocessing_context="fork")
             trainer.fit(Tiny(3, (tmp_path / "trains").touch), data)
