@@ -41,7 +41,7 @@ part() {
     cat "$work/$name.log" >>"$out/gpu_check.log"
     printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
     cp "$work"/*.md "$work"/*.png "$out" 2>/dev/null
-    "$python" scripts/gpu_report.py "$work" "$out/gpu_check.json"
+    "$python" scripts/benchmarks/gpu_report.py "$work" "$out/gpu_check.json"
     echo "   exit status $code after $((SECONDS - start)) s"
 }
 
@@ -55,19 +55,19 @@ if [ -n "${QUICK:-}" ]; then
     tests=(-m "not slow" tests/ops/test_rotary.py) # none of the GPU tests can run on a CPU
     [ "$device" = cpu ] || tests=(-m gpu tests)
     part tests 120 INT "${pytest[@]}" "${tests[@]}"
-    part attention-op 60 TERM "$python" scripts/bench_attention.py "${bench[@]}" --quick --rounds 3 --minutes 0.1
-    part attention-module 60 TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --quick --rounds 3 --minutes 0.1
-    part models 60 TERM "$python" scripts/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
+    part attention-op 60 TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --quick --rounds 3 --minutes 0.1
+    part attention-module 60 TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --quick --rounds 3 --minutes 0.1
+    part models 60 TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
 else
     # What a part leaves of its time goes to those after it; a benchmark starts nothing new in its last 20 seconds.
     part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
-    own=$((TOTAL - SECONDS - MODULE - MODELS))
-    part attention-op $own TERM "$python" scripts/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $own)"
-    own=$((TOTAL - SECONDS - MODELS))
-    part attention-module $own TERM "$python" scripts/bench_attention.py "${bench[@]}" --level module --rounds 7 \
-        --minutes "$(minutes $own)"
-    own=$((TOTAL - SECONDS))
-    part models $own TERM "$python" scripts/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $own)"
+    left=$((TOTAL - SECONDS - MODULE - MODELS))
+    part attention-op $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $left)"
+    left=$((TOTAL - SECONDS - MODELS))
+    part attention-module $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --rounds 7 \
+        --minutes "$(minutes $left)"
+    left=$((TOTAL - SECONDS))
+    part models $left TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $left)"
 fi
 echo "gpu_check: $out/gpu_check.json"
 [ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]

@@ -1,4 +1,7 @@
-"""`diffvision fit` from a clone: python scripts/train.py --config configs/clip/debug.yaml"""
+"""`diffvision fit` from a clone.
+
+python scripts/train.py --config configs/clip/debug.yaml
+"""
 
 import sys
 

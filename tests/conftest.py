@@ -12,6 +12,10 @@ if not torch.cuda.is_available():  # before anything imports triton: its kernels
 ASSETS = Path(__file__).parent / "assets"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults-all", action="store_true", help="with -m faults: every cell of the resume matrix")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that train in forked processes come first: what some others start (compiled graphs, threads of autograd)
     does not survive a fork, and autograd then refuses to work there."""

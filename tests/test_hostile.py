@@ -22,15 +22,6 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from battery.payloads import (
-    HOSTILE_TYPES,
-    Payload,
-    coded_openclip_folder,
-    hostile_shards,
-    hostile_weights,
-    hugging_face_folder,
-    stranger,
-)
 from diffvision import cli
 from diffvision.data import ShardSet
 from diffvision.data.made.digits import png
@@ -46,6 +37,15 @@ from diffvision.models import language
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
+from hostile_files import (
+    HOSTILE_TYPES,
+    Payload,
+    coded_openclip_folder,
+    hostile_shards,
+    hostile_weights,
+    hugging_face_folder,
+    stranger,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

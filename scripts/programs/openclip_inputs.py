@@ -1,4 +1,4 @@
-"""What `run_openclip.py` makes beside the digits: images under names of ImageNet, and weights for LiT to start from."""
+"""What `run_openclip.py` makes besides the digits: images under names of ImageNet, and first weights for LiT."""
 
 import tarfile
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ NAMES = open_clip.IMAGENET_CLASSNAMES
 
 
 def samples(shards: Path) -> Iterator[dict[str, bytes]]:
-    """{"__key__", "png", "cls", "txt"} of each sample, in order."""
+    """Yield {"__key__", "png", "cls", "txt"} of each sample, in order."""
     for shard in sorted(shards.glob("*.tar")):
         with tarfile.open(shard) as archive:
             sample: dict = {}
@@ -29,7 +29,7 @@ def samples(shards: Path) -> Iterator[dict[str, bytes]]:
 
 
 def as_imagenet(digits: Path, folder: Path) -> None:
-    """Digits with the names of ImageNet's first ten classes, since OpenCLIP's zero-shot evaluation knows no others.
+    """Write digits with the names of ImageNet's first ten classes, the ones that OpenCLIP's evaluation knows.
 
     `folder/train` has 3,000 of them as shards with captions, `folder/images` the test split as timm and torchvision
     want folders, `folder/zero_shot` the same as an evaluation folder with OpenCLIP's 1,000 names and 80 templates.
@@ -53,7 +53,7 @@ def _caption(sample: dict[str, bytes]) -> str:
 
 
 def with_tower(model: str, tower: Path, weights: Path) -> None:
-    """Writes the weights of an OpenCLIP model: its image tower from a classifier's checkpoint, all else untrained."""
+    """Write the weights of an OpenCLIP model: its image tower from a classifier's checkpoint, all else untrained."""
     torch.manual_seed(0)
     made = open_clip.create_model(model)
     state = {name: value for name, value in read_checkpoint(tower).state.items() if not name.startswith("head.")}

@@ -5,8 +5,8 @@
     diffvision export runs/.../last.ckpt exported                      # of a model of the standard variant
     .venv-harness/bin/python scripts/programs/run_harness.py exported data/stdlib/validation
 
-The task is made of the text (`scripts/harness_task.py`). The adapted model (V2) computes what the first one does before
-training, so both must answer alike. Prints the tables; exit status 1 if anything in it failed.
+The task is made of the text (`scripts/programs/harness_task.py`). The adapted model (V2) computes what the first one
+does before training, so both must answer alike. Prints the tables; exit status 1 if anything in it failed.
 """
 
 import argparse
@@ -15,17 +15,17 @@ import shutil
 import sys
 from pathlib import Path
 
-from shown import Shown, versions
 from transformers import AutoModelForCausalLM
 
 import diffvision
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from shown import Shown, versions
 
 METRICS = ("acc,none", "acc_norm,none")
 
 
 def adapted(exported: Path, folder: Path) -> None:
-    """The exported model as V2, in a folder of the same kind."""
+    """Write the exported model as V2, in a folder of the same kind."""
     host = AutoModelForCausalLM.from_pretrained(exported)
     DiffTransformerForCausalLM.from_diffvision(diffvision.adapt(host.to_diffvision(), "v2")).save_pretrained(folder)
     for file in exported.glob("tokenizer*"):
@@ -33,13 +33,13 @@ def adapted(exported: Path, folder: Path) -> None:
 
 
 def measured(shown: Shown, model: Path, name: str) -> dict[str, float]:
-    """What the harness says of a folder."""
+    """Return what the harness measures of a folder."""
     command = [sys.executable, "-m", "diffvision.run", "lm_eval", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={model}", "--include_path", "next_line", "--tasks", "next_line"]
     shown.run(name, [*command, "--batch_size", "8", "--output_path", f"results-{name}"])
     file = max(shown.folder.glob(f"results-{name}/**/results*.json"))
-    found = json.loads(file.read_text())["results"]["next_line"]
-    return {metric: found[metric] for metric in METRICS}
+    results = json.loads(file.read_text())["results"]["next_line"]
+    return {metric: results[metric] for metric in METRICS}
 
 
 def main() -> int:
@@ -53,14 +53,15 @@ def main() -> int:
     args = parser.parse_args()
     print(versions("lm_eval", "torch", "transformers", "diffvision"))
     shown = Shown(args.work)
-    task = Path(__file__).resolve().parents[1] / "harness_task.py"
+    task = Path(__file__).with_name("harness_task.py").resolve()
     text = str(Path(args.text).resolve())
     shown.run("task", [sys.executable, str(task), text, "next_line", "--samples", str(args.samples)])
     exported = args.exported.resolve()
     adapted(exported, shown.folder / "adapted")
     before, after = measured(shown, exported, "exported"), measured(shown, Path("adapted"), "adapted")
     for metric in METRICS:
-        alike = abs(before[metric] - after[metric]) < 1.5 / args.samples  # a tie may fall the other way
+        # A tie may fall the other way.
+        alike = abs(before[metric] - after[metric]) < 1.5 / args.samples
         shown.check(f"{metric.split(',')[0]}: exported, adapted", alike, f"{before[metric]:.4f}, {after[metric]:.4f}")
     return shown.end()
 

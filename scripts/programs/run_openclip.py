@@ -3,7 +3,7 @@
     python scripts/programs/run_openclip.py                      # pip makes an environment first, of 6 GB
     python scripts/programs/run_openclip.py --python .venv-openclip/bin/python
 
-They have an environment of their own, since OpenCLIP's training needs webdataset up to 0.2.86 and both programs numpy
+They have a separate environment, since OpenCLIP's training needs webdataset up to 0.2.86 and both programs numpy
 below 2.4. They run through `diffvision.run`, which only registers our names. Prints each command and the end of what
 it printed, and a table; exit status 1 if anything in it failed. Minutes on two CPU cores; `--compile` adds as many.
 """
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from openclip_inputs import as_imagenet, with_tower
 from shown import Shown
 
@@ -33,7 +34,7 @@ VALIDATION = ["--val-data", "data/digits/retrieval/test/0.tar"]
 
 
 def environment(folder: Path) -> Path:
-    """The Python of a new virtual environment with the programs and this repository."""
+    """Make the Python of a new virtual environment with the programs and this repository."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin/python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -49,19 +50,19 @@ class OpenClip:
         self.python, self.shown = str(python.absolute()), shown
 
     def train(self, name: str, *arguments: str, launcher: tuple[str, ...] = ("diffvision.run",), run: str = "") -> str:
-        """OpenCLIP's training as the run `run`; what it logged."""
+        """Run OpenCLIP's training as the run `run`; return what it logged."""
         command = [self.python, "-m", *launcher, "open_clip_train.main", "--model", MODEL, "--name", run or name]
         return self.shown.run(name, [*command, *RECIPE, *arguments], lines=2, only=" | INFO | ")
 
     def measure(self, name: str, checkpoint: str, data: str, *arguments: str) -> dict[str, float]:
-        """What `diffvision evaluate` measures."""
+        """Return what `diffvision evaluate` measures."""
         command = [sys.executable, "-m", "diffvision", "evaluate", "--model", MODEL, "--checkpoint", checkpoint]
         command += ["--data", data, "--output", f"{name}.json", "--num_workers", "0", "--device", "cpu", *arguments]
         self.shown.run(name, command)
         return json.loads((self.shown.folder / f"{name}.json").read_text())[0]["metrics"]
 
     def benchmark(self, name: str, task: str, data: str, checkpoint: str) -> dict[str, float]:
-        """What CLIP_benchmark measures."""
+        """Return what CLIP_benchmark measures."""
         command = [self.python, "-m", "diffvision.run", "clip_benchmark.cli", "eval", "--no_amp", "--num_workers", "0"]
         command += ["--dataset", "wds/digits", "--dataset_root", data, "--split", "test", "--task", task]
         command += ["--recall_k", "1", "5", "--model", MODEL, "--pretrained", checkpoint, "--output", f"{name}.json"]
@@ -69,12 +70,12 @@ class OpenClip:
         return json.loads((self.shown.folder / f"{name}.json").read_text())["metrics"]
 
     def logged(self, run: str) -> dict[str, float]:
-        """The last evaluation of one of OpenCLIP's runs."""
+        """Return the last evaluation of one of OpenCLIP's runs."""
         lines = (self.shown.folder / f"logs/{run}/checkpoints/results.jsonl").read_text().splitlines()
         return json.loads(lines[-1])
 
     def weights(self, checkpoint: str) -> dict[str, torch.Tensor]:
-        """The weights in a file of OpenCLIP's training or of ours."""
+        """Return the weights in a file of OpenCLIP's training or of ours."""
         state = torch.load(self.shown.folder / checkpoint, weights_only=True)["state_dict"]
         return {name.removeprefix("model."): value for name, value in state.items()}
 
@@ -85,11 +86,11 @@ def data(shown: Shown) -> None:
 
 
 def trained(programs: OpenClip) -> str:
-    """Trains two epochs and resumes for a third; its checkpoint."""
+    """Train two epochs and resume for a third; return its checkpoint."""
     shown = programs.shown
     programs.train("train", *ALL, *VALIDATION, "--epochs", "2")
     log = programs.train("resume", *ALL, *VALIDATION, "--epochs", "3", "--resume", "latest", run="train")
-    shown.check("--resume latest", "(epoch 2)" in log, "goes on after epoch 2")
+    shown.check("--resume latest", "(epoch 2)" in log, "continues after epoch 2")
     checkpoint, theirs = CHECKPOINT.format("train", 3), programs.logged("train")
     ours = programs.measure("retrieval", checkpoint, "data/digits/retrieval")
     shown.check("its --val-data, and `diffvision evaluate`", *same_recall(theirs, ours))
@@ -97,24 +98,24 @@ def trained(programs: OpenClip) -> str:
 
 
 def same_recall(theirs: dict[str, float], ours: dict[str, float]) -> tuple[bool, str]:
-    """Whether OpenCLIP's validation and our retrieval say the same, and what they say."""
+    """Return whether OpenCLIP's validation and our retrieval say the same, and what they say."""
     pairs = [("image_to_text_R@1", "text_retrieval_recall@1"), ("text_to_image_R@5", "image_retrieval_recall@5")]
     same = all(abs(theirs[a] - ours[b]) < 1e-6 for a, b in pairs)
     return same, ", ".join(f"{a} {theirs[a]:.4f} and {ours[b]:.4f}" for a, b in pairs)
 
 
 def zero_shot(programs: OpenClip, checkpoint: str) -> None:
-    """OpenCLIP's own zero-shot evaluation while it trains, and ours of what it saved."""
+    """Compare OpenCLIP's zero-shot evaluation while it trains with ours of what it saved."""
     named = ["--train-data", "data/imagenet/train/{000000..000001}.tar", "--epochs", "2", "--pretrained", checkpoint]
     programs.train("zero_shot", *named, "--imagenet-val", "data/imagenet/images")
     theirs = programs.logged("zero_shot")["imagenet-zeroshot-val-top1"]
     ours = programs.measure("imagenet", CHECKPOINT.format("zero_shot", 2), "data/imagenet/zero_shot")["acc1"]
-    told = f"top-1 of 1,000 {theirs:.4f} and {ours:.4f}"
-    programs.shown.check("its --imagenet-val, and `diffvision evaluate`", abs(theirs - ours) < 1e-6 < ours, told)
+    compared = f"top-1 of 1,000 {theirs:.4f} and {ours:.4f}"
+    programs.shown.check("its --imagenet-val, and `diffvision evaluate`", abs(theirs - ours) < 1e-6 < ours, compared)
 
 
 def ways(programs: OpenClip, checkpoint: str, compiled: bool) -> None:
-    """Ways to train that touch the model; SigLIP from a checkpoint, since from nothing an epoch is too short."""
+    """Train in the ways that touch the model; SigLIP from a checkpoint, since an epoch alone is too short."""
     check, siglip = programs.shown.check, ["--siglip", "--pretrained", checkpoint]
     log = programs.train("accumulation", *ONCE, *VALIDATION, "--accum-freq", "2", "--grad-checkpointing")
     check("--accum-freq 2 --grad-checkpointing", *learned(log))
@@ -134,13 +135,13 @@ def ways(programs: OpenClip, checkpoint: str, compiled: bool) -> None:
 
 
 def learned(log: str) -> tuple[bool, str]:
-    """Whether the loss of the last step that was logged is lower than that of the first, by some way."""
+    """Return whether the loss of the last step that was logged is lower than that of the first, by some way."""
     first, *_, last = map(float, re.findall(r"Train Epoch.* Loss: ([\d.]+)", log))
     return last < 0.9 * first, f"loss {first:.2f} at the first step, {last:.2f} at the last"
 
 
 def locked(programs: OpenClip) -> None:
-    """LiT: an image tower that learned to classify, locked, and a text tower that learns to describe what it sees."""
+    """Train LiT: a locked image tower that learned to classify, and a text tower that learns to describe."""
     shown = programs.shown
     tower = ["--model.model", "diff_vit_debug_clip", "--trainer.max_epochs", "3"]
     with_tower(
@@ -158,7 +159,7 @@ def locked(programs: OpenClip) -> None:
 
 
 def fit(shown: Shown, name: str, config: str, *arguments: str) -> str:
-    """The last checkpoint of a training of ours."""
+    """Train with ours; return the last checkpoint."""
     command = [sys.executable, "-m", "diffvision", "fit", "--config", str(ROOT / config), *arguments]
     shown.run(name, [*command, "--trainer.logger.init_args.name", name])
     return f"runs/{name}/version_0/checkpoints/last.ckpt"
@@ -170,7 +171,7 @@ def only_trunk_unchanged(before: dict[str, torch.Tensor], after: dict[str, torch
 
 
 def exported(programs: OpenClip, checkpoint: str) -> None:
-    """A training of ours in OpenCLIP's validation."""
+    """Validate a training of ours with OpenCLIP's validation."""
     export = [sys.executable, "-m", "diffvision", "export", checkpoint, "model", "--to", "openclip"]
     programs.shown.run("export", export)
     programs.train("exported", *VALIDATION, "--model", "local-dir:model")
@@ -186,7 +187,7 @@ def benchmarked(programs: OpenClip, checkpoint: str) -> None:
     theirs = programs.benchmark("benchmark_retrieval", "zeroshot_retrieval", "data/digits/retrieval", checkpoint)
     recall = f"image_retrieval_recall@5 {theirs['image_retrieval_recall@5']:.4f}"
     shown.check("CLIP_benchmark, retrieval", True, recall)
-    script = [sys.executable, str(ROOT / "scripts/compare_clip_benchmark.py"), "--python", programs.python]
+    script = [sys.executable, str(ROOT / "scripts/programs/compare_clip_benchmark.py"), "--python", programs.python]
     log = shown.run("counts", [*script, "--data", "data/digits", "--model", MODEL, "--checkpoint", checkpoint])
     shown.check(
         "CLIP_benchmark's counts and ours", "every count is the same" in log, "zero-shot, retrieval, composition"

@@ -18,12 +18,12 @@ import timm
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from shown import Shown, versions
 from torch import Tensor, nn
 
 import diffvision  # noqa: F401  (registers the models)
 from diffvision.models import language
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from shown import Shown, versions
 
 PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
 IMAGES, STEPS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), 5
@@ -31,7 +31,7 @@ TOKENS = torch.randint(50, (8, 24), generator=torch.Generator().manual_seed(0))
 
 
 def models() -> dict[str, tuple[nn.Module, Callable[[nn.Module], Tensor]]]:
-    """Each model with a way to call it that goes through all of it."""
+    """Return each model with a way to call it that goes through all of it."""
     text = language.create("diff-debug", vocab_size=50, tied=False)
     hosted = DiffTransformerForCausalLM.from_diffvision(language.create("diffv2-debug", vocab_size=50))
     return {
@@ -46,7 +46,7 @@ def models() -> dict[str, tuple[nn.Module, Callable[[nn.Module], Tensor]]]:
 
 
 def trained(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[float]:
-    """Losses of a few steps towards random targets; only what requires gradients is trained."""
+    """Return the losses of a few steps towards random targets; only what requires gradients is trained."""
     target = torch.randn(call(model).shape, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     losses = []
@@ -60,8 +60,8 @@ def trained(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[float
 
 
 @torch.no_grad()
-def gone_round(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[str]:
-    """Wrapped layers whose LoRA changes nothing of what the model gives."""
+def bypassed(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[str]:
+    """Return the wrapped layers whose LoRA does not change the model's output."""
     before, silent = call(model), []
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -72,10 +72,10 @@ def gone_round(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> list[st
 
 
 def check(shown: Shown, name: str, plain: nn.Module, call: Callable[[nn.Module], Tensor], targets: str) -> None:
-    """One model in one LoRA: a row of the table."""
+    """Check one model with one LoRA: a row of the table."""
     model = get_peft_model(copy.deepcopy(plain), LoraConfig(r=4, target_modules=targets)).eval()
     wrapped = sum(isinstance(layer, LoraLayer) for layer in model.modules())
-    silent, losses = gone_round(model, call), trained(model, call)
+    silent, losses = bypassed(model, call), trained(model, call)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.any()]
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -83,9 +83,9 @@ def check(shown: Shown, name: str, plain: nn.Module, call: Callable[[nn.Module],
         loaded = (call(again) - call(model)).abs().max().item()
         merged = (call(again.merge_and_unload()) - call(model)).abs().max().item()
     held = not silent and not idle and loaded == 0 and merged < 1e-5 and losses[-1] < losses[0]
-    told = f"{wrapped} wrapped, {len(silent)} gone round, {len(idle)} without gradient, "
-    told += f"loss {losses[0]:.3f} to {losses[-1]:.3f}, loaded {loaded:.0e}, merged {merged:.0e}"
-    shown.check(f"{name}, {'attention' if targets == PROJECTIONS else targets}", held, told)
+    counted = f"{wrapped} wrapped, {len(silent)} bypassed, {len(idle)} without gradient, "
+    counted += f"loss {losses[0]:.3f} to {losses[-1]:.3f}, loaded {loaded:.0e}, merged {merged:.0e}"
+    shown.check(f"{name}, {'attention' if targets == PROJECTIONS else targets}", held, counted)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ TOP1 = re.compile(r"Acc@1:\s+[\d.]+ \(\s*([\d.]+)\)")
 
 
 def as_folders(shards: Path, folder: Path) -> None:
-    """Shards of `png` and `cls` members as `folder/CLASS/KEY.png`, byte for byte."""
+    """Write shards of `png` and `cls` members as `folder/CLASS/KEY.png`, byte for byte."""
     for shard in sorted(shards.glob("*.tar")):
         with tarfile.open(shard) as archive:
             files = {member.name: archive.extractfile(member).read() for member in archive}
@@ -49,7 +49,7 @@ class Timm:
         return self.shown.run(name, [*start, *arguments], lines)
 
     def top1(self, name: str, checkpoint: str, *arguments: str) -> float:
-        """What validate.py measures, in percent."""
+        """Return what validate.py measures, in percent."""
         file = f"{name}.json"
         options = ["--checkpoint", checkpoint, "--results-file", file, "--results-format", "json"]
         self.run(name, "validate.py", "images", *MODEL, *options, *arguments, lines=8)
@@ -74,14 +74,14 @@ def trained(timm: Timm, epochs: int, compiled: bool) -> tuple[float, float]:
     (timm.shown.folder / "train").rename(timm.shown.folder / "first")
     log = timm.run("resume", "train.py", *options, "--epochs", str(epochs), "--resume", "first/last.pth.tar")
     begun = re.search(r"^Train: (\d+)", log, re.MULTILINE)
-    timm.shown.check("train.py --resume goes on", begun[1] == str(half), f"epoch {begun[1]} follows {half - 1}")
+    timm.shown.check("train.py --resume continues", begun[1] == str(half), f"epoch {begun[1]} follows {half - 1}")
     rows = list(csv.DictReader((timm.shown.folder / "train/summary.csv").open()))
     raw = [line for line in log.splitlines() if line.startswith("Test: ")][-1]
     return float(TOP1.search(raw)[1]), float(rows[-1]["eval_top1"])
 
 
 def evaluated(shown: Shown, checkpoint: str, *arguments: str) -> float:
-    """What `diffvision evaluate --tasks classification` measures, in percent."""
+    """Return what `diffvision evaluate --tasks classification` measures, in percent."""
     command = [sys.executable, "-m", "diffvision", "evaluate", "--model", "diff_vit_debug", "--checkpoint", checkpoint]
     command += ["--data", "digits/zero_shot", "--tasks", "classification", "--output", "evaluated.json", *arguments]
     shown.run("evaluate", [*command, "--num_workers", "0", "--device", "cpu"], lines=9)
@@ -89,7 +89,7 @@ def evaluated(shown: Shown, checkpoint: str, *arguments: str) -> float:
 
 
 def fitted(timm: Timm) -> None:
-    """A training of ours, by the program that is not: `diffvision fit`, `diffvision export`, validate.py."""
+    """Compare validate.py with ours on a training of ours: `diffvision fit`, `diffvision export`, validate.py."""
     shown, ours = timm.shown, [sys.executable, "-m", "diffvision"]
     recipe = Path(__file__).resolve().parents[2] / "configs/vision/debug.yaml"
     data = ["--data.init_args.train", "digits/train", "--data.init_args.evaluation", "digits/zero_shot"]
@@ -101,8 +101,10 @@ def fitted(timm: Timm) -> None:
     options = ["--results-file", "validate_fit.json", "--results-format", "json"]
     timm.run("validate_fit", "validate.py", "images", *model, *CPU, *options, lines=8)
     theirs = json.loads((shown.folder / "validate_fit.json").read_text())["top1"]
-    own = evaluated(shown, str(last))
-    shown.check("diffvision fit, exported, in validate.py", abs(own - theirs) < 6e-4, f"{theirs} % and {own:.3f} %")
+    accuracy = evaluated(shown, str(last))
+    shown.check(
+        "diffvision fit, exported, in validate.py", abs(accuracy - theirs) < 6e-4, f"{theirs} % and {accuracy:.3f} %"
+    )
 
 
 def inferred(timm: Timm, checkpoint: str) -> float:
@@ -151,8 +153,8 @@ def main() -> int:
     shown.check("diffvision evaluate = validate.py --use-ema", abs(ours - same[1]) < 6e-4, f"{ours:.3f} %")
     if find_spec("pandas"):  # inference.py's
         counted = inferred(timm, last)
-        told = f"{counted:.3f} %: it takes the EMA"
-        shown.check("inference.py's answers, counted", abs(counted - same[1]) < 6e-4, told)
+        words = f"{counted:.3f} %: it takes the EMA"
+        shown.check("inference.py's answers, counted", abs(counted - same[1]) < 6e-4, words)
     timm.run("average", "avg_checkpoints.py", "--input", "train", "--output", "average.pth", "--filter", "check*.tar")
     average = timm.top1("validate_average", "average.pth")
     shown.check("avg_checkpoints.py, in validate.py", average > 50, f"{average} %")

@@ -1,4 +1,4 @@
-"""transformers' own common tests, unmodified, on our Hugging Face classes: V1, V2 and the plain Transformer.
+"""transformers' common tests, unmodified, on our Hugging Face classes: V1, V2 and the plain Transformer.
 
     pip install parameterized
     pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-5.23.0.tar.gz
@@ -28,7 +28,7 @@ REFUSED = {
 
 
 def run(source: Path, work: Path, chosen: str, workers: str) -> Path:
-    """Runs the tests; the file of their results."""
+    """Run the tests; return the file of their results."""
     results = work.resolve() / "results.xml"
     command = [sys.executable, "-m", "pytest", str(SUITE), "-c", os.devnull, "--rootdir", str(SUITE.parent), "-q"]
     command += ["-p", "no:cacheprovider", "-W", "ignore", "--tb=short", "--import-mode=importlib", "-k", chosen]

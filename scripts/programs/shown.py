@@ -8,7 +8,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-SHOWN = 6  # last lines
+# Last lines of an output.
+SHOWN = 6
 
 
 class Shown:
@@ -24,7 +25,7 @@ class Shown:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, command: list[str], lines: int = SHOWN, only: str = "") -> str:
-        """All that the command printed; a command that fails is a row of the table and the end of the script.
+        """Run a command and return all that it printed; one that fails is a row of the table and ends the script.
 
         Args:
             name: of its log.
@@ -53,29 +54,29 @@ class Shown:
             sys.exit(self.end())
         return done.stdout
 
-    def check(self, what: str, held: bool, told: str) -> None:
-        """A row of the table."""
-        self.rows.append((what, held, told))
+    def check(self, what: str, held: bool, detail: str) -> None:
+        """Add a row to the table."""
+        self.rows.append((what, held, detail))
 
     def end(self) -> int:
-        """Prints the table; 1 if anything did not hold, else 0."""
+        """Print the table; return 1 if anything did not hold, else 0."""
         print("\n| what | | |\n|---|---|---|")
-        for what, held, told in self.rows:
-            print(f"| {what} | {'pass' if held else 'FAIL'} | {told} |")
+        for what, held, detail in self.rows:
+            print(f"| {what} | {'pass' if held else 'FAIL'} | {detail} |")
         return int(not all(held for _, held, _ in self.rows))
 
 
 def versions(*packages: str) -> str:
-    """`torch 2.15.0, timm 1.0.31, ...` of those that are installed."""
-    found = []
+    """Return `torch 2.15.0, timm 1.0.31, ...` of packages, "(none)" where one is not installed."""
+    installed = []
     for package in packages:
         try:
-            found.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} (none)")
-    return ", ".join(found)
+            installed.append(f"{package} (none)")
+    return ", ".join(installed)
 
 
 def _short(command: list[str]) -> list[str]:
-    """As a user would type it: the interpreter and scripts without the folders they are in."""
+    """Return the command as a user would type it: the interpreter and scripts without the folders they are in."""
     return [Path(part).name if Path(part).is_absolute() and Path(part).is_file() else part for part in command]

@@ -23,7 +23,7 @@ def used() -> list[dict]:
     """In a process of its own: this one may have imported triton for its interpreter."""
     if not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
         pytest.skip("triton came without ptxas, cuobjdump or nvdisasm")
-    script = Path(__file__).parents[2] / "scripts" / "triton_resources.py"
+    script = Path(__file__).parents[2] / "scripts" / "benchmarks" / "triton_resources.py"
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=compiling)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix; and its warnings."""
+"""A resumed run against the run never stopped, bit by bit: a few cells of the resume matrix; and its warnings."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
-import resume_matrix
 import tiny_runs
 from diffvision.models import language
 from diffvision.training.durable import run_state
@@ -18,7 +17,7 @@ from diffvision.training.durable.random_state import captured, put_back
 from diffvision.training.durable.resume import compare
 from diffvision.training.durable.run_state import RunState, flattened
 from diffvision.training.ema import EMA
-from resume_matrix import Case, cases, kept_in, outcome_of, verdict
+from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import Cut, Outcome, Setting, once, quietly
 
 pytestmark = [
@@ -26,6 +25,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),
 ]
 TRAINED = Setting("language", ema=True, accumulate=3)
+CASES = [
+    Case(TRAINED, "in accumulation, saved there"),
+    Case(TRAINED, "three: epoch's end", (1, 2, 0)),
+    Case(Setting("language", by="steps"), "last step of the run saved"),
+    Case(Setting("classification", True), "in validation, saved there"),
+    Case(Setting("classification", True), "three: validation"),
+    Case(Setting("clip", True, 3), "last step of an epoch saved"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +49,7 @@ def whole(root):
 
     def outcome(case: Case) -> Outcome:
         if case.whole not in known:
-            known[case.whole] = outcome_of(root / "data", kept_in(root, case.whole, True), case.whole)
+            known[case.whole] = outcome_of(root / "data", root / f"whole{len(known)}", case.whole)
         return known[case.whole]
 
     return outcome
@@ -50,31 +57,26 @@ def whole(root):
 
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(2,), (2, 1)])
-def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks):
+def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks, tmp_path):
     case = Case(Setting("language"), "step saved", ranks=ranks)
-    outcome = outcome_of(root / "data", kept_in(root, case, False), case)
+    outcome = outcome_of(root / "data", tmp_path / "kept", case)
     assert outcome.began == [0, 2]
     assert verdict(case, outcome, whole(case)) == []
 
 
-@pytest.mark.parametrize(
-    "case", cases(quick=True), ids=lambda case: f"{case.setting.task}-{case.cut}".replace(" ", "-")
-)
-def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case):
-    outcome = outcome_of(root / "data", kept_in(root, case, False), case)
-    assert len(outcome.began) == 1 + len(resume_matrix.CUTS[case.cut])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path):
+    outcome = outcome_of(root / "data", tmp_path / "kept", case)
+    assert len(outcome.began) == 1 + len(CUTS[case.cut])
     assert verdict(case, outcome, whole(case)) == []
 
 
-def test_the_matrix_tells_what_differs(whole):
+def test_what_differs_between_two_runs_is_named(whole):
     outcome = whole(Case(TRAINED, ""))
     other = Outcome(**vars(outcome) | {"samples": outcome.samples | {3: ["x"]}, "files": []})
     assert [line.split(":")[0].split("/")[0] for line in tiny_runs.unequal(outcome, other)] == ["samples", "files"]
     a, b = {"x": torch.tensor([0.0, 1.0])}, {"x": torch.tensor([-0.0, 1.0])}
     assert tiny_runs.differences(a, b) == ["/x: tensor [2] | tensor [2]"]  # equal, but not bit by bit
-    results = [(Case(TRAINED, "step saved"), [], 1.0), (Case(TRAINED, "in validation"), ["x"], 1.0)]
-    assert resume_matrix.counts(results) == "bit-equal 1/2"
-    assert "| language | epochs | on | 3 | 1/2 |" in resume_matrix.page(results, [], "python")
 
 
 # --- what is refused, and what is warned of ---

@@ -16,13 +16,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from battery.ranks import Ended, Ranks, alive, children, kill, send, until
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
 from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
 from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
+from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -303,10 +303,10 @@ def test_all_ranks_save_once_and_end_whichever_had_the_signal(tmp_path, ranks):
     hook = "validation_step" if ranks == (1,) else "training_step"
     at = 6 if ranks == (1,) else 2
     first, second = two(tmp_path, Tiny(at, send(signal.SIGTERM), hook, ranks))
-    assert (first.code, second.code) == (143, 143), first.told + second.told
+    assert (first.code, second.code) == (143, 143), first.output + second.output
     assert saved(tmp_path)["global_step"] == (6 if ranks == (1,) else 3)
-    assert first.told.count("SIGTERM: saved") == 1
-    assert "SIGTERM" not in second.told
+    assert first.output.count("SIGTERM: saved") == 1
+    assert "SIGTERM" not in second.output
 
 
 @pytest.mark.forks
@@ -316,8 +316,8 @@ def test_an_exception_on_one_rank_ends_the_others_and_is_reported_once(tmp_path)
 
     first, second = two(tmp_path, Tiny(3, boom, ranks=(1,)))
     assert (first.code, second.code) == (1, 1)
-    assert second.told.count("KeyError: 'no such colour'") == 1
-    assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.told
+    assert second.output.count("KeyError: 'no such colour'") == 1
+    assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.output
     assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
@@ -327,7 +327,7 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
     first, second = two(tmp_path, Tiny(3, end, ranks=(1,)))
     assert first.code == 1
     assert second.code in (0, -signal.SIGKILL)
-    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.told
+    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.output
     assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
@@ -354,10 +354,10 @@ def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
         Counted: "rank 1 has no batch left after 4 in an epoch and others have: what they have left is left out",
         Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
     }
-    assert (first.code, second.code) == (0, 0), first.told + second.told
-    assert "steps 8 ('on_train_epoch_end', 8)" in first.told
-    assert first.told.count(message[kind]) == 1
-    assert message[kind] not in second.told
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "steps 8 ('on_train_epoch_end', 8)" in first.output
+    assert first.output.count(message[kind]) == 1
+    assert message[kind] not in second.output
 
 
 @pytest.mark.forks
@@ -368,7 +368,7 @@ def test_a_rank_without_batches_is_an_error(tmp_path, kind):
     message = (
         "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
     )
-    assert message in first.told
+    assert message in first.output
 
 
 def test_ranks_that_see_other_shards_are_named():

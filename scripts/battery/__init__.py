@@ -1,1 +1,0 @@
-"""The cases of the fault battery, a file a part; `fault_battery.py` runs them."""

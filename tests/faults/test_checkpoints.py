@@ -1,0 +1,83 @@
+"""Checkpoints of a real run: killed at random moments of a save, on a full disk, or of another architecture."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import KEPT, fit, refused, succeeds, write_data
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, clean, newest_valid
+from diffvision.training.durable.records import record_path
+from tiny_runs import plain_checkpoint
+
+pytestmark = pytest.mark.faults
+KILLS = 20
+MISSING = "nowhere"  # a data set that is not there: what is refused before data is read does not miss it
+
+
+def content(step: int) -> dict:
+    return plain_checkpoint({f"weight{i}": torch.full((1 << 18,), float(step)) for i in range(30)}, step)
+
+
+def save_without_end(path: Path, first: int) -> None:
+    for step in range(first, first + 1000):
+        DurableCheckpointIO().save_checkpoint(content(step), path)
+
+
+@pytest.mark.forks
+def test_a_save_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """With TMPDIR on another file system, where a rename could not be atomic."""
+    monkeypatch.setenv("TMPDIR", "/dev/shm")
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    path, step = folder / "last.ckpt", 1
+    DurableCheckpointIO().save_checkpoint(content(step), path)
+    for _ in range(KILLS):
+        process = multiprocessing.get_context("fork").Process(target=save_without_end, args=(path, step + 1))
+        process.start()
+        time.sleep(0.05 + 0.4 * random.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert newest_valid([folder]) == (path, {})
+        clean(folder)
+        assert {p.name for p in folder.iterdir()} == {path.name, record_path(path).name}
+        saved = torch.load(path, weights_only=True)["global_step"]
+        assert saved >= step
+        step = saved
+
+
+def test_a_disk_that_fills_up_during_a_run_is_one_error_and_the_checkpoint_before_stays(files_up_to):
+    write_data()
+    succeeds(*fit(steps=1))
+    before = (KEPT / "step=1.ckpt").read_bytes()
+    with files_up_to(100_000):
+        message = refused(*fit("--resume=auto", steps=2), words="no checkpoint can be written to")
+    assert "bytes" in message
+    assert "step=2.ckpt" in message
+    assert (KEPT / "step=1.ckpt").read_bytes() == before
+    assert {p.name for p in KEPT.iterdir()} <= {"step=1.ckpt", "step=1.ckpt.json", ".lock"}
+
+
+CLASSES = "--model.num_classes=10"
+OTHER = {
+    "depth": (["--model.model=diff_vit_debug", "--model.model_args={depth: 3}"], "keys of the state_dict differ"),
+    "heads and width": (["--model.model_args={embed_dim: 96, num_heads: 3}"], "keys of the state_dict differ"),
+    "classes": (["--model.num_classes=11"], "keys of the state_dict differ"),
+    "kind of lambda": (["--model.model=diffv2_vit_debug"], "keys of the state_dict differ"),
+    "kind of module": (["--model=ContrastiveModule", "--data=ImageTextData", "--model.model=CLIP-debug"], "resume"),
+    "number of processes": (["--trainer.devices=2", "--trainer.strategy=ddp"], "processes trained it"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_a_checkpoint_of_another_run_is_refused_before_data_is_read(what):
+    write_data()
+    succeeds(*fit(steps=1))
+    flags, words = OTHER[what]
+    command = [flag for flag in fit(data=MISSING) if flag != CLASSES or what != "kind of module"]
+    assert MISSING not in refused(*command, *flags, "--resume=must", words=words)

@@ -1,0 +1,394 @@
+"""Tiny runs of each task that can be interrupted anywhere, with everything random turned on, and all that they leave.
+
+Tests of exact resuming compare their outcomes bit by bit; `resume_matrix.py` lists where they are interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.data.text.module import TextData
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.durable.layout import RUN_KEY
+from diffvision.training.durable.resume import Ranks, prepared
+from diffvision.training.durable.run_state import RunState
+from diffvision.training.ema import EMA
+from diffvision.training.language import LanguageModule
+from diffvision.training.optim import OptimizerSettings
+
+# Samples of a batch and batches of an epoch; some samples are left over.
+BATCH, BATCHES, EPOCHS = 4, 6, 2
+# Tokens of a sequence of text, and the tokenizer's size.
+LENGTH, VOCABULARY = 12, 270
+# Logged values that depend on time.
+UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")
+SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
+MONITORS = {"clip": "zero_shot/eval/acc1", "classification": "val/loss", "language": "val/loss"}
+TASKS = tuple(MONITORS)
+# What ends a run. Lightning's loops differ where it is a number of steps.
+LENGTHS: dict[str, dict[str, Any]] = {
+    "epochs": {"max_epochs": EPOCHS},
+    "steps": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES},
+    "steps, without validation": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES, "limit_val_batches": 0},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Attributes:
+        task: one of TASKS.
+        ema: whether weights are averaged.
+        accumulate: accum_freq of the contrastive task, accumulate_grad_batches of the others.
+        by: key of LENGTHS.
+    """
+
+    task: str
+    ema: bool = False
+    accumulate: int = 1
+    by: str = "epochs"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a run is interrupted: in a hook, at the batch of that number in the whole run.
+
+    "saved" is after all callbacks' on_train_batch_end. With `save`, a checkpoint is taken at that moment.
+    """
+
+    hook: str
+    batch: int
+    save: bool = False
+
+
+class Interrupted(Exception):
+    """Ends a run."""
+
+
+@dataclass
+class Outcome:
+    """All that a run leaves.
+
+    Attributes:
+        checkpoint: the one taken at its end: weights, averages, optimizer, schedule, loops, callbacks, generators.
+        samples: batch's number in the run -> a digest of every sample as the model saw it.
+        rows: step -> what was logged.
+        files: checkpoints on disk, except those that it was resumed from: Lightning does not remove them.
+        began: number of the first batch each time that the run began.
+        resumed: names of the checkpoints that it was resumed from.
+    """
+
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    samples: dict[int, list[str]] = field(default_factory=dict)
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    began: list[int] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+
+
+# --- data ---
+
+
+def write_data(root: Path) -> None:
+    """Write shards of 26 images with captions and classes, an evaluation folder, and shards of text."""
+    rng = np.random.default_rng(0)
+
+    def images(count: int) -> Iterator[dict[str, Any]]:
+        for i in range(count):
+            picture = png(rng.integers(0, 256, (32, 32, 3)))
+            yield {"__key__": f"{i:03d}", "png": picture, "txt": f"number {i}", "cls": str(i % 3)}
+
+    write_shards(root / "images", images(BATCH * BATCHES + 2), per_shard=10)
+    evaluation = root / "zero_shot" / "eval"
+    write_evaluation_split(evaluation / "test", ({k: v for k, v in s.items() if k != "txt"} for s in images(24)))
+    write_lines(evaluation / "classnames.txt", ["one", "two", "three"])
+    write_lines(evaluation / "zeroshot_classification_templates.txt", ["a photo of a {c}"])
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(letters[(i * k) % 26] for k in range(3, 8)) for i in range(1, 27)]
+    texts = [" ".join(words[(n * k) % 26] for k in range(1, 4)) for n in range(1, 22)]
+    write_shards(root / "text", ({"__key__": f"{n:03d}", "txt": t} for n, t in enumerate(texts)), per_shard=7)
+    train_tokenizer(texts, VOCABULARY).save(root / "tokenizer.json")
+
+
+def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
+    """Tokenise into 100 tokens, of which the largest is the end: the model's 49,408 would be most of the work."""
+    tokens = torch.zeros(len(texts), length, dtype=torch.int64)
+    for row, text in zip(tokens, texts, strict=True):
+        data = [1 + byte % 98 for byte in text.encode()[: length - 1]] + [99]
+        row[: len(data)] = torch.tensor(data)
+    return tokens
+
+
+def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> pl.LightningDataModule:
+    common = {"num_workers": workers, "seed": 5, "window": 2}
+    if task == "language":
+        text = str(root / "text")
+        return TextData(text, BATCH, LENGTH, text, str(root / "tokenizer.json"), eval_batch_size=16, **common)
+    common |= {"transform": module.transform, "eval_transform": module.eval_transform}
+    if task == "classification":
+        folder = str(root / "zero_shot" / "eval")
+        return ImageLabelData(str(root / "images"), BATCH, folder, eval_batch_size=8, **common)
+    folders = [str(root / "zero_shot")]
+    return ImageTextData(str(root / "images"), BATCH, folders, tokenizer=words_to_tokens, **common)
+
+
+def module_of(setting: Setting) -> pl.LightningModule:
+    """Return a new module with dropout in all its layers."""
+    module: Any
+    if setting.task == "language":
+        small = {"vocab_size": VOCABULARY, "dim": 16, "depth": 1, "num_heads": 2, "head_dim": 8, "mlp_dim": 24}
+        module = LanguageModule("diff-debug", model_args=small, optimizer=SETTINGS)
+    elif setting.task == "classification":
+        module = ClassificationModule(
+            "diff_vit_debug",
+            num_classes=3,
+            model_args={"drop_path_rate": 0.2, "depth": 2},
+            augmentation={"scale": [0.5, 1.0], "color_jitter": 0.3, "re_prob": 0.3},
+            mixup={"mixup_alpha": 0.8, "cutmix_alpha": 1.0},
+            label_smoothing=0.1,
+            optimizer=SETTINGS,
+        )
+    else:
+        crops = {"scale": [0.5, 1.0], "color_jitter": [0.3, 0.3, 0.3, 0.1], "color_jitter_prob": 0.8, "use_timm": True}
+        module = ContrastiveModule(
+            "DiffCLIP-debug", augmentation=crops, optimizer=SETTINGS, accum_freq=setting.accumulate
+        )
+        module.model.token_embedding = nn.Embedding(100, 64)
+        module.tokenizer = words_to_tokens
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.1
+        if hasattr(layer, "attn_drop"):
+            layer.attn_drop = 0.1
+    return module
+
+
+def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
+    """Return the least that a checkpoint of Lightning holds."""
+    empty = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {"fit_loop": {}}}
+    return {"pytorch-lightning_version": pl.__version__, "epoch": 0, "global_step": step, "state_dict": state} | empty
+
+
+# --- runs ---
+
+
+class Cutter(pl.Callback):
+    """Records what the model is given, and ends the run where it must be cut."""
+
+    def __init__(self, cut: Cut | None) -> None:
+        self.cut, self.samples = cut, {}
+
+    def reached(self, hook: str, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.cut and (hook, trainer.fit_loop.total_batch_idx) == (self.cut.hook, self.cut.batch):
+            if self.cut.save:
+                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "asked.ckpt"))
+            raise Interrupted
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        rows = zip(*(value for _, value in sorted(batch.items())), strict=True)
+        digests = [hashlib.sha256(b"".join(part.numpy().tobytes() for part in row)).hexdigest() for row in rows]
+        self.samples[trainer.fit_loop.total_batch_idx] = digests
+        self.reached("on_train_batch_start", trainer)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_before_optimizer_step", trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_train_batch_end", trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_validation_start", trainer)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_validation_batch_end", trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_validation_end", trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.reached("on_train_epoch_start", trainer)
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        values = {key: float(value) for key, value in metrics.items() if not key.startswith(UNEQUAL)}
+        self.rows.setdefault(step or 0, {}).update(values)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """There are none."""
+
+
+def checkpoints(kept: Path, task: str) -> list[ModelCheckpoint]:
+    """Return callbacks that save after each step, the best two of validation, and after each epoch."""
+    mode = "max" if task == "clip" else "min"
+    return [
+        ModelCheckpoint(kept, "{step}", every_n_train_steps=1),
+        ModelCheckpoint(kept, "best-{step}", MONITORS[task], mode=mode, save_top_k=2),
+        ModelCheckpoint(kept, "epoch-{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True),
+    ]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+    torch.manual_seed(number)
+
+
+def once(
+    data: Path, kept: Path, setting: Setting, outcome: Outcome, cut: Cut | None, *, workers: int = 0,
+    ranks: Ranks = "same", **settings: Any,
+) -> bool:  # fmt: skip
+    """Begin a run, or resume the one in `kept`; return whether it came to its end.
+
+    Args:
+        outcome: what the run leaves is added to it.
+        settings: of the trainer.
+    """
+    resumes = newest_valid([kept])[0] is not None
+    # A run is resumed with generators in another state than it was saved with.
+    seed(1000 + len(outcome.began) if resumes else 7)
+    module, state, cutter, memory = module_of(setting), RunState(), Cutter(cut), Memory()
+    module.on_train_batch_end = lambda *_: cutter.reached("saved", module.trainer)
+    averages = [EMA(decay=0.8)] if setting.ema else []
+    callbacks: list[Any] = [state, LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
+    trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task)], memory, settings)
+    try:
+        with prepared(trainer, module, state, how="auto", ranks=ranks, ckpt_path=None) as path:
+            outcome.resumed += [Path(path).name] if path else []
+            trainer.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
+        trainer.save_checkpoint(kept.with_suffix(".end"))
+    except Interrupted:
+        pass
+    finally:
+        outcome.began.append(min(cutter.samples, default=EPOCHS * BATCHES))
+        outcome.samples |= cutter.samples
+        for step, row in memory.rows.items():
+            outcome.rows.setdefault(step, {}).update(row)
+    if not kept.with_suffix(".end").exists():
+        return False
+    outcome.checkpoint = without(kept, torch.load(kept.with_suffix(".end"), weights_only=True))
+    outcome.files = sorted(p.name for p in kept.glob("*.ckpt") if p.name != "asked.ckpt")
+    metrics = outcome.checkpoint[RUN_KEY]["metrics"]
+    outcome.checkpoint[RUN_KEY]["metrics"] = {k: v for k, v in metrics.items() if not k.startswith(UNEQUAL)}
+    return True
+
+
+def trainer_of(setting: Setting, callbacks: list[Any], logger: Logger, settings: dict[str, Any]) -> pl.Trainer:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "val_check_interval": 3}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    if setting.task != "clip":
+        options["accumulate_grad_batches"] = setting.accumulate
+    return pl.Trainer(
+        callbacks=callbacks,
+        plugins=[DurableCheckpointIO()],
+        logger=logger,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        **options | LENGTHS[setting.by] | quiet | settings,
+    )
+
+
+def run(data: Path, kept: Path, setting: Setting, cuts: list[Cut], *, workers: list[int]) -> Outcome:
+    """Train with an interruption at each of `cuts` in turn, and `workers[i]` workers (or the last) in the i-th part."""
+    outcome = Outcome()
+    with quietly():
+        for part, cut in enumerate([*cuts, None]):
+            count = workers[min(part, len(workers) - 1)]
+            if once(data, kept, setting, outcome, cut, workers=count) != (cut is None):
+                raise AssertionError(f"the run was not interrupted at {cut}" if cut else "the run did not end")
+    return outcome
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Show neither Lightning's advice nor a run's warnings."""
+    levels = {logging.getLogger(name): logging.ERROR for name in (None, "lightning.pytorch", "lightning.fabric")}
+    before = {logger: logger.level for logger in levels}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        try:
+            yield
+        finally:
+            for logger, level in before.items():
+                logger.setLevel(level)
+
+
+# --- comparing ---
+
+
+def unequal(one: Outcome, other: Outcome) -> list[str]:
+    """Return the names of what is not bit-equal in two outcomes."""
+    pairs = {
+        "": (one.checkpoint, other.checkpoint),
+        "samples": (one.samples, other.samples),
+        "logged": (one.rows, other.rows),
+        "files": tuple([f for f in o.files if f not in one.resumed + other.resumed] for o in (one, other)),
+    }
+    return [line for name, (a, b) in pairs.items() for line in differences(a, b, name)]
+
+
+def differences(one: Any, other: Any, name: str = "") -> list[str]:
+    """Return the names of the leaves of two nested containers that are not bit-equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other}, key=str)
+        return [d for k in keys for d in differences(one.get(k, "none"), other.get(k, "none"), f"{name}/{k}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{name}/{i}")]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+    else:
+        same = one == other or (one != one and other != other)
+    return [] if same else [f"{name}: {short(one)} | {short(other)}"]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
+
+
+def short(value: Any) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) and value.ndim else str(value)[:100]
+
+
+def without(root: Path, value: Any) -> Any:
+    """Remove the folder of the run from the strings of nested containers."""
+    if isinstance(value, dict):
+        return {without(root, key): without(root, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without(root, item) for item in value]
+    return value.replace(os.fspath(root), "") if isinstance(value, str) else value

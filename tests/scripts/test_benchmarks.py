@@ -1,0 +1,201 @@
+"""The smallest run of each benchmark. No time is asserted, since none is to be trusted here."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import attention_modules
+import attention_ways
+import bench_attention
+import bench_data
+import bench_language
+import bench_models
+import bench_step
+import benchmark
+import machine
+from attention_ways import Inputs, Shape
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_shards
+from diffvision.nn import DiffAttention
+from gpu_report import merge
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SMALL = ["--device", "cpu", "--threads", "1", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Time single calls, and small arrays in place of large ones; leave the handlers of signals alone."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)
+    way = benchmark.Way("small", "rate", lambda: torch.ones(8, 8) @ torch.ones(8, 8))
+    monkeypatch.setattr(bench_attention, "matrix_product", lambda *_: (way, 1024.0))
+    monkeypatch.setattr(bench_attention, "reading", lambda *_: (way, 256.0))
+
+
+def written(folder: Path, name: str, printed: str) -> dict:
+    """Return the report of a benchmark that has printed its page and drawn its picture."""
+    report = json.loads((folder / f"{name}.json").read_text())
+    assert report["left_out"] == []
+    assert {"date", "command", "hardware", "versions"} <= set(report)
+    assert (folder / f"{name}.md").read_text().strip() in printed
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+    return report
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_attention(level, monkeypatch, tmp_path, capsys):
+    shapes = [Shape("tiny", 1, 6, 6, 5, 5, 64, True)]
+    if level == "op":
+        shapes += [Shape("grouped", 1, 2, 1, 5, 5, 8, True), Shape("decode", 1, 1, 1, 1, 9, 8, backward=False)]
+    monkeypatch.setitem(bench_attention.SHAPES, ("cpu", level), shapes)
+    monkeypatch.setattr(attention_modules.importlib.util, "find_spec", lambda name: None)
+    assert bench_attention.main([*SMALL, "--level", level, "--output", str(tmp_path)]) == 0
+    report = written(tmp_path, f"attention-cpu-float32-{level}", capsys.readouterr().out)
+    timed = report["shapes"][0]["passes"]["forward and backward"]
+    assert timed["ways"][timed["baseline"]]["ratio"] == 1.0
+    assert timed["floor"] > 0
+    assert not [way for way in timed["ways"].values() if "failed" in way]
+
+
+def test_models(tmp_path, capsys):
+    assert bench_models.main([*SMALL, "--batch", "2", "--models", "debug", "--output", str(tmp_path)]) == 0
+    report = written(tmp_path, "models-cpu-float32", capsys.readouterr().out)
+    assert [entry["task"] for entry in report["tables"]] == ["training step", "inference"]
+    assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_language(installed, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(bench_language, "TRAINING", [(2, 8)])
+    monkeypatch.setattr(bench_language, "PROMPTS", [4])
+    if not installed:
+        monkeypatch.setattr(bench_language.importlib.util, "find_spec", lambda name: None)
+    assert bench_language.main([*SMALL, "--size", "debug", "--new", "8", "--output", str(tmp_path)]) == 0
+    report = written(tmp_path, "language-cpu-float32", capsys.readouterr().out)
+    assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call", "linear"]
+    assert report["baseline"] == ("HF Llama" if installed else "transformer-debug")
+    assert report["tables"][0]["models"]["diff-debug"]["ratio"] > 0
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("shards") / "train"
+    images = ({"png": png(rng.integers(0, 256, (32, 32, 3))), "txt": "a digit"} for _ in range(128))
+    write_shards(folder, ({"__key__": f"{n:03d}", **image} for n, image in enumerate(images)), per_shard=64)
+    return folder
+
+
+def test_data(shards, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_data.py", str(shards), "--rounds", "1"])
+    bench_data.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if "ShardLoader" in line]
+    assert len(rows) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_step(shards, monkeypatch, capsys):
+    monkeypatch.setattr(bench_step, "make", lambda name, folder: shutil.copytree(shards.parent, folder))
+    monkeypatch.setattr(bench_step, "WARM", 1)
+    words = ["--batch", "4", "--steps", "8", "--every", "4", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
+    bench_step.main()
+    assert "a save takes" in capsys.readouterr().out
+
+
+SHAPES = [
+    Shape("V1", 2, 3, 3, 7, 7, 8),
+    Shape("V1 causal, grouped", 2, 4, 2, 7, 7, 8, causal=True),
+    Shape("V2 causal", 2, 4, 4, 7, 7, 8, causal=True, variant="v2"),
+    Shape("V2 grouped", 1, 4, 2, 5, 5, 8, variant="v2"),
+    Shape("decode", 2, 2, 2, 1, 9, 8, causal=True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_formulation_computes_the_same(shape):
+    inputs = Inputs.of(shape, "cpu", torch.float64, grad=False)
+    causal = shape.causal and shape.queries > 1
+    expected = attention_ways.ours(*inputs, causal=causal, backend="eager")
+    swapped = inputs._replace(q=attention_ways.half_split(inputs.q), k=attention_ways.half_split(inputs.k))
+    compared = [way for way, variants in attention_ways.PEERS.values() if shape.variant in variants]
+    assert len(compared) >= 3
+    for way in compared:
+        given = swapped if way is attention_ways.wide_calls else inputs
+        # lambda is float32
+        torch.testing.assert_close(way(*given, causal=causal), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_maps_module_computes_our_layer():
+    layer = DiffAttention(attention_modules.WIDTH, attention_modules.HEADS, lambda_init=0.8, qkv_bias=True)
+    module = attention_modules.MapsAttention(causal_length=5)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(module, name).load_state_dict(getattr(layer, name).state_dict())
+    module.out_proj.load_state_dict(layer.proj.state_dict())
+    with torch.no_grad():
+        module.vectors.copy_(torch.stack([layer.lambda_q1, layer.lambda_k1, layer.lambda_q2, layer.lambda_k2]))
+    x = torch.randn(2, 5, attention_modules.WIDTH)
+    torch.testing.assert_close(module(x), layer(x, is_causal=True), atol=1e-5, rtol=1e-5)
+
+
+def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
+    def fail() -> None:
+        raise ValueError("no such kernel\nmore")
+
+    ways = [
+        benchmark.Way("plain", "plain", int),
+        benchmark.Way("fails", "peer", fail),
+        benchmark.Way("ours", "ours", int),
+    ]
+    results = benchmark.in_turns(ways, "cpu", 4, least=0.0)
+    assert results["fails"]["failed"] == "ValueError: no such kernel"
+    results["plain"]["times_ms"], results["ours"]["times_ms"] = [1.0, 1.0, 2.0, 1.0], [2.0, 3.0, 2.0, 3.0]
+    assert benchmark.add_ratios(results) == "plain"
+    assert results["ours"]["ratio"] == 2.5
+    assert results["ours"]["ratio_quartiles"] == [1.75, 3.0]
+    parts = benchmark.remarks({"left_out": ["last"]}, [("row", results), ("other row", results)])
+    assert "- `fails` failed: ValueError: no such kernel (row, other row)" in parts
+    assert parts[-1] == "Not reached in the time given: last."
+
+
+def test_commands_are_recorded_without_folders():
+    given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "ViT 197"]
+    assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes 'ViT 197'"
+
+
+def test_the_check_of_a_gpu_merges_what_its_parts_left(tmp_path):
+    (tmp_path / "parts.tsv").write_text("tests\t1\t12\nattention-op\t124\t150\nmodels\t0\t3\n")
+    (tmp_path / "attention-op.log").write_text(f"{tmp_path}/x " + "end " * 10)
+    (tmp_path / "models-cuda-bfloat16.json").write_text('{"benchmark": "models"}')
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="assert 1 == 2&#10;more"/></testcase>'
+        '<testcase classname="a" name="not here"><skipped message="no flash"/></testcase></testsuite></testsuites>'
+    )
+    merged = merge(tmp_path)
+    counts = {"passed": 1, "failed": 1, "skipped": 1}
+    assert merged["tests"] == {**counts, "failures": {"a::bad": "assert 1 == 2"}, "skips": {"no flash": 1}}
+    assert merged["parts"]["attention-op"]["timed_out"] is True
+    assert merged["parts"]["attention-op"]["log_end"].endswith("end end ")
+    assert str(tmp_path) not in json.dumps(merged)
+    assert merged["benchmarks"] == {"models-cuda-bfloat16": {"benchmark": "models"}}
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU")
+def test_the_check_says_that_there_is_no_gpu(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key not in ("DEVICE", "QUICK", "WHEELS")}
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert "no GPU" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,17 @@
+"""Every script can be imported: what it takes from diffvision is still there under that name."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+# These run in an environment of another program or within its test suite, and the last one registers a model with timm.
+LEFT_OUT = {"openclip_data.py", "transformers_suite.py", "cpu_ranks.py", "conversions.py"}
+PATHS = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(SCRIPTS)))
+def test_a_script_is_imported(path):
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
