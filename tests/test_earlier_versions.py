@@ -40,12 +40,33 @@ def inputs():
 @pytest.mark.parametrize("task", ["clip", "vision", "text"])
 def test_a_run_resumes_to_the_same_end(task, expected):
     assert main(["fit", "--config", f"runs/{task}/config.yaml", "--resume", "must"]) == 0
-    with open(f"runs/{task}/metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows(f"runs/{task}/metrics.csv")
     final = expected["final"][task]
     assert max(int(row["step"]) for row in rows) == final.pop("step")
     for name, value in final.items():
         assert float([row[name] for row in rows if row.get(name)][-1]) == pytest.approx(value, rel=1e-3), name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*epoch=0.*")
+def test_a_finished_run_is_extended_by_whole_epochs(expected):
+    for epochs in (2, 4):
+        command = [
+            "fit",
+            "--config",
+            "runs/vision/config.yaml",
+            "--resume",
+            "must",
+            "--trainer.max_epochs",
+            str(epochs),
+        ]
+        assert main(command) == 0
+    steps = [int(row["step"]) for path in Path("runs/vision").glob("metrics*.csv") for row in _rows(path)]
+    assert set(steps) == set(range(4 * 3))
+
+
+def _rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @torch.no_grad()

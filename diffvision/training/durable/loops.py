@@ -44,11 +44,21 @@ def moment(trainer: pl.Trainer, *, validating: bool) -> Moment:
     loop = trainer.fit_loop
     batch: Any = loop.epoch_loop.batch_progress.current
     epoch: Any = loop.epoch_progress.current
-    if epoch.processed != epoch.completed:
+    ended = epoch.ready == epoch.processed and loop.epoch_loop.batch_progress.is_last_batch
+    if epoch.processed != epoch.completed or ended:
         return "epoch"
     if batch.completed != batch.processed:
         return "step"
     return "validation" if validating else "validated"
+
+
+def recorded(loops: dict[str, Any], at: Moment) -> Moment:
+    """Return the moment that a checkpoint was taken at, from the state of a fit's loops and its record.
+
+    Earlier versions recorded the end of a run, where no part of the last epoch is left to do, as "validated".
+    """
+    epoch, batch = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
+    return "epoch" if epoch["ready"] == epoch["processed"] and batch["is_last_batch"] else at
 
 
 def settle(loops: dict[str, Any], at: Moment) -> None:

@@ -172,7 +172,9 @@ class RunState(pl.Callback):
         if run.get("unfinished"):
             raise ValueError(f"cannot resume from {trainer.ckpt_path}: it was taken {run['unfinished']}")
         if "place" in run:
-            loops.settle(checkpoint["loops"]["fit_loop"], run["place"])
+            state = checkpoint["loops"]["fit_loop"]
+            self._run = run = run | {"place": loops.recorded(state, run["place"])}
+            loops.settle(state, run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the optimizers are of the kinds whose states will be loaded.
