@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 
-from diffvision.evaluation.loading import load
 from diffvision.export.command import export
 from diffvision.models import int8, language
 from diffvision.models.convert import convert
 from diffvision.models.language.generation import generate
+from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 
@@ -53,12 +53,12 @@ def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
     made = open_clip.create_model("DiffCLIP-debug").eval()
     torch.save(made.state_dict(), tmp_path / "float.pt")
     export(str(tmp_path / "float.pt"), str(tmp_path / "int8.safetensors"), "int8", model="DiffCLIP-debug")
-    found = load("DiffCLIP-debug", tmp_path / "int8.safetensors").model
+    found = open_model("DiffCLIP-debug", tmp_path / "int8.safetensors").module
     image = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(found.encode_image(image), int8.quantise(made).encode_image(image))
     assert (tmp_path / "int8.safetensors").stat().st_size < (tmp_path / "float.pt").stat().st_size
     with pytest.raises(ValueError, match=r"int8.safetensors is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
-        load("CLIP-debug", tmp_path / "int8.safetensors")
+        open_model("CLIP-debug", tmp_path / "int8.safetensors")
     with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
         export(str(tmp_path / "int8.safetensors"), str(tmp_path / "onnx"), "onnx")
     with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
@@ -72,7 +72,7 @@ def test_an_exported_vit_in_eight_bits_is_loaded_with_its_own_number_of_classes(
     made = timm.create_model("diff_vit_debug", num_classes=7).eval()
     torch.save(made.state_dict(), tmp_path / "float.pt")
     export(str(tmp_path / "float.pt"), str(tmp_path / "int8.safetensors"), "int8", model="diff_vit_debug")
-    found = load("diff_vit_debug", tmp_path / "int8.safetensors").model
+    found = open_model("diff_vit_debug", tmp_path / "int8.safetensors").module
     image = torch.randn(2, *made.pretrained_cfg["input_size"])
     torch.testing.assert_close(found(image), int8.quantise(made)(image))
 
