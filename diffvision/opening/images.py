@@ -82,7 +82,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     if weights is not None:
         check(weights.about, module, f"checkpoint {path}", config)
     return Model(
-        name=Path(name).name if name.startswith(FOLDER) else name,
+        name=Path(name.removeprefix(FOLDER)).name if name.startswith(FOLDER) else name,
         host="open_clip",
         module=module,
         config=config,

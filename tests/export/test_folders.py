@@ -122,7 +122,7 @@ def test_folders_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
         open_model(f"local-dir:{tmp_path / 'nothing'}")
     with pytest.raises(
-        ValueError, match=r"has no open_clip_config.json, and no config.json that names an architecture"
+        ValueError, match=r"has no open_clip_config.json, and no config.json of timm, transformers or a language"
     ):
         open_model(f"local-dir:{tmp_path}")
     (tmp_path / "config.json").write_text("{")

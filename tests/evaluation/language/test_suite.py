@@ -306,7 +306,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         _ = Work(open_model(checkpoint), LanguageOptions(window=500)).window
     small = language.create("diff-debug", vocab_size=100)
     language.save(small, home / "small")
-    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model of .* 100"):
+    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model .* 100"):
         open_model(str(home / "small"), tokenizer=checkpoint)
     assert open_model(str(home / "small")).tokenizer is None
     with pytest.raises(ValueError, match="diff-debug came without a tokenizer"):
