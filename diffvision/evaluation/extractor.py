@@ -64,12 +64,12 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> FeatureExtractor:
-        """Checks the arguments and loads the model; X and y are not looked at."""
+        """Check the arguments and load the model; X and y are not looked at."""
         self._features()
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """Features float32 [N, width].
+        """Return features float32 [N, width].
 
         Args:
             X: N images, as a list of PIL images, paths of files (JPEG, PNG, WebP) and arrays, or as one array
@@ -140,7 +140,10 @@ def _stamp(model: str, checkpoint: str | Path | None) -> Any:
 
 
 def _samples(X: Any) -> list[Any]:
-    """As a list, of at least one; a single image or string is refused, whose rows or letters would each be taken."""
+    """Return X as a list of at least one.
+
+    A single image or string is refused, whose rows or letters would each be taken.
+    """
     if isinstance(X, str | bytes | Path | Image.Image | Mapping) or not isinstance(X, Iterable):
         raise ValueError(f"X is a {type(X).__name__}: give a list of images or strings, of one if there is but one")
     samples = list(X)
@@ -156,7 +159,7 @@ def _text(given: Any, number: int) -> str:
 
 
 def _image(given: Any, number: int) -> Image.Image:
-    """An image in any of the forms that `transform` takes, as RGB."""
+    """Return an image in any of the forms that `transform` takes, as RGB."""
     try:
         if isinstance(given, Image.Image):
             return to_rgb(given)
@@ -168,7 +171,7 @@ def _image(given: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray) -> np.ndarray:
-    """uint8 [h, w] or [h, w, 3]."""
+    """Return an array as uint8 [h, w] or [h, w, 3]."""
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3) or not array.size:
         raise ValueError(f"an array of shape {array.shape}; give [h, w] or [h, w, 3], not flattened, channels last")
     if array.dtype == np.uint8:

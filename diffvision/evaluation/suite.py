@@ -70,7 +70,7 @@ def evaluate(
     progress: Callable[[Any, str], Iterable] | None = None,
     cache: Cache | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
+    """Return metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
 
     Where torch.distributed is in use all ranks must call this together: each reads a share of the images, and all
     return the same metrics.
@@ -117,7 +117,7 @@ def evaluate(
 
 
 def expand(tasks: Iterable[str]) -> list[str]:
-    """The evaluations that the names stand for, each once. ValueError on an unknown name."""
+    """Return the evaluations that the names stand for, each once; raise a ValueError for an unknown name."""
     names: list[str] = []
     for task in tasks:
         if task not in EVALUATIONS and task not in GROUPS:
@@ -141,7 +141,7 @@ def run(
     preprocess: dict[str, Any] | None = None,
     options: Options = Options(),  # noqa: B008  frozen
 ) -> dict[str, float]:
-    """Evaluates a model by name on folders, prints a table and writes records as CLIP_benchmark does.
+    """Evaluate a model on folders, print a table and write records as CLIP_benchmark does.
 
     Under torchrun the images are shared among the processes.
 
@@ -212,7 +212,7 @@ def _report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str
 def plan(
     folders: Sequence[EvaluationFolder], tasks: Sequence[str] | None, options: Options
 ) -> list[tuple[EvaluationFolder, list[str]]]:
-    """Which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
+    """Return which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
 
     Raises:
         ValueError: no folder; a task that fits none; a missing split; two folders of one kind and one name.
@@ -247,7 +247,7 @@ def plan(
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
-    """One record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
+    """Return one record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
     tasks: dict[tuple[str, str], dict[str, float | None]] = {}
     for key, value in metrics.items():
         task, dataset, metric = key.split("/", 2)
@@ -266,7 +266,7 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
 
 
 def check_output(output: str | Path) -> None:
-    """Before any work: ValueError where `write_records` could not write."""
+    """Raise a ValueError, before any work, where `write_records` could not write."""
     output = Path(output)
     if output.suffix != ".json":
         check_folder(output)
@@ -277,8 +277,7 @@ def check_output(output: str | Path) -> None:
 
 
 def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
-    """Writes records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole or not
-    at all."""
+    """Write records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole."""
     output = Path(output)
     if output.suffix == ".json":
         write_json(output, rows)
@@ -292,7 +291,7 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
-    """The metrics as a table for the terminal, a row a metric."""
+    """Return the metrics as a table for the terminal, a row a metric."""
     from rich.table import Table
 
     rows = Table(title=title or None, title_justify="left")

@@ -54,7 +54,7 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=20)[0]))""",
 
 
 def write_card(folder: Path, model: Model, license: str | None = None) -> None:
-    """Writes README.md, and loss.png and lambda.png where a run tells them, into a model's folder.
+    """Write README.md, and loss.png and lambda.png where a run has the curves, into a model's folder.
 
     Args:
         license: of the weights, as the Hub names it; left out if None, for nobody else can say it.
@@ -69,7 +69,7 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
 def model_card(
     model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
 ) -> str:
-    """The text of README.md: what is known of a model, and nothing else.
+    """Return the text of README.md: what is known of a model, and nothing else.
 
     Args:
         history: of its run; without one the card says what the model itself tells.
@@ -98,7 +98,7 @@ def model_card(
 
 
 def draw(history: History) -> dict[str, bytes]:
-    """Pictures of a run as PNG, by file name: loss.png and lambda.png, each where there are curves of two points."""
+    """Return pictures of a run as PNG: loss.png and lambda.png, each where there are curves of two points."""
     curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
     told = ("val/loss", "/acc1", "retrieval_recall@1")
@@ -202,7 +202,7 @@ def _training(history: History) -> Iterator[str]:
 
 
 def _listed(settings: Any) -> str | None:
-    """Settings in a line, those that are not set left out."""
+    """Return settings in a line, those that are not set left out."""
     if not isinstance(settings, dict):
         return None
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)

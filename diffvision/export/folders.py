@@ -37,7 +37,7 @@ def save_folder(
     card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
+    """Write a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
 
     Args:
         model: whose weights are written in their own dtype.
@@ -68,27 +68,26 @@ def save_folder(
 
 
 def write_open_clip(model: Model, destination: Path, options: Options) -> None:
-    """The format "openclip"."""
+    """Write the format "openclip"."""
     save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, tokenizer=model.tokenizer)
     write_card(destination, model, options.license)
 
 
 def write_timm(model: Model, destination: Path, options: Options) -> None:
-    """The format "timm"."""
+    """Write the format "timm"."""
     save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, more=_labels(model))
     write_card(destination, model, options.license)
 
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
-    """The format "huggingface", of a language model."""
+    """Write the format "huggingface", of a language model."""
     write = hugging_face_classes().write
     write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
 
 
 def hugging_face_classes() -> Any:
-    """Return the module `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is
-    missing."""
+    """Return `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is missing."""
     try:
         return importlib.import_module("diffvision.models.language.transformers")
     except ModuleNotFoundError as error:
@@ -98,7 +97,7 @@ def hugging_face_classes() -> Any:
 
 
 def _labels(model: Model) -> dict[str, Any]:
-    """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
+    """Return timm's label_names: of the data that the run evaluated on, if it still exists and has as many."""
     if model.run is None:
         return {}
     try:

@@ -225,7 +225,7 @@ def _shown(
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
-    """What the models have in common; ValueError where they have other tokens for a text."""
+    """Return what the models have in common; raise a ValueError where they have different tokens for a text."""
     first, *others = passages
     for other in others:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
@@ -252,7 +252,7 @@ def _about(models: Sequence[Model]) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
+    """Give a function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
     from rich.console import Console
 
     console, last = Console(file=sys.stderr), [""]

@@ -40,7 +40,7 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 @dataclass
 class Work:
-    """A model, and what it is to be evaluated on and how."""
+    """A model, and what it is evaluated on and how."""
 
     model: Model
     options: LanguageOptions = field(default_factory=LanguageOptions)
@@ -79,7 +79,7 @@ class Work:
 
     @property
     def form(self) -> Form:
-        """How needles are written, in the haystack of one's own if there is one."""
+        """How needles are written, in the user's haystack if there is one."""
         form = FORMS[self.options.form]
         if self.options.haystack is None:
             return form
@@ -232,7 +232,7 @@ LANGUAGE_EVALUATIONS = {
 
 
 def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
-    """Metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
+    """Return the metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
 
     Args:
         work: the model and what it is evaluated on.
@@ -252,7 +252,7 @@ def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
 
 
 def check(tasks: Iterable[str], *, has_documents: bool) -> None:
-    """ValueError for an unknown task, or one that needs documents where there are none."""
+    """Raise a ValueError for an unknown task, or one that needs documents where there are none."""
     for task in tasks:
         if task not in LANGUAGE_EVALUATIONS:
             raise ValueError(f"unknown task {task!r}: choose among {', '.join(LANGUAGE_EVALUATIONS)}")
@@ -274,7 +274,7 @@ def run(
     device: str = "auto",
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
-    """Evaluates language models, prints a table, and writes a JSON and a picture for each task.
+    """Evaluate language models, print a table, and write a JSON and a picture for each task.
 
     Args:
         models: .ckpt files or folders of language models, or hf:PATH for transformers' (one after the other, or
@@ -331,7 +331,7 @@ def run(
 
 
 def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, float]:
-    """A task's metrics, from the cache where it has them."""
+    """Return a task's metrics, from the cache where it has them."""
     if cache is None:
         return evaluate_language(work, [task])
     identity = digest(task=task, **shared)
@@ -361,7 +361,7 @@ def _identity(work: Work, device: str) -> dict[str, Any]:
 
 
 def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
-    """Writes TASK.json of the models that have been through the task; a NaN and an infinity are null."""
+    """Write TASK.json of the models that have been through the task; a NaN and an infinity are null."""
     plain = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
@@ -371,7 +371,7 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
 
 
 def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
-    """Writes TASK.png of the models that have been through the task."""
+    """Write TASK.png of the models that have been through the task."""
     write_bytes(Path(output) / f"{task}.png", LANGUAGE_EVALUATIONS[task].picture(_of_task(results, task)))
 
 
@@ -393,7 +393,7 @@ def _reading(options: LanguageOptions) -> Reading:
 
 
 def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:
-    """The task's own metrics of each model that has any."""
+    """Return the task's metrics of each model that has any."""
     prefix = f"{task}/"
     found = {
         name: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
@@ -403,7 +403,7 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
 
 
 def _show(results: figures.Results) -> None:
-    """A table of the headline numbers: those without a place or length in their names."""
+    """Print a table of the headline numbers: those without a position or length in their names."""
     from rich.console import Console
     from rich.table import Table
 

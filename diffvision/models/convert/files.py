@@ -43,7 +43,7 @@ from diffvision.nn import depth_lambda_init
 
 @dataclass(frozen=True)
 class Options:
-    """What a layout does not say of itself."""
+    """Settings that a layout does not hold itself."""
 
     tower: str | None = None
     lambda_init: float | str = 0.8
@@ -52,7 +52,7 @@ class Options:
 def convert(
     source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
 ) -> None:
-    """Writes weights of one layout as another, and says what they were. A failure leaves nothing behind.
+    """Write weights of one layout as another, and say what they were. A failure leaves nothing behind.
 
     Args:
         source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours).
@@ -82,7 +82,7 @@ def convert(
 
 
 def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """A .safetensors file with its metadata, or a .pt of the state_dict alone."""
+    """Write a .safetensors file with its metadata, or a .pt of the state_dict alone."""
     own = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
         save_file(own, path, metadata=about)
@@ -126,7 +126,7 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
 def _check_diffclip(
     config: Mapping[str, Any], state: Mapping[str, Tensor], what: str, lambda_init: float | str
 ) -> nn.Module:
-    """The model of these weights, without memory; ValueError if they are not a DiffCLIP's."""
+    """Return the model of these weights, without memory; raise a ValueError if they are not a DiffCLIP's."""
     with torch.device("meta"):
         model = open_clip.CLIP(**config)
     check_fits(state, model.state_dict(), what)
@@ -143,8 +143,7 @@ def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[...
 
 
 def _refuse_other_lambda(path: Path) -> None:
-    """ValueError if a file says that its layers have another lambda_init than the depth's, which the other layouts'
-    code has: it is in no weight."""
+    """Raise a ValueError if a file records another lambda_init than the depth's, which the other layouts' code has."""
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
@@ -192,7 +191,7 @@ def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
 
 
 def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int]:
-    """The tokenizer as transformers loads it, with the token that ends a document; what config.json says of that."""
+    """Write the tokenizer as transformers loads it, with its end token; return what config.json says of that."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = told_end(file, vocabulary)
