@@ -43,21 +43,21 @@ class Run:
 
 @dataclass
 class Trained:
-    """What `train` returns: a module, and how it came about; the fields of `Run` that training knows."""
+    """What `train` returns: a module, and the fields of `Run` that training knows."""
 
     module: Any
     seconds: float
     curves: dict[str, Curve]
 
     def run(self, model: str, seed: int, unit: str, metrics: dict[str, float], shown: Any) -> Run:
-        """The record of it. Unit: "samples" or "tokens", what the speed counts."""
+        """Return the record of the run; `unit` is "samples" or "tokens", what the speed counts."""
         parameters = sum(p.numel() for p in self.module.model.parameters())
         speed = statistics.median(self.curves[f"train/{unit}_per_second"].values)
         return Run(model, seed, parameters, self.seconds, speed, metrics, self.curves, shown)
 
 
 def train(config: str, model: str, seed: int, directory: Path, *arguments: str) -> Trained:
-    """`diffvision fit` with a file of configs/, for one model and seed.
+    """Run `diffvision fit` with a file of configs/, for one model and seed.
 
     Args:
         directory: in which the run has one of its own.
@@ -81,7 +81,7 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
 
 
 def recipe(name: str) -> Path:
-    """A file of configs/, such as "clip/debug.yaml": beside the package in a clone, inside it in a wheel.
+    """Return a file of configs/, such as "clip/debug.yaml": next to the package in a clone, inside it in a wheel.
 
     Raises:
         FileNotFoundError: neither is there.
@@ -94,20 +94,20 @@ def recipe(name: str) -> Path:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """The mean, and of several values the standard deviation."""
+    """Return the mean, and of several values the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def of_model(runs: Sequence[Run], model: str) -> list[Run]:
-    """The model's runs, a seed each."""
+    """Return the model's runs, a seed each."""
     return [run for run in runs if run.model == model]
 
 
 def comparison(
     runs: Sequence[Run], names: Mapping[str, str], rows: Mapping[str, tuple[str, float, int]], *, title: str, unit: str
 ) -> Table:
-    """The table that a demo prints: a column a model; means, and with several seeds the standard deviation.
+    """Return the table that a demo prints: a column for each model; means, and over seeds the standard deviation.
 
     Args:
         names: {model: what the column is called}.
@@ -128,14 +128,14 @@ def comparison(
 
 
 def as_text(table: Table) -> str:
-    """The table in plain characters."""
+    """Return the table in plain characters."""
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
 
 def html_page(title: str, table: str, sections: Sequence[tuple[str, str, Any]], sample: str = "") -> str:
-    """One HTML file with its pictures inside.
+    """Return one HTML file with its pictures inside.
 
     Args:
         table: in plain characters.

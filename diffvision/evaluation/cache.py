@@ -33,7 +33,7 @@ _OWN = re.compile(r"[0-9a-f]{32}")  # names of the directories that are ours
 
 
 class Cache:
-    """A directory of pieces (safetensors), each set of them under the digest of what it follows from.
+    """A directory of pieces (safetensors), each set of them under a digest of what it depends on.
 
     Args:
         directory: made if it is not there.
@@ -53,7 +53,7 @@ class Cache:
         return f"cache {self.directory}: {self.found} pieces found, {self.made} made; it holds {size:,} bytes"
 
     def load(self, identity: str, name: str) -> tuple[Rows, Any] | None:
-        """A piece's rows and note; None where it is not there, or not what was saved."""
+        """Return a piece's rows and note; None where it does not exist, or is not what was saved."""
         path = self._path(identity, name)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -71,7 +71,7 @@ class Cache:
         return rows, json.loads(about["note"])
 
     def save(self, identity: str, name: str, rows: Rows, note: Any) -> None:
-        """Keep a piece, if there is room; a plain value as its note."""
+        """Keep a piece, if there is room; its note is a plain value."""
         if not self._writing:
             return
         path, told = self._path(identity, name), json.dumps(note)
@@ -92,7 +92,7 @@ class Cache:
         return self.directory / identity / f"{name}{SUFFIX}"
 
     def _sets(self) -> list[tuple[Path, list[Path]]]:
-        """Our directories, those that were used last at the end, and the files in them."""
+        """Return our directories, those that were used last at the end, and the files in them."""
         if not self.directory.is_dir():
             return []
         named = [path for path in self.directory.iterdir() if _OWN.fullmatch(path.name)]
@@ -122,7 +122,7 @@ def in_pieces(
     compute: Callable[[Sequence[int]], Iterator[tuple[Rows, Any]]],
     name: str = "",
 ) -> Iterator[tuple[Rows, list[Any]]]:
-    """Units 0 to count - 1, piece by piece: the rows of each piece's units one after another, and the units' notes.
+    """Yield units 0 to count - 1, piece by piece: the rows of a piece's units one after another, and the units' notes.
 
     Args:
         size: units of a piece.
@@ -146,7 +146,7 @@ def in_pieces(
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Rows one after another; parts without any are left out."""
+    """Return rows one after another; parts without any are left out."""
     parts = [part for part in parts if part]
     return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
@@ -162,13 +162,13 @@ def _checksum(rows: Rows, identity: str, name: str, note: str) -> str:
 
 
 def digest(**parts: Any) -> str:
-    """32 hexadecimal digits for plain values, the version of torch and ours."""
+    """Return 32 hexadecimal digits for plain values, the version of torch and ours."""
     parts |= {"format": FORMAT, "torch": torch.__version__, "diffvision": __version__}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def model_digest(model: nn.Module) -> str:
-    """Of all weights and buffers, bit by bit, and of the modules' classes and settings."""
+    """Return a digest of all weights and buffers, bit by bit, and of the modules' classes and settings."""
     hasher = hashlib.sha256()
     for name, module in model.named_modules():
         plain = {
@@ -191,8 +191,10 @@ def tensor_digest(tensors: Sequence[Tensor]) -> str:
 
 
 def files_digest(*paths: str | Path) -> str:
-    """Of names, sizes and times of files and of those under folders: what they hold is not read. Hidden ones (indexes,
-    which come and go) do not count."""
+    """Return a digest of names, sizes and times of files and of those under folders.
+
+    What they hold is not read. Hidden files (indexes, which come and go) do not count.
+    """
     found: list[tuple[str, int, int]] = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -204,7 +206,7 @@ def files_digest(*paths: str | Path) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """As objects show themselves, but for where they lie in memory."""
+    """Return how objects show themselves, without their addresses in memory."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 

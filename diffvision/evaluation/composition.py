@@ -10,7 +10,7 @@ from diffvision.evaluation.options import Options
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
+    """Return acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
     pairs = features.pairs(folder, options.split)
     single = pairs.owner.bincount(minlength=len(pairs.images)) < 2
     if single.any():
@@ -22,7 +22,7 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
-    """Share of images [N, D] whose first caption, of their own among texts [T, D], has the largest inner product.
+    """Return the share of images [N, D] whose first caption, of theirs among texts [T, D], has the largest product.
 
     `owner` [T] is ascending. An exact tie counts as right, as in CLIP_benchmark (where this is `acc` and `text_acc`;
     its `image_acc` is 1 wherever there is one image to choose from).

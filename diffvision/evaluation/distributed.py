@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of processes; (0, 1) where torch.distributed is not in use."""
+    """Return this process's rank and the number of processes; (0, 1) where torch.distributed is not in use."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def found_device(device: str) -> str:
-    """The device itself, or the one that "auto" means: CUDA where there is one.
+    """Return the device itself, or the one that "auto" means: CUDA where there is one.
 
     Raises:
         ValueError: torch does not find it.
@@ -37,7 +37,7 @@ def found_device(device: str) -> str:
 
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
-    """Joins the processes that torchrun started, if it did and nobody else has joined them; gives the rank's device.
+    """Join the processes that torchrun started, if it did and nobody else has joined them; give the rank's device.
 
     Args:
         device: as `found_device` takes it; with several processes "cuda" means each rank's own.
@@ -57,7 +57,7 @@ def process_group(device: str) -> Iterator[str]:
 
 
 def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
+    """Return every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
 
     Args:
         rows: of at most two dimensions; None on a rank that has none (and so does not know their width).

@@ -52,7 +52,7 @@ _VIT = """@inproceedings{dosovitskiy2021image,
 
 
 def bibtex(variants: Iterable[str], name: str, host: str) -> str:
-    """The entries for a model.
+    """Return the entries for a model.
 
     Args:
         variants: keys of `diffvision.nn.ATTENTION` that its layers are of, and "dex".

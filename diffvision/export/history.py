@@ -37,21 +37,21 @@ class History:
     records: tuple[dict[str, Any], ...] = ()
 
     def setting(self, *path: str) -> Any:
-        """A value of the configuration by its names, None if it has none there."""
+        """Return a value of the configuration by its names, None if it has none there."""
         value: Any = self.config
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
     def callback(self, name: str) -> dict[str, Any] | None:
-        """The settings of the run's callback of that class, None if it had none."""
+        """Return the settings of the run's callback of that class, None if it had none."""
         for callback in self.setting("trainer", "callbacks") or []:
             if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == name:
                 return callback.get("init_args") or {}
         return None
 
     def results(self) -> tuple[dict[str, float], int | None]:
-        """The metrics of the last validation of these weights, and after how many steps it was."""
+        """Return the metrics of the last validation of these weights, and after how many steps it was."""
         found: dict[str, tuple[float, float]] = {}
         for name, curve in self.curves.items():
             if name.split("/")[0] in RESULTS:
@@ -64,14 +64,14 @@ class History:
         )
 
     def account(self) -> dict[str, int]:
-        """What became of the samples, summed over the epochs: seen, skipped, substituted, left over."""
+        """Return what became of the samples, summed over the epochs: seen, skipped, substituted, left over."""
         names = {"seen": "seen", "skipped": "skipped", "substituted": "substituted", "tail": "left over"}
         curves = {told: self.curves.get(f"data/{name}") for name, told in names.items()}
         return {told: int(sum(curve.values)) for told, curve in curves.items() if curve is not None}
 
 
 def read_history(run: Path, checkpoint: Path) -> History:
-    """Of a run's directory and the checkpoint of it that is meant. What is missing or unreadable is left out."""
+    """Read a run's directory, for one of its checkpoints. What is missing or unreadable is left out."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -85,8 +85,11 @@ def read_history(run: Path, checkpoint: Path) -> History:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """A configuration without what is nobody's business: directories above the last two of absolute paths, users and
-    passwords in URLs, and values whose names speak of secrets."""
+    """Return a configuration without what must stay private.
+
+    Left out are directories above the last two of absolute paths, users and passwords in URLs, and values whose names
+    speak of secrets.
+    """
     if isinstance(value, dict):
         return {key: published(own, str(key)) for key, own in value.items()}
     if isinstance(value, list):
@@ -101,7 +104,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """Of the record beside a checkpoint."""
+    """Return the step of the record next to a checkpoint."""
     try:
         step = json.loads(record_path(checkpoint).read_text(encoding="utf-8"))["records"][0]["step"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -110,7 +113,7 @@ def _step(checkpoint: Path) -> int | None:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """All records in JSON files of the directory, but those beside checkpoints."""
+    """Return all records in JSON files of the directory, but those next to checkpoints."""
     found: list[Any] = []
     for file in sorted(run.rglob("*.json")):
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffvision.evaluation.language.loading import json_lines
+from diffvision.evaluation.language.documents import json_lines
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, constrained_choices, unseen
 
@@ -60,7 +60,7 @@ class Task:
         return sorted({example.label for example in self.demonstrations})
 
     def prompt(self, demonstrations: Sequence[Example], query: Example) -> str:
-        """Demonstrations and a query, up to where its label would come."""
+        """Return demonstrations and a query, up to where its label would come."""
         before = self.template.partition(" {label}")[0]
         return "".join(self.template.format(text=text, label=label) for text, label in demonstrations) + before.format(
             text=query.text
@@ -68,7 +68,7 @@ class Task:
 
 
 def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
-    """A task of two files of JSON lines, {"text": ..., "label": ...} each.
+    """Read a task from two files of JSON lines, {"text": ..., "label": ...} each.
 
     It warns of queries that are demonstrations too, since the label of those can be copied from the prompt.
 
@@ -97,7 +97,7 @@ def many_shot(
     seed: int = 0,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Accuracy over all queries of all tasks, by the number of demonstrations before each.
+    """Return the accuracy over all queries of all tasks, by the number of demonstrations before each.
 
     A task's demonstrations are drawn once, alternately of its classes while they last, and shuffled; fewer shots are
     the first of more.
@@ -147,7 +147,7 @@ def order_robustness(
     seed: int = 0,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Best minus worst accuracy over orders of the same demonstrations, the mean over tasks.
+    """Return the best minus the worst accuracy over orders of the same demonstrations, the mean over tasks.
 
     Args:
         permutations: orders of each arrangement, "random" and "alternating" (one of each class in turn, the classes and
@@ -178,12 +178,12 @@ def order_robustness(
 
 
 def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """In random order."""
+    """Return the examples in random order."""
     return draw.sample(list(examples), len(examples))
 
 
 def alternating(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """One of each class in turn while they last; classes, and examples of a class, in random order."""
+    """Return one example of each class in turn while they last; classes, and examples of a class, in random order."""
     classes: dict[str, list[Example]] = defaultdict(list)
     for example in shuffled(examples, draw):
         classes[example.label].append(example)
@@ -198,7 +198,7 @@ ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Exampl
 
 
 def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
-    """`shots` of the task's demonstrations, as even among its classes as they are, in random order."""
+    """Return `shots` of the task's demonstrations, as even among its classes as they are, in random order."""
     if not 1 <= shots <= len(task.demonstrations):
         raise ValueError(
             f"{shots} shots of {task.name}, which has {len(task.demonstrations)} demonstrations: ask for 1 to as many"
@@ -210,7 +210,7 @@ def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
 def encode_prompts(
     task: Task, demonstrations: Sequence[Example], tokenizer: Any, max_length: int | None = None
 ) -> list[list[int]]:
-    """Tokens of the demonstrations and each query, checked against what the model can read with a label behind them."""
+    """Return tokens of the demonstrations and each query, checked to leave room for a label in the context."""
     start = start_tokens(tokenizer)
     prompts = [[*start, *tokenizer.encode(task.prompt(demonstrations, query))] for query in task.queries]
     longest = max(map(len, prompts)) + max(map(len, label_tokens(task, tokenizer)))
@@ -225,13 +225,13 @@ def encode_prompts(
 def answers_right(
     model: Any, task: Task, prompts: Sequence[Sequence[int]], tokenizer: Any, batch_size: int = 8
 ) -> list[bool]:
-    """Whether the label that constrained greedy decoding writes after each query's prompt is its own."""
+    """Return whether the label that constrained greedy decoding writes after each query's prompt is the right one."""
     picked = constrained_choices(model, prompts, label_tokens(task, tokenizer), batch_size=batch_size)
     return [task.labels[choice] == query.label for choice, query in zip(picked, task.queries, strict=True)]
 
 
 def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
-    """Tokens of each label as it stands behind a query, with the line's end, which sets "sea" apart from "sea lion".
+    """Return tokens of each label as it stands after a query, with the line's end ("sea" differs from "sea lion").
 
     Raises:
         ValueError: the tokenizer makes one token of a label and the text before it.

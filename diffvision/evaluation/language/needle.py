@@ -39,7 +39,7 @@ def needle_samples(
     form: str | Form = "text",
     seed: int = 0,
 ) -> Iterator[NeedleSample]:
-    """Samples of one length and depth; the n-th of a seed is the same for every model with the same tokenizer.
+    """Yield samples of one length and depth; the n-th of a seed is the same for all models of one tokenizer.
 
     Args:
         tokenizer: anything with encode(text) -> list[int], and a start_id or eos_id to begin with.
@@ -83,8 +83,9 @@ def needle(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Accuracy of greedy decoding: the share of numbers asked for that the model would write, each after the true ones
-    before it (see `scoring.greedy_matches`).
+    """Return the accuracy of greedy decoding: the share of numbers asked for that the model would write.
+
+    Each is written after the true ones before it (see `scoring.greedy_matches`).
 
     Args:
         model: see `scoring`.
@@ -119,8 +120,7 @@ def needle(
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """What a document begins with: the tokenizer's start_id where it has one, else the eos_id that ends the document
-    before it, else nothing."""
+    """Return what a document begins with: the tokenizer's start_id, else the eos_id that ended the one before."""
     for name in ("start_id", "eos_id"):
         if (token := getattr(tokenizer, name, None)) is not None:
             return [token]
@@ -128,7 +128,7 @@ def start_tokens(tokenizer: Any) -> list[int]:
 
 
 def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
-    """The text's places in tokens: the number of tokens of what comes before each."""
+    """Return the sample in tokens: a text's position is the number of tokens of what comes before it."""
     ids = tokenizer.encode(text.text)
 
     def place(character: int) -> int:

@@ -89,7 +89,7 @@ class LanguageOptions:
 
 
 def needle_pair(text: str) -> tuple[int, int]:
-    """(N, R) of "NxR"; ValueError if it is none."""
+    """Return (N, R) of "NxR"; raise a ValueError if it is none."""
     first, _, second = text.partition("x")
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(second) <= int(first)):
         raise ValueError(f"needles has {text!r}: write NxR, N needles of which R are asked for, such as 4x2")

@@ -41,14 +41,14 @@ _MARKS = ("image_projection", "visual.blocks.0.attn.diff_norm.weight", "transfor
 
 
 def is_diffclip(names: Mapping[str, Any]) -> bool:
-    """Whether these are names of a DiffCLIP checkpoint's weights, without their prefix."""
+    """Return whether these are names of a DiffCLIP checkpoint's weights, without their prefix."""
     return set(_MARKS) <= set(names)
 
 
 def from_diffclip(
     weights: Mapping[str, Tensor], *, tower: str | None = None, lambda_init: float | str = 0.8
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
+    """Return OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
 
     Args:
         weights: names without `module.`. Tensors are shared with what is returned, but for the image projection.
@@ -72,7 +72,7 @@ def from_diffclip(
 
 
 def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A DiffCLIP state_dict, without `module.`, of one of our OpenCLIP models with V1 in both towers."""
+    """Return a DiffCLIP state_dict, without `module.`, of one of our OpenCLIP models with V1 in both towers."""
     given = State(state, "the OpenCLIP state_dict")
     weights = {_PROJECTIONS[0]: given[_PROJECTIONS[1]].T.contiguous()}
     for name, value in state.items():
@@ -84,7 +84,7 @@ def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
-    """ValueError, which names the first that is not, unless all attention of an OpenCLIP model is V1's of DiffCLIP.
+    """Raise a ValueError unless all attention of an OpenCLIP model is V1 as DiffCLIP has it; name the first other.
 
     Other variants have V1's names and shapes too, and lambda's start is in no weight.
     """
@@ -102,7 +102,7 @@ def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
 
 
 def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
-    """Settings of an OpenCLIP configuration that DiffCLIP's weights would not bring back; empty if there are none.
+    """Return settings of an OpenCLIP configuration that DiffCLIP's weights would not bring back; empty if none.
 
     Args:
         config: the folder's model_cfg.
@@ -119,7 +119,7 @@ def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str
 
 
 def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[str, Any]:
-    """The configuration that these shapes have."""
+    """Return the configuration that these shapes have."""
     from diffvision.models.vision import MODELS, SIZES
 
     width, _, patch, _ = given["visual.patch_embed.proj.weight"].shape

@@ -16,7 +16,7 @@ _MARKS = ("head_norm.weight", "lambda_proj.weight", "lambda_q1")
 
 
 def check_layers(state: Mapping[str, Tensor], what: str) -> None:
-    """Compares every V1 and V2 attention of a state_dict with the layer that its own tensors describe.
+    """Compare every V1 and V2 attention of a state_dict with the layer that its tensors describe.
 
     Args:
         state: with our layers' names, at the top or anywhere within a model.
@@ -47,7 +47,7 @@ def _faults(own: Mapping[str, Tensor]) -> list[str]:
 
 
 def _described(own: Mapping[str, Tensor]) -> AttentionLayer:
-    """The layer of these sizes, without memory."""
+    """Return the layer of these sizes, without memory."""
     variant = DiffAttentionV2 if "lambda_proj.weight" in own else DiffAttention
     queries, width = own["q_proj.weight"].shape
     if variant is DiffAttentionV2:

@@ -23,13 +23,13 @@ _SUB_NORM, _QKV = r"(^|.*\.)sub_norm\.weight$", r"(^|.*\.)qkv\.(weight|bias)$"
 
 
 def recognised(names: Mapping[str, Tensor]) -> bool:
-    """Whether these are names of timm's differential attention, at the top or anywhere within a model."""
+    """Return whether these are names of timm's differential attention, at the top or anywhere within a model."""
     attentions = {found[1] for name in names if (found := re.match(_SUB_NORM, name))}
     return bool(attentions) and all(f"{prefix}qkv.weight" in names for prefix in attentions)
 
 
 def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict with every attention in our layout; the rest as it was. Tensors are views of those given.
+    """Return the state_dict with every attention in our layout, the rest unchanged. Tensors are views of those given.
 
     Raises:
         ValueError: an attention with a lambda of two scalars, or a norm of all heads together: of other kinds than V1.
@@ -50,7 +50,7 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT of them, in timm's layout.
+    """Return the state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT, in timm's layout.
 
     Raises:
         ValueError: no V1 in it; projections of queries, keys and values that are not of one size.

@@ -44,7 +44,7 @@ _NEEDED = (
 
 
 def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings of transformers' configuration (with `model_type`), and the state_dict of its ...ForCausalLM.
+    """Return settings of transformers' configuration (with `model_type`), and the state_dict of its ...ForCausalLM.
 
     Args:
         config: variant v1 or standard.
@@ -91,7 +91,7 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
 def from_hugging_face(
     values: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[LanguageConfig, dict[str, Tensor]]:
-    """Our configuration and state_dict from those of a DiffLlamaForCausalLM or LlamaForCausalLM.
+    """Return our configuration and state_dict from those of a DiffLlamaForCausalLM or LlamaForCausalLM.
 
     Args:
         values: its `config.to_dict()`, or its config.json.
@@ -196,13 +196,13 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling and outside."""
+    """Return settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling."""
     places = [values.get("rope_parameters") or {}, values.get("rope_scaling") or {}, values]
     if wrong := [place for place in places if not isinstance(place, Mapping)]:
         raise ValueError(f"the transformers model has {wrong[0]!r} for its rotary embedding: take its whole config")
 
     def found(default: Any, *names: str) -> Any:
-        """What differs from the default in any place: only one of them is in use."""
+        """Return what differs from the default in any of the dictionaries: only one of them is in use."""
         given = (place.get(name) for place in places for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
@@ -218,17 +218,17 @@ def _layers(config: LanguageConfig) -> list[tuple[str, str]]:
 
 
 def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What happens to the rows of each projection."""
+    """Return what happens to the rows of each projection."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads or config.num_heads, config.head_dim
     maps = 2 if config.variant == "v1" else 1
 
     def halves(weight: Tensor, count: int) -> Tensor:
-        """Two maps, or halves of a value, side by side -> in the two halves of the heads."""
+        """Move two maps, or halves of a value, from side by side to the two halves of the heads."""
         shape = (maps, count) if back else (count, maps)
         return weight.unflatten(0, (*shape, size)).transpose(0, 1).flatten(0, 2)
 
     def pairs(weight: Tensor) -> Tensor:
-        """Rotary pairs side by side -> D / 2 apart."""
+        """Move rotary pairs from side by side to D / 2 apart."""
         shape = (2, size // 2) if back else (size // 2, 2)
         return weight.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)
 
