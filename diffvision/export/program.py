@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.export import Dim, ExportedProgram
 
-from diffvision.evaluation.language.scoring import evaluating
 from diffvision.export.graphs import Graph, graphs
 from diffvision.export.options import Options
+from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 from diffvision.ops import attention_backend
 
