@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from diffvision import adapt
-from diffvision.analysis.figures import Curve
+from diffvision.analysis.curves import Curve
 from diffvision.export.card import LOAD, attention_layers, model_card, write_card
 from diffvision.export.citations import bibtex
 from diffvision.export.finite import open_finite
