@@ -11,7 +11,7 @@ from typing import Any
 
 from diffvision.analysis.attention import image_trunk
 from diffvision.analysis.layers import KINDS, no_layers
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.inspection import inputs
 from diffvision.inspection.hugging_face import is_hugging_face
 from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
@@ -69,7 +69,7 @@ def inspect(
     folder = Path(output)
     check_output(folder)
     _check_counts(pictures, texts)
-    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=found_device(device))
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
     shown = _shown(models, pictures, texts, masks, answers)
     inspect_models(models, *shown, folder)
 
@@ -84,7 +84,7 @@ def inspect_models(
 
     Args:
         models: one or two of one kind, with different names.
-        pictures: for models of images; each with its own captions, or with all passages.
+        pictures: for models of images; each with its captions, or with all passages.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
 
