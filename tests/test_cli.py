@@ -164,6 +164,19 @@ def test_a_switch_needs_no_value(monkeypatch):
     assert seen == [("x", 1, True), ("x", 2, True), ("x", 1, False), ("x", 1, True), ("x", 1, False)]
 
 
+def test_several_models_stand_in_a_row(monkeypatch):
+    taken = []
+
+    def command(models: "str | list[str]", *, tasks: str) -> None:
+        taken.append((models, tasks))
+
+    monkeypatch.setitem(cli.COMMANDS, "inspect", ("diffvision.inspection", "inspect", ""))
+    monkeypatch.setattr("diffvision.inspection.inspect", command)
+    for words in (["a=runs/a.ckpt", "b", "--tasks", "needle"], ["a,b", "--tasks=needle"]):
+        assert cli.main(["inspect", *words]) == 0
+    assert taken == [(["a=runs/a.ckpt", "b"], "needle"), ("a,b", "needle")]
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

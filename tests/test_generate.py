@@ -77,6 +77,23 @@ def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
         generate_text(str(tmp_path / "nothing"), prompt="a", tokenizer=checkpoint)
 
 
+def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from diffvision.models.language.transformers import export
+
+    own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
+    named = generate_text("diff-debug", prompt="the cat", checkpoint=checkpoint, max_new_tokens=9, temperature=0.0)
+    export(checkpoint, str(tmp_path / "theirs"))
+    assert named == own
+    assert generate_text(str(tmp_path / "theirs"), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
+    with pytest.raises(ValueError, match="is a model of transformers': generate with its `generate`"):
+        generate_text(f"hf:{tmp_path / 'theirs'}", prompt="a")
+    with pytest.raises(ValueError, match="CLIP-debug is a model of images"):
+        generate_text("CLIP-debug", prompt="a")
+    with pytest.raises(ValueError, match="diff-debug would have new weights"):
+        generate_text("diff-debug", prompt="a")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -100,11 +100,11 @@ def page(runs: Sequence[Run]) -> str:
     shown = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
     by_model = {model: of_model(runs, model) for model in MODELS}
     curves = {
-        title: {model: [run.curves[key] for run in own] for model, own in by_model.items()}
+        title: {model: [run.curves[key] for run in same_model] for model, same_model in by_model.items()}
         for title, key in shown.items()
     }
     bars = {
-        title: {model: [run.metrics[key] for run in own] for model, own in by_model.items()}
+        title: {model: [run.metrics[key] for run in same_model] for model, same_model in by_model.items()}
         for title, key in COLUMNS.items()
     }
     first = by_model["DiffCLIP-debug"][0]
@@ -114,7 +114,7 @@ def page(runs: Sequence[Run]) -> str:
         ("Training", "The same recipe, steps and order of samples for both.", figures.run_curves(curves)),
         ("Lambda, layer by layer", f"{first.model}, seed {first.seed}.", figures.lambda_curves(lambdas)),
     ]
-    for model, own in by_model.items():
+    for model, same_model in by_model.items():
         text = "Where the class token of the last layer looks, mean over heads."
-        sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].shown)))
+        sections.append((f"Attention of {model}", text, figures.attention_panels(same_model[0].shown)))
     return html_page("CLIP and DiffCLIP on real digits", as_text(table(runs)), sections)

@@ -60,7 +60,7 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
     """Run `diffvision fit` with a file of configs/, for one model and seed.
 
     Args:
-        directory: in which the run has one of its own.
+        directory: in which the run has a folder.
         arguments: further ones.
     """
     root, start = directory / f"{model}-{seed}", time.perf_counter()
@@ -86,11 +86,11 @@ def recipe(name: str) -> Path:
     Raises:
         FileNotFoundError: neither is there.
     """
-    places = [folder / "configs" / name for folder in (PACKAGE.parent, PACKAGE)]
-    for place in places:
-        if place.is_file():
-            return place
-    raise FileNotFoundError(f"the demo's recipe is in neither {places[0]} nor {places[1]}: reinstall diffvision")
+    paths = [folder / "configs" / name for folder in (PACKAGE.parent, PACKAGE)]
+    for path in paths:
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"the demo's recipe is in neither {paths[0]} nor {paths[1]}: reinstall diffvision")
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -115,15 +115,15 @@ def comparison(
         unit: "samples" or "tokens".
     """
     seeds = len({run.seed for run in runs})
-    told = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
-    table = Table("", *names.values(), title=title + told)
-    own = [of_model(runs, model) for model in names]
+    spread_note = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
+    table = Table("", *names.values(), title=title + spread_note)
+    by_model = [of_model(runs, model) for model in names]
     for row, (key, factor, digits) in rows.items():
-        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in own))
+        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in by_model))
     table.add_section()
-    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in own))
-    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in own))
-    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in own))
+    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in by_model))
+    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in by_model))
+    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in by_model))
     return table
 
 

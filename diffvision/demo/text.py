@@ -81,9 +81,9 @@ def _data(directory: Path, console: Console) -> Tokenizer:
     sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
-        for name, place in sources.items():
-            if not any(place.rglob("manifest.json")):
-                make(name, str(place))
+        for name, folder in sources.items():
+            if not any(folder.rglob("manifest.json")):
+                make(name, str(folder))
         tokenizer([str(sources["stdlib"] / "train"), str(sources["recall"])], str(file), vocab_size=4096)
     return load_tokenizer(file)
 

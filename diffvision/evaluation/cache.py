@@ -1,7 +1,8 @@
-"""What an evaluation has worked out, kept in a directory and found again by a digest of all that it follows from.
+"""What an evaluation has computed, kept in a directory and looked up by a digest of all that it depends on.
 
 A piece holds the rows of some batches, and is there whole or not at all. One that is damaged, or of something else, is
-told and worked out anew; a directory that is full or cannot be written to is told once, and the evaluation goes on.
+reported and computed anew; a directory that is full or cannot be written to is reported once, and the evaluation
+continues.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ class Cache:
         """Keep a piece, if there is room; its note is a plain value."""
         if not self._writing:
             return
-        path, told = self._path(identity, name), json.dumps(note)
+        path, note_text = self._path(identity, name), json.dumps(note)
         rows = {key: value.contiguous() for key, value in rows.items()}
-        content = safetensors.torch.save(rows, {"note": told, "sha256": _checksum(rows, identity, name, told)})
+        content = safetensors.torch.save(
+            rows, {"note": note_text, "sha256": _checksum(rows, identity, name, note_text)}
+        )
         try:
             if path.parent.is_symlink():
                 raise OSError(f"{path.parent.name} in it is a link to another directory")
@@ -86,7 +89,9 @@ class Cache:
         except OSError as error:
             self._writing = False
             reason = error.strerror or error
-            warnings.warn(f"{self.directory} keeps nothing more ({reason}): the evaluation goes on", stacklevel=2)
+            warnings.warn(
+                f"{self.directory} keeps no more pieces ({reason}): the evaluation continues without it", stacklevel=2
+            )
 
     def _path(self, identity: str, name: str) -> Path:
         return self.directory / identity / f"{name}{SUFFIX}"
@@ -96,8 +101,8 @@ class Cache:
         if not self.directory.is_dir():
             return []
         named = [path for path in self.directory.iterdir() if _OWN.fullmatch(path.name)]
-        own = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return [(path, list(path.iterdir())) for path in sorted(own, key=lambda path: path.stat().st_mtime)]
+        folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+        return [(path, list(path.iterdir())) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
     def _make_room(self, needed: int, keep: Path) -> None:
         sets = self._sets()
@@ -128,7 +133,7 @@ def in_pieces(
         size: units of a piece.
         compute: numbers of units, ascending -> each one's rows (none at all, or those that the others have) and note;
             asked once, for all that are not kept.
-        name: before the pieces' numbers, where several processes have their own.
+        name: before the pieces' numbers, where several processes have pieces.
     """
     pieces = [range(first, min(first + size, count)) for first in range(0, count, size)]
     kept = [cache.load(identity, f"{name}{i:06}") if cache is not None else None for i in range(len(pieces))]
@@ -136,8 +141,8 @@ def in_pieces(
     computed = compute(missing)
     for i, (piece, units) in enumerate(zip(kept, pieces, strict=True)):
         if piece is None:
-            own = [next(computed) for _ in units]
-            piece = joined([rows for rows, _ in own]), [note for _, note in own]
+            parts = [next(computed) for _ in units]
+            piece = joined([rows for rows, _ in parts]), [note for _, note in parts]
             if cache is not None:
                 cache.save(identity, f"{name}{i:06}", *piece)
         yield piece
@@ -195,14 +200,14 @@ def files_digest(*paths: str | Path) -> str:
 
     What they hold is not read. Hidden files (indexes, which come and go) do not count.
     """
-    found: list[tuple[str, int, int]] = []
+    files: list[tuple[str, int, int]] = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in inside:
             name = file.relative_to(path).as_posix() if file != path else path.name
             if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
-                found.append((name, (stat := file.stat()).st_size, stat.st_mtime_ns))
-    return digest(files=found)
+                files.append((name, (stat := file.stat()).st_size, stat.st_mtime_ns))
+    return digest(files=files)
 
 
 def without_addresses(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A classifier's own accuracy, as timm's validate.py measures it."""
+"""A classifier's accuracy, as timm's validate.py measures it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
     head = features.model.get_classifier() if hasattr(features.model, "get_classifier") else None
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"{type(features.model).__name__} has no linear classifier of its own: evaluate a timm classifier, or ask "
+            f"{type(features.model).__name__} has no linear classifier: evaluate a timm classifier, or ask "
             "for zero_shot (with texts) or linear_probe"
         )
     images, labels = features.images(folder, options.split)

@@ -29,7 +29,7 @@ def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
     """
     right, start = 0, 0
     for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):
-        own = texts[start : start + count]
-        right += int((image[None] @ own.T).argmax()) == 0
+        captions = texts[start : start + count]
+        right += int((image[None] @ captions.T).argmax()) == 0
         start += count
     return right / len(images)

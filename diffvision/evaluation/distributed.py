@@ -16,7 +16,7 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def found_device(device: str) -> str:
+def resolve_device(device: str) -> str:
     """Return the device itself, or the one that "auto" means: CUDA where there is one.
 
     Raises:
@@ -25,12 +25,12 @@ def found_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:  # not even a name
-        place = None
+        resolved = None
     counts = {"cpu": 1, "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
     counts["mps"] = int(torch.backends.mps.is_available())
-    if place is None or (place.index or 0) >= counts.get(place.type, 0):
+    if resolved is None or (resolved.index or 0) >= counts.get(resolved.type, 0):
         raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
     return device
 
@@ -40,9 +40,9 @@ def process_group(device: str) -> Iterator[str]:
     """Join the processes that torchrun started, if it did and nobody else has joined them; give the rank's device.
 
     Args:
-        device: as `found_device` takes it; with several processes "cuda" means each rank's own.
+        device: as `resolve_device` takes it; with several processes "cuda" means each rank's device.
     """
-    device = found_device(device)
+    device = resolve_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield device
         return
@@ -67,9 +67,9 @@ def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = 
     _, world = rank_and_world()
     if world == 1:
         return torch.empty(0, dtype=dtype) if rows is None else rows.cpu()
-    own = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
+    shape = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
     shapes = torch.empty(world, 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(shapes, torch.tensor([own], device=device))
+    dist.all_gather_into_tensor(shapes, torch.tensor([shape], device=device))
     counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
     # All ranks send as many rows as the longest has: collectives want equal shapes.
     tail = [width] if width else []

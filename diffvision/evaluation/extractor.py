@@ -1,4 +1,4 @@
-"""Features of images or texts as a step of a scikit-learn pipeline, for people who want nothing else."""
+"""Features of images or texts as a step of a scikit-learn pipeline. Evaluations are in `suite.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
 from diffvision.data.images.decode import BadSample, decode_image, to_rgb
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features, Precision
 from diffvision.models.files import FOLDER
 from diffvision.opening import Model, open_image_model
@@ -80,14 +80,14 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         """
         features = self._features()
         samples = _samples(X)
-        found = []
+        batches = []
         for start in range(0, len(samples), self.batch_size):
             batch = samples[start : start + self.batch_size]
             if self.tower == "text":
-                found.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
+                batches.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
             else:
-                found.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
-        rows = torch.cat(found)
+                batches.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
+        rows = torch.cat(batches)
         return (torch.nn.functional.normalize(rows, dim=-1) if self.normalize else rows).numpy()
 
     @property
@@ -107,7 +107,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         opened = _opened(
             self.model,
             self.checkpoint,
-            found_device(self.device),
+            resolve_device(self.device),
             self.random_state,
             _stamp(self.model, self.checkpoint),
         )

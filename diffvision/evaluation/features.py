@@ -207,8 +207,8 @@ class Features:
         captions = batch["captions"]
         return {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "texts": F.normalize(self._encode_texts([text for own in captions for text in own]), dim=-1),
-            "counts": torch.tensor([len(own) for own in captions]),
+            "texts": F.normalize(self._encode_texts([text for of_image in captions for text in of_image]), dim=-1),
+            "counts": torch.tensor([len(of_image) for of_image in captions]),
         }
 
     def _encode_images(self, images: Tensor) -> Tensor:

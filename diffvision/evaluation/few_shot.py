@@ -22,7 +22,8 @@ def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) ->
     """Return lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` images a class.
 
     CLIP_benchmark's `linear_probe --fewshot_k K`: unit-length features, AdamW without decay, batches of 64, the
-    learning rate falling by a cosine over all steps. Its draw of the images and of the batches is this one's own.
+    learning rate falling by a cosine over all steps. It draws other images and
+    batches.
     """
     generator = torch.Generator().manual_seed(options.seed)
     images, labels = unit_features(features, folder, options.train_split)
@@ -64,7 +65,7 @@ def adamw_probe(
     x: Tensor, y: Tensor, classes: int, *, epochs: int, lr: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return weight [classes, D] and bias [classes] after `epochs` passes of AdamW over features x [N, D]."""
-    bound = x.shape[1] ** -0.5  # nn.Linear's own initialisation
+    bound = x.shape[1] ** -0.5  # as nn.Linear initialises
     steps = epochs * math.ceil(len(x) / _PROBE_BATCH)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         x, y = x.clone(), y.clone()
@@ -124,15 +125,15 @@ def _by_class(labels: Tensor, least: int, kind: str, remedy: str, of: list[int] 
     """Return the samples of each class."""
     classes = of if of is not None else labels.unique().tolist()
     members = {label: (labels == label).nonzero()[:, 0] for label in classes}
-    for label, own in members.items():
-        if len(own) < least:
-            raise ValueError(f"class {label} has {len(own)} {kind} samples; episodes need {least}: {remedy}")
+    for label, indexes in members.items():
+        if len(indexes) < least:
+            raise ValueError(f"class {label} has {len(indexes)} {kind} samples; episodes need {least}: {remedy}")
     return members
 
 
-def _draw(own: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _draw(members: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` of a class's samples without repetition; where it has fewer, all of them and -1 for the rest."""
-    drawn = own[torch.randperm(len(own), generator=generator)[:count]]
+    drawn = members[torch.randperm(len(members), generator=generator)[:count]]
     return F.pad(drawn, (0, count - len(drawn)), value=-1)
 
 

@@ -138,8 +138,8 @@ def _split(x: Tensor, y: Tensor, *, seed: int) -> tuple[tuple[Tensor, Tensor], t
     generator = torch.Generator().manual_seed(seed)
     held = torch.zeros(len(y), dtype=torch.bool)
     for label in y.unique():
-        own = (y == label).nonzero()[:, 0]
-        held[own[torch.randperm(len(own), generator=generator)[: len(own) // 5]]] = True
+        members = (y == label).nonzero()[:, 0]
+        held[members[torch.randperm(len(members), generator=generator)[: len(members) // 5]]] = True
     if not held.any():
         raise ValueError(
             "no class of the training split has 5 samples, too few to choose the probe's cost on: give probe_cost, "

@@ -126,9 +126,9 @@ def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
     """
     count, given = len(prompts.classnames), labels
     if prompts.indices is not None and labels.max() >= count:
-        place = torch.full((1000,), -1)
-        place[torch.tensor(prompts.indices)] = torch.arange(count)
-        labels = torch.where(labels < 1000, place[labels.clamp(max=999)], -1)
+        positions = torch.full((1000,), -1)
+        positions[torch.tensor(prompts.indices)] = torch.arange(count)
+        labels = torch.where(labels < 1000, positions[labels.clamp(max=999)], -1)
     wrong = (labels < 0) | (labels >= count)
     if wrong.any():
         which = int(wrong.nonzero()[0, 0])

@@ -53,12 +53,12 @@ def _best(
     queries: Tensor, candidates: Tensor, recall_k: Sequence[int], chunk: int, device: torch.device | str
 ) -> dict[int, Tensor]:
     """Return for each K the best candidates' indexes, [queries, min(K, candidates)]."""
-    found: dict[int, list[Tensor]] = {k: [] for k in recall_k}
+    best: dict[int, list[Tensor]] = {k: [] for k in recall_k}
     for rows in queries.split(chunk):
         scores = (rows @ candidates.T).to(device)
         for k in recall_k:  # one topk for each K: among equal scores the first of ten need not be the first of one
-            found[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
-    return {k: torch.cat(parts) for k, parts in found.items()}
+            best[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
+    return {k: torch.cat(parts) for k, parts in best.items()}
 
 
 def _share(hits: Tensor) -> float:

@@ -86,7 +86,7 @@ def evaluate(
         device: where the model is; by default that of its parameters.
         precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
         progress: wraps an iterable in a progress bar, given also its description.
-        cache: of features, from which an evaluation that was ended goes on.
+        cache: of features, from which an evaluation that was ended resumes.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -150,19 +150,19 @@ def run(
             (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
-        tasks: zero_shot, retrieval, composition, classification (by the model's own classifier), linear_probe, few_shot
+        tasks: zero_shot, retrieval, composition, classification (by the model's classifier), linear_probe, few_shot
             (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that it fits.
             By default the first three.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
-        cache: folder that features are kept in as they are worked out (at most 20 GB): an evaluation that was ended
-            goes on from there, and one of the same model and images finds them.
+        cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
+            resumes from there, and one of the same model and images finds them.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...
         precision: fp32, bf16 or fp16.
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
-        options: the evaluations' own settings.
+        options: the evaluations' settings.
     """
     if output is not None:
         check_output(output)

@@ -1,4 +1,8 @@
-"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run."""
+"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run.
+
+huggingface_hub's ModelCard is not used: it fills a Jinja template and validates by asking the Hub, while a card here is
+written offline from what is known of the model and its run.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,7 @@ def model_card(
     Args:
         history: of its run; without one the card says what the model itself tells.
         license: as `write_card`.
-        pictures: as `draw` gives them, which lie beside the card.
+        pictures: as `draw` gives them, which lie next to the card.
     """
     history = history or History()
     towers = attention_layers(model.module)
@@ -101,8 +105,8 @@ def draw(history: History) -> dict[str, bytes]:
     """Return pictures of a run as PNG: loss.png and lambda.png, each where there are curves of two points."""
     curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
-    told = ("val/loss", "/acc1", "retrieval_recall@1")
-    measured = [name for name in curves if name.endswith(told) and len(curves[name].steps) > 2]
+    shown = ("val/loss", "/acc1", "retrieval_recall@1")
+    measured = [name for name in curves if name.endswith(shown) and len(curves[name].steps) > 2]
     panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
     pictures = {"loss.png": png(run_curves(panels))} if panels else {}
     return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
@@ -167,15 +171,15 @@ def _data(history: History) -> Iterator[str]:
     train = history.setting("data", "init_args", "train")
     if train is None:
         return
-    told = [f"Trained on {code(train)}."]
+    sentences = [f"Trained on {code(train)}."]
     if account := history.account():
         counts = ", ".join(f"{count:,} {what}" for what, count in account.items())
-        told.append(f"Samples, summed over the epochs: {counts}.")
+        sentences.append(f"Samples, summed over the epochs: {counts}.")
     for name in ("evaluations", "evaluation"):
         if given := history.setting("data", "init_args", name):
             folders = [given] if isinstance(given, str) else given
-            told.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
-    yield "## Data\n\n" + " ".join(told)
+            sentences.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
+    yield "## Data\n\n" + " ".join(sentences)
 
 
 def _training(history: History) -> Iterator[str]:
@@ -210,8 +214,8 @@ def _listed(settings: Any) -> str | None:
 
 def _versions(model: Model) -> str:
     packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[model.host]
-    told = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
-    return f"## Versions\n\nWritten with {', '.join(told)}, Python {platform.python_version()}."
+    versions = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
+    return f"## Versions\n\nWritten with {', '.join(versions)}, Python {platform.python_version()}."
 
 
 def _citations(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:

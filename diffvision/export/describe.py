@@ -41,12 +41,12 @@ def fence(content: str, least: int = 3) -> str:
 
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     """Return a sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
-    own = " with differential attention" if variants(towers) - {"standard"} else ""
+    attention = " with differential attention" if variants(towers) - {"standard"} else ""
     rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
     table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
-    return f"{KIND[model.host]}{own}.\n\n| | |\n|---|---|\n{table}"
+    return f"{KIND[model.host]}{attention}.\n\n| | |\n|---|---|\n{table}"
 
 
 def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
@@ -92,11 +92,11 @@ def _pair(size: Any) -> tuple[int, ...]:
 def _attention(layers: list[AttentionLayer]) -> str:
     """Return one line for a tower: "v1, 4 layers of 2 heads of 32, lambda_init 0.8"."""
     first = layers[0]
-    told = [" and ".join(dict.fromkeys(map(_variant, layers)))]
-    told.append(f"{len(layers)} layers of {first.num_heads} heads of {first.head_dim}")
+    parts = [" and ".join(dict.fromkeys(map(_variant, layers)))]
+    parts.append(f"{len(layers)} layers of {first.num_heads} heads of {first.head_dim}")
     if first.num_kv_heads != first.num_heads:
-        told.append(f"{first.num_kv_heads} key/value heads")
+        parts.append(f"{first.num_kv_heads} key/value heads")
     if starts := [layer.lambda_init for layer in layers if isinstance(layer, DiffAttention)]:
         low, high = min(starts), max(starts)
-        told.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
-    return ", ".join(told)
+        parts.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
+    return ", ".join(parts)

@@ -115,8 +115,8 @@ def _labels(model: Model) -> dict[str, Any]:
 def _save_open_clip(
     model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any, more: dict
 ) -> None:
-    own: Any = model
-    values = {"model_cfg": config, "preprocess_cfg": {**own.visual.preprocess_cfg, **preprocess}, **more}
+    clip: Any = model
+    values = {"model_cfg": config, "preprocess_cfg": {**clip.visual.preprocess_cfg, **preprocess}, **more}
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))
@@ -124,17 +124,17 @@ def _save_open_clip(
 
 
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
-    own: Any = model
-    if not any(own.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
-        own.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
-    cfg = {key: value for key, value in own.pretrained_cfg.items() if key not in _SOURCES and value is not None}
+    classifier: Any = model
+    if not any(classifier.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
+        classifier.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
+    cfg = {key: value for key, value in classifier.pretrained_cfg.items() if key not in _SOURCES and value is not None}
     architecture = config.pop("architecture", cfg.pop("architecture", None))
     args = {key: value for key, value in config.items() if not key.endswith(("drop_rate", "drop_path_rate"))}
-    classes = own.num_classes
+    classes = classifier.num_classes
     values = {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": own.num_features,
+        "num_features": classifier.num_features,
         "model_args": {**args, "num_classes": classes},
         "pretrained_cfg": {**cfg, **preprocess, "num_classes": classes, "custom_load": False},
         **more,

@@ -55,7 +55,7 @@ def graphs(
     Args:
         model: timm's, OpenCLIP's or a `LanguageModel`, on its device.
         name: that it is known by.
-        preprocess: of images, where it differs from the model's own: mean, std, interpolation, ...
+        preprocess: of images, where it differs from the model's: mean, std, interpolation, ...
         normalize: features of OpenCLIP's towers have length 1, so that their product is the cosine, as
             `model.encode_image(image, normalize=True)` gives them.
 
@@ -95,14 +95,14 @@ def _timm_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any]) 
 def _input_size(model: Any, known: tuple[int, ...]) -> tuple[int, ...]:
     """Return [channels, h, w] that a model takes, which may be built for others than its configuration has."""
     embed = getattr(model, "patch_embed", None)
-    own = getattr(embed, "img_size", None) if getattr(embed, "strict_img_size", False) else None
+    built = getattr(embed, "img_size", None) if getattr(embed, "strict_img_size", False) else None
     meets = _first(model)
-    return (meets.shape[1] if meets.ndim == 4 else known[0], *(own or known[1:]))
+    return (meets.shape[1] if meets.ndim == 4 else known[0], *(built or known[1:]))
 
 
 def _first(module: nn.Module) -> Tensor:
     """Return the weight that meets the pixels, [D, channels, p, p]: mixed precision has others in another dtype."""
-    return next((own for own in module.parameters() if own.ndim == 4), next(module.parameters()))
+    return next((weight for weight in module.parameters() if weight.ndim == 4), next(module.parameters()))
 
 
 def _clip_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any], normalize: bool) -> dict[str, Graph]:
@@ -161,7 +161,7 @@ def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:
     """Return a copy that shares some of a model's parts and drops the rest: a graph carries all of its module's."""
     alone = copy.copy(model)
     alone._modules = {name: part for name, part in model._modules.items() if kept(name)}
-    alone._parameters = {name: own for name, own in model._parameters.items() if kept(name)}
+    alone._parameters = {name: parameter for name, parameter in model._parameters.items() if kept(name)}
     return alone
 
 
@@ -203,8 +203,8 @@ def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, G
 class Prefill(nn.Module):
     """A language model's prompts: tokens [B, N] -> logits [B, N, vocab], keys and values for `Decode`.
 
-    Prompts of unequal length are padded at the right with any token: nothing of a prompt attends to what comes after
-    it. A row's first new token is chosen from the logits at its own last token.
+    Prompts of unequal length are padded at the right with any token: no token attends to what comes after
+    it. A row's first new token is chosen from the logits at the row's last token.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -223,7 +223,7 @@ class Prefill(nn.Module):
 class Decode(nn.Module):
     """A language model's step: a token of each row, with the room of past keys and values in and out.
 
-    Each row writes at its own position and attends to the room up to there. What lies behind (zeros, or a prompt's
+    Each row writes at its position and attends to the room up to there. What lies behind (zeros, or a prompt's
     padding) is not seen, but must be finite. Positions must be below the room's size and the model's max_length: a
     graph cannot say so.
     """

@@ -19,7 +19,7 @@ NEEDED = ("onnx", "onnxscript")
 def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = None) -> None:
     """Write a graph of `graphs(model)` as an ONNX model, which is checked, with what belongs to it as its metadata.
 
-    Weights of more than 2 GB lie beside it, in FILE.data: protobuf holds no more.
+    Weights of more than 2 GB lie next to it, in FILE.data: protobuf holds no more.
 
     Args:
         graph: what is written.

@@ -26,7 +26,7 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
 
     Args:
         graph: of `graphs(model)`.
-        backend: of our operation: "auto" keeps torch's own scaled_dot_product_attention, of which a device takes its
+        backend: of our operation: "auto" keeps torch's scaled_dot_product_attention, of which a device takes its
             fastest kernel.
 
     Raises:
@@ -34,11 +34,11 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
     """
     names = {name for axes in graph.axes.values() for name in axes.values()}
     dims = {name: Dim(name, min=1, max=graph.limits.get(name)) for name in names}
-    shapes = tuple({axis: dims[name] for axis, name in graph.axes[own].items()} for own in graph.inputs)
+    shapes = tuple({axis: dims[name] for axis, name in graph.axes[key].items()} for key in graph.inputs)
     with evaluating(graph.module), attention_backend(backend):
         try:
             return torch.export.export(graph.module, tuple(graph.inputs.values()), dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # of any kind: it runs the model's own Python
+        except Exception as error:  # of any kind: it runs the model's Python
             raise ValueError(
                 f"{type(graph.module).__name__} cannot be exported: {str(error).strip().splitlines()[0]}"
             ) from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from diffvision.analysis.capture import check_attention
 from diffvision.analysis.maps import image_trunk
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.inspection import inputs
 from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
@@ -71,7 +71,7 @@ def inspect(
     folder = Path(output)
     check_output(folder)
     _check_counts(pictures, texts)
-    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=found_device(device))
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
     shown = _shown(models, pictures, texts, masks, answers)
     inspect_models(models, *shown, folder)
 

@@ -18,6 +18,8 @@ from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import evaluate, run
 from diffvision.opening import open_model
+from diffvision.training.clip import ContrastiveModule
+from tiny_runs import plain_checkpoint
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -89,6 +91,20 @@ def test_all_tasks_of_all_folders(data, checkpoint, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "DiffCLIP-debug" in printed
     assert "image_retrieval_recall@10" in printed
+
+
+def test_a_run_s_checkpoint_alone_is_recorded_as_the_weights_of_its_name(data, tmp_path):
+    module = ContrastiveModule("DiffCLIP-debug", preprocess={"mean": [0.3, 0.3, 0.3]})
+    content = plain_checkpoint(module.state_dict(), 1)
+    module.on_save_checkpoint(content)
+    path = str(tmp_path / "last.ckpt")
+    torch.save(content, path)
+    settings = {"data": str(data / "zero_shot"), "num_workers": 0, "device": "cpu"}
+    named = run("DiffCLIP-debug", checkpoint=path, output=str(tmp_path / "named.json"), **settings)
+    assert run(path, output=str(tmp_path / "alone.json"), **settings) == named
+    assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "named.json").read_bytes()
+    (record,) = json.loads((tmp_path / "alone.json").read_text())
+    assert (record["model"], record["pretrained"]) == ("DiffCLIP-debug", path)
 
 
 def _torchrun_rank(rank, port, settings, results):

@@ -159,6 +159,16 @@ def test_language_models(checkpoint, tmp_path):
     assert max(numbers["effective_rank/map 1"]) <= tokens
 
 
+def test_models_of_one_name_are_told_apart(checkpoint):
+    plain, diff = str(checkpoint / "plain"), str(checkpoint / "diff")
+    labelled = open_models(f"a={plain}", versus=f"b={diff}", tokenizer=None, device="cpu")
+    assert [one.name for one in labelled] == ["a", "b"]
+    same = open_models(f"a={plain}", versus=f"a={diff}", tokenizer=None, device="cpu")
+    assert [one.name for one in same] == ["a A", "a B"]
+    named = open_models("diff-debug", diff, tokenizer=None, device="cpu")
+    assert [(one.name, one.weights) for one in named] == [("diff-debug", diff)]
+
+
 def test_a_language_model_that_was_exported(checkpoint, tmp_path):
     pytest.importorskip("transformers")
     export(str(checkpoint / "diff"), str(tmp_path / "theirs"))

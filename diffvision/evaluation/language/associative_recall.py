@@ -51,9 +51,9 @@ def associative_recall(
             hits = repeated_bigrams(tokens)
             if frequent is not None:
                 hits &= ~torch.isin(_codes(tokens), frequent)
-            for kind, own in enumerate((hits & scored, ~hits & scored)):
-                totals[kind] += losses[own].double().sum()
-                counts[kind] += own.sum()
+            for kind, mask in enumerate((hits & scored, ~hits & scored)):
+                totals[kind] += losses[mask].double().sum()
+                counts[kind] += mask.sum()
     means = (totals / counts).tolist()
     return {
         "nll/ar_hit": means[0],
@@ -78,8 +78,8 @@ def frequent_bigrams(documents: Iterable[Tensor], more_than: int = 1250) -> Tens
     """
     counts: Counter[int] = Counter()
     for document in documents:
-        found, often = _codes(document[None])[0].unique(return_counts=True)
-        counts.update(dict(zip(found.tolist(), often.tolist(), strict=True)))
+        codes, often = _codes(document[None])[0].unique(return_counts=True)
+        counts.update(dict(zip(codes.tolist(), often.tolist(), strict=True)))
     return torch.tensor(sorted(code for code, count in counts.items() if count > more_than), dtype=torch.int64)
 
 

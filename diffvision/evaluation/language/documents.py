@@ -109,15 +109,15 @@ def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str)
             if strange := [value for value, kinds in zip(values, fields.values(), strict=True)
                            if not isinstance(value, kinds)]:  # fmt: skip
                 raise TypeError(f"{strange[0]!r} is no text")
-            found = tuple(map(str, values))
-            for text in found:
+            texts = tuple(map(str, values))
+            for text in texts:
                 check_text(text)
         except BadText as error:
             raise ValueError(f"line {number} of {path}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             wanted = ", ".join(f'"{name}": ...' for name in fields)
             raise ValueError(f"line {number} of {path} {problem}: write {{{wanted}}} on each line ({error})") from error
-        yield found
+        yield texts
 
 
 def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:

@@ -118,7 +118,8 @@ def many_shot(
     drawn = [draw_demonstrations(task, max(shots), seed) for task in tasks]
     prompts = {
         count: [
-            encode_prompts(task, own[:count], tokenizer, max_length) for task, own in zip(tasks, drawn, strict=True)
+            encode_prompts(task, examples[:count], tokenizer, max_length)
+            for task, examples in zip(tasks, drawn, strict=True)
         ]
         for count in shots
     }
@@ -126,8 +127,8 @@ def many_shot(
         f"accuracy/{count}": _mean(
             [
                 right
-                for task, own in zip(tasks, prompts[count], strict=True)
-                for right in answers_right(model, task, own, tokenizer, batch_size)
+                for task, rows in zip(tasks, prompts[count], strict=True)
+                for right in answers_right(model, task, rows, tokenizer, batch_size)
             ]
         )
         for count in progress(list(shots), "many-shot")
@@ -164,15 +165,15 @@ def order_robustness(
     for arrangement, arrange in ARRANGEMENTS.items():
         accuracies: list[list[float]] = [[] for _ in tasks]
         for number in progress(range(permutations), f"{arrangement} orders"):
-            for place, (task, own) in enumerate(zip(tasks, drawn, strict=True)):
-                order = arrange(own, random.Random(f"order {seed} {number}"))
+            for index, (task, examples) in enumerate(zip(tasks, drawn, strict=True)):
+                order = arrange(examples, random.Random(f"order {seed} {number}"))
                 prompts = encode_prompts(task, order, tokenizer, max_length)
-                accuracies[place].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
+                accuracies[index].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
         metrics |= {
-            f"{arrangement}/spread": _mean([max(own) - min(own) for own in accuracies]),
-            f"{arrangement}/mean": _mean([_mean(own) for own in accuracies]),
-            f"{arrangement}/best": _mean([max(own) for own in accuracies]),
-            f"{arrangement}/worst": _mean([min(own) for own in accuracies]),
+            f"{arrangement}/spread": _mean([max(values) - min(values) for values in accuracies]),
+            f"{arrangement}/mean": _mean([_mean(values) for values in accuracies]),
+            f"{arrangement}/best": _mean([max(values) for values in accuracies]),
+            f"{arrangement}/worst": _mean([min(values) for values in accuracies]),
         }
     return metrics
 
@@ -187,8 +188,8 @@ def alternating(examples: Sequence[Example], draw: random.Random) -> list[Exampl
     classes: dict[str, list[Example]] = defaultdict(list)
     for example in shuffled(examples, draw):
         classes[example.label].append(example)
-    rounds = max(len(own) for own in classes.values())
-    return [own[turn] for turn in range(rounds) for own in classes.values() if turn < len(own)]
+    rounds = max(len(members) for members in classes.values())
+    return [members[turn] for turn in range(rounds) for members in classes.values() if turn < len(members)]
 
 
 ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Example]]] = {
@@ -238,13 +239,13 @@ def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
     """
     before = task.template.partition(" {label}")[0].rpartition("}")[2]  # such as "\nLabel:"
     prefix = tokenizer.encode(before)
-    found = []
+    rows = []
     for label in task.labels:
         tokens = tokenizer.encode(f"{before} {label}\n")
         if tokens[: len(prefix)] != prefix:
             raise ValueError(f"the tokenizer makes one token of {before!r} and a part of the label {label!r}")
-        found.append(tokens[len(prefix) :])
-    return found
+        rows.append(tokens[len(prefix) :])
+    return rows
 
 
 def _examples(path: Path) -> list[Example]:

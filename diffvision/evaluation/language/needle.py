@@ -51,7 +51,7 @@ def needle_samples(
 
     Raises:
         ValueError: the length is too short for the needles; unknown form; a tokenizer whose tokens span the border
-            between a word and the next, so that an answer has no tokens of its own.
+            between a word and the next, so that an answer has no separate tokens.
     """
     form = as_form(form)
     start = start_tokens(tokenizer)
@@ -131,20 +131,20 @@ def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSamp
     """Return the sample in tokens: a text's position is the number of tokens of what comes before it."""
     ids = tokenizer.encode(text.text)
 
-    def place(character: int) -> int:
+    def position(character: int) -> int:
         before = tokenizer.encode(text.text[:character])
         if ids[: len(before)] != before:
             raise ValueError(
                 f"the tokenizer makes one token of the text around {text.text[character - 8 : character + 8]!r}: a "
-                "needle's words and numbers must have tokens of their own; take a tokenizer that splits text into words"
+                "needle's words and numbers must be separate tokens; take a tokenizer that splits text into words"
             )
         return len(start) + len(before)
 
-    def span(places: tuple[int, int]) -> tuple[int, int]:
-        return place(places[0]), place(places[1])
+    def span(positions: tuple[int, int]) -> tuple[int, int]:
+        return position(positions[0]), position(positions[1])
 
     answers = tuple(span(answer) for answer in text.answers)
-    return NeedleSample([*start, *ids], span(text.needle), place(text.question), answers)
+    return NeedleSample([*start, *ids], span(text.needle), position(text.question), answers)
 
 
 def _mean(values: Sequence[float]) -> float:

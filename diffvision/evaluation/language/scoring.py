@@ -75,8 +75,8 @@ def padded_batches(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[t
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        own = [torch.as_tensor(rows[number], dtype=torch.int64) for number in numbers]
-        yield numbers, nn.utils.rnn.pad_sequence(own, batch_first=True), torch.tensor([len(row) for row in own])
+        batch = [torch.as_tensor(rows[number], dtype=torch.int64) for number in numbers]
+        yield numbers, nn.utils.rnn.pad_sequence(batch, batch_first=True), torch.tensor([len(row) for row in batch])
 
 
 def greedy_matches(
@@ -94,8 +94,8 @@ def greedy_matches(
     matches: list[list[bool]] = [[] for _ in rows]
     with evaluating(model):
         for numbers, tokens, _ in padded_batches(rows, batch_size):
-            asked = [[place for start, stop in spans[n] for place in range(start, stop)] for n in numbers]
-            positions = nn.utils.rnn.pad_sequence([torch.tensor(own) - 1 for own in asked], batch_first=True)
+            asked = [[position for start, stop in spans[n] for position in range(start, stop)] for n in numbers]
+            positions = nn.utils.rnn.pad_sequence([torch.tensor(wanted) - 1 for wanted in asked], batch_first=True)
             best = logits_at(model, tokens, positions.clamp(min=0)).argmax(dim=-1).cpu()
             right = best == tokens.gather(1, positions + 1)
             for row, number in enumerate(numbers):
@@ -129,7 +129,7 @@ def constrained_choices(
             )
     written: list[list[int]] = [[] for _ in prompts]
     left = [list(range(len(choices))) for _ in prompts]
-    while pending := [number for number, own in enumerate(left) if len(own) > 1]:
+    while pending := [number for number, choices_left in enumerate(left) if len(choices_left) > 1]:
         allowed = {n: sorted({choices[c][len(written[n])] for c in left[n]}) for n in pending}
         unsure = [n for n in pending if len(allowed[n]) > 1]
         picked = {n: allowed[n][0] for n in pending if len(allowed[n]) == 1}
@@ -137,7 +137,7 @@ def constrained_choices(
         for n, token in picked.items():
             left[n] = [c for c in left[n] if choices[c][len(written[n])] == token]
             written[n].append(token)
-    return [own[0] for own in left]
+    return [choices_left[0] for choices_left in left]
 
 
 def _likeliest(
@@ -149,6 +149,6 @@ def _likeliest(
         for numbers, tokens, lengths in padded_batches([rows[key] for key in keys], batch_size):
             logits = logits_at(model, tokens, lengths[:, None] - 1)[:, 0].cpu()
             for row, number in enumerate(numbers):
-                own = allowed[keys[number]]
-                picked[keys[number]] = own[int(logits[row, own].argmax())]
+                candidates = allowed[keys[number]]
+                picked[keys[number]] = candidates[int(logits[row, candidates].argmax())]
     return picked

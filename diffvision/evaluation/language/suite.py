@@ -35,7 +35,7 @@ from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
 from diffvision.opening import Model, labelled, open_language_model
 
-PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # that tokenizers are told apart by
+PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers
 LENGTHS = (512, 1024, 2048, 4096)
 
 
@@ -141,7 +141,7 @@ def _needle(work: Work) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for pair in work.options.needles:
         needles, queries = needle_pair(pair)
-        found = needle(
+        accuracy = needle(
             work.model.module,
             work.model.tokenizer,
             lengths=work.lengths,
@@ -154,7 +154,7 @@ def _needle(work: Work) -> dict[str, float]:
             batch_size=work.options.batch_size,
             progress=work.progress,
         )
-        metrics |= {f"{pair}/{metric}": value for metric, value in found.items()}
+        metrics |= {f"{pair}/{metric}": value for metric, value in accuracy.items()}
     return metrics
 
 
@@ -206,8 +206,8 @@ def _outliers(work: Work) -> dict[str, float]:
 def _quantization(work: Work) -> dict[str, float]:
     def needle_accuracy(model: Any) -> float:
         options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
-        found = _needle(dataclasses.replace(work, options=options, progress=unseen))
-        return _mean([value for key, value in found.items() if key.endswith("/accuracy")])
+        metrics = _needle(dataclasses.replace(work, options=options, progress=unseen))
+        return _mean([value for key, value in metrics.items() if key.endswith("/accuracy")])
 
     return quantization(
         work.model.module,
@@ -286,12 +286,12 @@ def run(
             token shards of the model's tokenizer.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png.
-        cache: folder that each finished task's metrics are kept in: an evaluation that was ended goes on with the next.
+        cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: likewise, what many_shot asks.
         device: auto, cpu, cuda, cuda:1, ...
-        options: the evaluations' own settings.
+        options: the evaluations' settings.
     """
     names = list(dict.fromkeys(listed(tasks)))
     check(names, has_documents=data is not None)
@@ -396,11 +396,11 @@ def _reading(options: LanguageOptions) -> Reading:
 def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:
     """Return the task's metrics of each model that has any."""
     prefix = f"{task}/"
-    found = {
+    by_model = {
         name: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
         for name, metrics in results.items()
     }
-    return {name: metrics for name, metrics in found.items() if metrics}
+    return {name: metrics for name, metrics in by_model.items() if metrics}
 
 
 def _show(results: figures.Results) -> None:
@@ -411,7 +411,7 @@ def _show(results: figures.Results) -> None:
     table = Table("metric", *results)
     shown = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     for key in (key for key in shown if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))):
-        table.add_row(key, *(f"{own[key]:.4g}" if key in own else "" for own in results.values()))
+        table.add_row(key, *(f"{metrics[key]:.4g}" if key in metrics else "" for metrics in results.values()))
     Console().print(table)
 
 

@@ -69,13 +69,15 @@ def convert(
     if to not in LAYOUTS:
         raise ValueError(f"to is {to!r}: choose one of {', '.join(LAYOUTS)}")
     check_free(target)
-    found = recognise(source)
-    if (found.layout, to) not in CONVERSIONS:
-        possible = [other for one, other in CONVERSIONS if one == found.layout]
-        raise ValueError(f"{source} is {found.layout}, {LAYOUTS[found.layout]}: it can become {', '.join(possible)}")
+    weights = recognise(source)
+    if (weights.layout, to) not in CONVERSIONS:
+        possible = [other for one, other in CONVERSIONS if one == weights.layout]
+        raise ValueError(
+            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
+        )
     with written_whole(target) as made:
-        CONVERSIONS[found.layout, to](found, made, Options(tower, lambda_init))
-    print(f"{source} is {found.layout} ({LAYOUTS[found.layout]}): wrote {target}, {LAYOUTS[to]}")
+        CONVERSIONS[weights.layout, to](weights, made, Options(tower, lambda_init))
+    print(f"{source} is {weights.layout} ({LAYOUTS[weights.layout]}): wrote {target}, {LAYOUTS[to]}")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -83,11 +85,11 @@ def convert(
 
 def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
     """Write a .safetensors file with its metadata, or a .pt of the state_dict alone."""
-    own = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
+    copies = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
-        save_file(own, path, metadata=about)
+        save_file(copies, path, metadata=about)
     elif path.suffix in (".pt", ".pth"):
-        torch.save(own, path)
+        torch.save(copies, path)
     else:
         raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
 
@@ -119,7 +121,7 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
         check(about, model, str(source.path / WEIGHTS), config)
     if target.suffix == ".safetensors":
         _save(weights, target)
-    else:  # as its own code reads them
+    else:  # as DiffCLIP's code reads them
         torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, target)
 
 
@@ -196,7 +198,7 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = told_end(file, vocabulary)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    values["split_special_tokens"] = True  # text is only text, as in our own tokenizers
+    values["split_special_tokens"] = True  # text is only text, as in our tokenizers
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

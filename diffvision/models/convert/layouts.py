@@ -49,7 +49,8 @@ def recognise(source: str | Path) -> Weights:
     """Recognise the layout of a file or folder by the names of its weights or its configuration.
 
     Raises:
-        FileNotFoundError: nothing there. ValueError: no layout that is known; it says what the names look like.
+        FileNotFoundError: no such file or folder.
+        ValueError: no layout that is known; it says what the names look like.
     """
     path = Path(source)
     if path.is_dir():
@@ -64,7 +65,7 @@ def recognise(source: str | Path) -> Weights:
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
-        near = next((told for end, told in _NEAR if any(name.endswith(end) for name in names)), "")
+        near = next((hint for end, hint in _NEAR if any(name.endswith(end) for name in names)), "")
         raise ValueError(
             f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of no layout that is known: none has the "
             f"names of DiffCLIP, of timm's or unilm's differential attention, or of ours{near}"

@@ -39,7 +39,7 @@ class State(dict[str, Tensor]):
 
     def layers(self, prefix: str) -> int:
         """Return how many layers are numbered after a prefix, 0 first and none missing."""
-        numbers = {int(found[1]) for name in self if (found := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
+        numbers = {int(match[1]) for name in self if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
         if numbers != set(range(len(numbers))):
             gaps = sorted(set(range(max(numbers))) - numbers)
             raise ValueError(f"{self.what} lacks the layers {gaps} of {prefix}: take the whole state_dict")
@@ -49,7 +49,7 @@ class State(dict[str, Tensor]):
 def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Return what a state_dict lacks, has too much, or has in another shape than expected; empty if nothing."""
     missing = [f"{name} is missing" for name in expected if name not in state]
-    extra = [f"{name} has no place" for name in state if name not in expected]
+    extra = [f"{name} is unknown" for name in state if name not in expected]
     return [
         *missing,
         *extra,
@@ -86,7 +86,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt, .bin or .safetensors)")
     content = _content(path)
-    # Lightning's own attribute stands before the names of what a training run of ours saved.
+    # A training run of ours saves names with the attribute of its LightningModule before them.
     prefixes = (
         (*PREFIXES, "model.") if isinstance(content, dict) and "pytorch-lightning_version" in content else PREFIXES
     )
@@ -119,8 +119,8 @@ def read_about(path: str | Path) -> dict[str, Any]:
 
 def _bare(name: str, prefixes: tuple[str, ...]) -> str:
     """Return a name without prefixes, in whatever order one wrapper was put around another."""
-    while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
-        name = name.removeprefix(found)
+    while known := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
+        name = name.removeprefix(known)
     return name
 
 

@@ -32,7 +32,7 @@ def recognised(names: Mapping[str, Tensor]) -> str | None:
     """Return the layout whose attention these names are of, at the top or anywhere within a model."""
     for layout, mark in _MARKS.items():
         theirs = NAMES[layout]["proj"]
-        attentions = [name[: -len(found[0])] + found[1] for name in names if (found := re.search(mark, name))]
+        attentions = [name[: -len(match[0])] + match[1] for name in names if (match := re.search(mark, name))]
         if attentions and all(f"{prefix}{theirs}.weight" in names for prefix in attentions):
             return layout
     return None
@@ -51,7 +51,7 @@ def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     """
     foreign = [name for name in state if re.search(r"(q_norm|k_norm)\.weight$|(q|k|v)_proj\.bias$", name)]
     if foreign:
-        raise ValueError(f"{layout} has no place for {', '.join(foreign[:3])}: its projections have no bias or norm")
+        raise ValueError(f"{layout} has no {', '.join(foreign[:3])}: its projections have no bias or norm")
     mark = "head_norm.weight" if layout == "unilm-v1" else "lambda_proj.weight"
     if not any(name.endswith(mark) for name in state):
         raise ValueError(f"the state_dict has no {mark}: it is not of the variant that {layout} holds")
