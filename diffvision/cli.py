@@ -130,14 +130,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
-    # Sources and destinations are given by their place; whatever else must be given has its name before it.
-    places = argv[0] in ("data", "export", "push", "convert", "adapt")
 
     def called() -> Any:
-        with limited_imports(_as_they_stand(command, _switched(command, argv[words:]))) as args:
-            return auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=places, parser_class=Parser)
+        given = _models_first(name, command, argv[words:])
+        with limited_imports(_as_they_stand(command, _switched(command, given))) as args:
+            return auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=True, parser_class=Parser)
 
     return _reported(called)
+
+
+def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return the arguments with several models in a row as one list; raise a ValueError for a model after `--model`."""
+    first = next(iter(inspect.signature(command).parameters), "")
+    if first in ("model", "models"):
+        if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
+            raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
+        count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
+        if first == "models" and count > 1:
+            return [json.dumps(args[:count]), *args[count:]]
+    return args
 
 
 def _switched(command: Callable[..., Any], args: list[str]) -> list[str]:

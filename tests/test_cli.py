@@ -51,36 +51,39 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     ("command", "status", "line"),
     [
         (
-            "evaluate --model CLIP-debug --data photos --checkpoint FILE",
+            "evaluate CLIP-debug --data photos --checkpoint FILE",
             1,
             "FILE is damaged or no checkpoint (6 bytes), or holds",
         ),
         (
-            "evaluate-language --checkpoint FILE --tasks needle",
+            "evaluate-language FILE --tasks needle",
             1,
             "FILE is damaged or no checkpoint (6 bytes), or holds",
         ),
-        ("generate --checkpoint FILE --prompt hi", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
+        ("generate FILE --prompt hi", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
         ("export FILE new", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
         ("convert FILE new --to openclip", 1, "FILE is damaged or no checkpoint (6 bytes), or holds"),
         (
-            "inspect --model CLIP-debug --image nope.jpg --output new",
+            "inspect CLIP-debug --image nope.jpg --output new",
             1,
             "no image file 'nope.jpg': give a JPEG, PNG or",
         ),
         ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),
+        ("evaluate --model CLIP-debug --data .", 1, "give the model first, without --model: diffvision evaluate MODEL"),
+        ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),
+        ("evaluate --data .", 2, "the following arguments are required: model; see diffvision evaluate --help"),
         ("models --filter nope*", 1, "no model of ours is called as 'nope*' says: give a pattern"),
         (
-            "evaluate --model CLIP-debug --data . --precision fp8",
+            "evaluate CLIP-debug --data . --precision fp8",
             2,
             "precision is 'fp8': it takes fp32, bf16, fp16; see ",
         ),
         (
-            "evaluate --model CLIP-debug",
+            "evaluate CLIP-debug",
             2,
             "the following arguments are required: data; see diffvision evaluate --help",
         ),
-        ("generate --prompt hi --checkpoint FILE --top_k many", 2, "top_k is 'many': it takes int, null; see "),
+        ("generate FILE --prompt hi --top_k many", 2, "top_k is 'many': it takes int, null; see "),
         ("fit --config nope.yaml", 2, "config: File does not exist: "),
         ("fit CLIP --model.loss siglap", 2, "model.loss is 'siglap': it takes clip, siglip; see diffvision fit --help"),
         ("fit CLIP --model.optimizer.lr fast", 2, "model.optimizer.lr is 'fast': it takes float; see diffvision fit"),
@@ -159,6 +162,19 @@ def test_a_switch_needs_no_value(monkeypatch):
     for words in (["--language"], ["--language", "--seeds", "2"], ["--language", "false"], ["--language=true"], []):
         assert cli.main(["demo", *words]) == 0
     assert seen == [("x", 1, True), ("x", 2, True), ("x", 1, False), ("x", 1, True), ("x", 1, False)]
+
+
+def test_several_models_stand_in_a_row(monkeypatch):
+    taken = []
+
+    def command(models: "str | list[str]", *, tasks: str) -> None:
+        taken.append((models, tasks))
+
+    monkeypatch.setitem(cli.COMMANDS, "inspect", ("diffvision.inspection", "inspect", ""))
+    monkeypatch.setattr("diffvision.inspection.inspect", command)
+    for words in (["a=runs/a.ckpt", "b", "--tasks", "needle"], ["a,b", "--tasks=needle"]):
+        assert cli.main(["inspect", *words]) == 0
+    assert taken == [(["a=runs/a.ckpt", "b"], "needle"), ("a,b", "needle")]
 
 
 @pytest.mark.parametrize(

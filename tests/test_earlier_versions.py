@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 
-import diffvision  # noqa: F401  (registers the models)
+import diffvision
 from diffvision.cli import main
 from diffvision.models import language
 
@@ -96,3 +96,16 @@ def test_the_line_of_code_in_a_transformers_folder_still_runs(expected, inputs):
     )
     model = transformers.AutoModelForCausalLM.from_pretrained("exported/transformers", trust_remote_code=True).eval()
     torch.testing.assert_close(model(inputs[1]).logits[0, -1, :4], torch.tensor(expected["transformers"]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_checkpoint_and_folder_says_what_it_is(expected):
+    hosts = {"clip": "open_clip", "vision": "timm", "text": "language"}
+    for task, host in hosts.items():
+        for path in Path("runs", task, "checkpoints").glob("*.ckpt"):
+            model = diffvision.open_model(path)
+            assert (model.host, model.run) == (host, Path("runs", task).absolute())
+    for folder, host in {"openclip": "open_clip", "timm": "timm", "language": "language"}.items():
+        assert diffvision.open_model(f"exported/{folder}").host == host
+    pytest.importorskip("transformers")
+    assert diffvision.open_model("exported/transformers").host == "language"

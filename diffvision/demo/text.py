@@ -19,11 +19,12 @@ from diffvision.analysis.figures import language as panels
 from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
-from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
+from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
 from diffvision.evaluation.output import write_bytes
 from diffvision.models.language.generation import generate
+from diffvision.opening import Model
 
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
@@ -52,8 +53,7 @@ ROWS = {
 
 
 def text(directory: Path, seeds: int) -> None:
-    """Trains a Transformer, V1 and V2 on Python's own library mixed with needles, evaluates them, prints a table and a
-    sample of each, and writes language.html.
+    """Train a Transformer, V1 and V2 on text mixed with needles, evaluate them, print a table and write language.html.
 
     Args:
         directory: for the data, the runs and the report.
@@ -77,13 +77,13 @@ def text(directory: Path, seeds: int) -> None:
 
 
 def _data(directory: Path, console: Console) -> Tokenizer:
-    """The text, made where it is not there yet, and its tokenizer."""
+    """Return the tokenizer of the text, and make both if they do not exist yet."""
     sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
-        for name, place in sources.items():
-            if not any(place.rglob("manifest.json")):
-                make(name, str(place))
+        for name, folder in sources.items():
+            if not any(folder.rglob("manifest.json")):
+                make(name, str(folder))
         tokenizer([str(sources["stdlib"] / "train"), str(sources["recall"])], str(file), vocab_size=4096)
     return load_tokenizer(file)
 
@@ -103,10 +103,10 @@ def _train_and_evaluate(
         f"--trainer.val_check_interval={STEPS // 4}",
         "--trainer.limit_val_batches=4",
     )
-    own = trained.module.model
-    work = Work(Subject(MODELS[model], own, words, own.config.max_length), OPTIONS, documents, num_bytes)
-    metrics = evaluate_language(work, ["perplexity", "needle", "outliers"])
-    return trained.run(model, seed, "tokens", metrics, _sample(own, words))
+    module = trained.module.model
+    made = Model(MODELS[model], "language", module, tokenizer=words, max_length=module.config.max_length)
+    metrics = evaluate_language(Work(made, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+    return trained.run(model, seed, "tokens", metrics, _sample(module, words))
 
 
 def _sample(model: Any, words: Tokenizer) -> str:
@@ -124,12 +124,12 @@ def _sample(model: Any, words: Tokenizer) -> str:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """What the demo prints."""
+    """Return what the demo prints."""
     return comparison(runs, MODELS, ROWS, title="Python's library, unseen files; needles among words", unit="tokens")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report, one HTML file with its pictures inside."""
+    """Return the report, one HTML file with its pictures inside."""
     first = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
     losses = {
         title: {name: [run.curves[key] for run in of_model(runs, model)] for model, name in MODELS.items()}

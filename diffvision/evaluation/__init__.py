@@ -9,7 +9,7 @@ __all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """`FeatureExtractor`, which needs scikit-learn, when it is asked for: evaluations during training do not."""
+    """Return `FeatureExtractor`, imported when it is asked for: evaluations during training do without scikit-learn."""
     if name != "FeatureExtractor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from diffvision.evaluation.extractor import FeatureExtractor

@@ -1,4 +1,4 @@
-"""Features of images or texts as a step of a scikit-learn pipeline, for people who want nothing else."""
+"""Features of images or texts as a step of a scikit-learn pipeline. Evaluations are in `suite.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 
 from diffvision.data.images.decode import decode_image, to_rgb
 from diffvision.data.shards.sample import BadSample
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features, Precision
-from diffvision.evaluation.loading import Loaded, load
 from diffvision.models.files import FOLDER
+from diffvision.opening import Model, open_image_model
 
 
 class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -28,9 +28,10 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
     when it is first needed, and shared by all extractors of a process that ask for the same one.
 
     Args:
-        model: name of a timm or OpenCLIP model, ours or any other, or a folder as local-dir:PATH.
-        checkpoint: as `diffvision evaluate` takes it: a file of weights or a tag of pretrained ones; with None the
-            weights are those of the folder, or random ones.
+        model: as `diffvision.open_model` takes it: a name of timm's or OpenCLIP's, ours or any other, a folder, or a
+            .ckpt of a training run.
+        checkpoint: of a name: a file of weights or a tag of pretrained ones; without it, the weights of a name are
+            random ones.
         tower: "image", or "text" (OpenCLIP) for strings.
         normalize: make every feature one long, as the cosines of CLIP want them.
         batch_size: images or texts that are computed together.
@@ -64,12 +65,12 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> FeatureExtractor:
-        """Checks the arguments and loads the model; X and y are not looked at."""
+        """Check the arguments and load the model; X and y are not looked at."""
         self._features()
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """Features float32 [N, width].
+        """Return features float32 [N, width].
 
         Args:
             X: N images, as a list of PIL images, paths of files (JPEG, PNG, WebP) and arrays, or as one array
@@ -80,14 +81,14 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         """
         features = self._features()
         samples = _samples(X)
-        found = []
+        batches = []
         for start in range(0, len(samples), self.batch_size):
             batch = samples[start : start + self.batch_size]
             if self.tower == "text":
-                found.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
+                batches.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
             else:
-                found.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
-        rows = torch.cat(found)
+                batches.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
+        rows = torch.cat(batches)
         return (torch.nn.functional.normalize(rows, dim=-1) if self.normalize else rows).numpy()
 
     @property
@@ -104,18 +105,18 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give a whole number")
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}: give a number of at least 1")
-        loaded = _loaded(
+        opened = _opened(
             self.model,
             self.checkpoint,
-            found_device(self.device),
+            resolve_device(self.device),
             self.random_state,
             _stamp(self.model, self.checkpoint),
         )
-        if self.tower == "text" and loaded.tokenizer is None:
+        if self.tower == "text" and opened.tokenizer is None:
             raise ValueError(
                 f"{self.model!r} is an image model of timm's, without a text tower: give an OpenCLIP model"
             )
-        return Features(loaded.model, loaded.transform, loaded.tokenizer, precision=self.precision)
+        return Features(opened.module, opened.transform, opened.tokenizer, precision=self.precision)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -126,21 +127,24 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Loaded:
+def _opened(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return load(model, checkpoint, device=device)
+        return open_image_model(model, checkpoint, device=device)
 
 
 def _stamp(model: str, checkpoint: str | Path | None) -> Any:
-    """What changes when the weights' files do."""
-    given = [Path(str(place)) for place in (model.removeprefix(FOLDER), checkpoint) if place is not None]
+    """Return what changes when the files of the weights do."""
+    given = [Path(str(path)) for path in (str(model).removeprefix(FOLDER), checkpoint) if path is not None]
     files = [file for path in given for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(files))
 
 
 def _samples(X: Any) -> list[Any]:
-    """As a list, of at least one; a single image or string is refused, whose rows or letters would each be taken."""
+    """Return X as a list of at least one.
+
+    A single image or string is refused, whose rows or letters would each be taken.
+    """
     if isinstance(X, str | bytes | Path | Image.Image | Mapping) or not isinstance(X, Iterable):
         raise ValueError(f"X is a {type(X).__name__}: give a list of images or strings, of one if there is but one")
     samples = list(X)
@@ -156,7 +160,7 @@ def _text(given: Any, number: int) -> str:
 
 
 def _image(given: Any, number: int) -> Image.Image:
-    """An image in any of the forms that `transform` takes, as RGB."""
+    """Return an image in any of the forms that `transform` takes, as RGB."""
     try:
         if isinstance(given, Image.Image):
             return to_rgb(given)
@@ -168,7 +172,7 @@ def _image(given: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray) -> np.ndarray:
-    """uint8 [h, w] or [h, w, 3]."""
+    """Return an array as uint8 [h, w] or [h, w, 3]."""
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3) or not array.size:
         raise ValueError(f"an array of shape {array.shape}; give [h, w] or [h, w, 3], not flattened, channels last")
     if array.dtype == np.uint8:

@@ -18,11 +18,11 @@ from diffvision.evaluation.distributed import process_group, rank_and_world
 from diffvision.evaluation.features import Features, Precision
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
-from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar, check_folder, listed, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
+from diffvision.opening import Model, open_image_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,7 @@ def evaluate(
     progress: Callable[[Any, str], Iterable] | None = None,
     cache: Cache | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
+    """Return metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
 
     Where torch.distributed is in use all ranks must call this together: each reads a share of the images, and all
     return the same metrics.
@@ -86,7 +86,7 @@ def evaluate(
         device: where the model is; by default that of its parameters.
         precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
         progress: wraps an iterable in a progress bar, given also its description.
-        cache: of features, from which an evaluation that was ended goes on.
+        cache: of features, from which an evaluation that was ended resumes.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -117,7 +117,7 @@ def evaluate(
 
 
 def expand(tasks: Iterable[str]) -> list[str]:
-    """The evaluations that the names stand for, each once. ValueError on an unknown name."""
+    """Return the evaluations that the names stand for, each once; raise a ValueError for an unknown name."""
     names: list[str] = []
     for task in tasks:
         if task not in EVALUATIONS and task not in GROUPS:
@@ -127,8 +127,8 @@ def expand(tasks: Iterable[str]) -> list[str]:
 
 
 def run(
-    *,
     model: str,
+    *,
     data: str | list[str],
     checkpoint: str | None = None,
     tasks: str | list[str] | None = None,
@@ -141,28 +141,28 @@ def run(
     preprocess: dict[str, Any] | None = None,
     options: Options = Options(),  # noqa: B008  frozen
 ) -> dict[str, float]:
-    """Evaluates a model by name on folders, prints a table and writes records as CLIP_benchmark does.
+    """Evaluate a model on folders, print a table and write records as CLIP_benchmark does.
 
     Under torchrun the images are shared among the processes.
 
     Args:
-        model: an OpenCLIP model's name or local-dir:PATH, or for classification and the probes a timm model's name;
-            ours or any other.
+        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or any other
+            (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
-        checkpoint: file of weights (OpenCLIP's, timm's, or a training run's), or a tag of pretrained weights.
-        tasks: zero_shot, retrieval, composition, classification (by the model's own classifier), linear_probe, few_shot
+        checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
+        tasks: zero_shot, retrieval, composition, classification (by the model's classifier), linear_probe, few_shot
             (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that it fits.
             By default the first three.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
-        cache: folder that features are kept in as they are worked out (at most 20 GB): an evaluation that was ended
-            goes on from there, and one of the same model and images finds them.
+        cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
+            resumes from there, and one of the same model and images finds them.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...
         precision: fp32, bf16 or fp16.
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
-        options: the evaluations' own settings.
+        options: the evaluations' settings.
     """
     if output is not None:
         check_output(output)
@@ -173,14 +173,14 @@ def run(
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
     with process_group(device) as device:
-        loaded = load(model, checkpoint, preprocess=preprocess, device=device)
+        opened = open_image_model(model, checkpoint, preprocess=preprocess, device=device)
         for folder, names in planned:
             metrics |= evaluate(
-                loaded.model,
+                opened.module,
                 folder,
                 names,
-                transform=loaded.transform,
-                tokenizer=loaded.tokenizer,
+                transform=opened.transform,
+                tokenizer=opened.tokenizer,
                 batch_size=batch_size,
                 num_workers=num_workers,
                 device=device,
@@ -190,25 +190,29 @@ def run(
                 cache=kept,
             )
         if rank_and_world()[0] == 0:
-            _tell(metrics, model, checkpoint, output)
+            _report(metrics, opened, model, checkpoint, output)
             if kept is not None:
                 print(kept)
     return metrics
 
 
-def _tell(metrics: dict[str, float], model: str, checkpoint: str | None, output: str | None) -> None:
+def _report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
+    """Print the table, and write the records. A file of weights is recorded as the checkpoint of its model's name."""
     from rich.console import Console
 
-    weights = checkpoint or ("its own weights" if ":" in model else "untrained weights")
-    Console().print(table(metrics, f"{model}, {weights}"))
+    model, weights = spec, checkpoint or ""
+    if checkpoint is None and opened.weights == spec and Path(spec).is_file():
+        model, weights = opened.name, spec
+    shown = weights or ("untrained weights" if opened.weights is None else "the model's weights")
+    Console().print(table(metrics, f"{model}, {shown}"))
     if output is not None:
-        write_records(records(metrics, model=model, pretrained=checkpoint or ""), output)
+        write_records(records(metrics, model=model, pretrained=weights), output)
 
 
 def plan(
     folders: Sequence[EvaluationFolder], tasks: Sequence[str] | None, options: Options
 ) -> list[tuple[EvaluationFolder, list[str]]]:
-    """Which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
+    """Return which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
 
     Raises:
         ValueError: no folder; a task that fits none; a missing split; two folders of one kind and one name.
@@ -243,7 +247,7 @@ def plan(
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
-    """One record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
+    """Return one record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
     tasks: dict[tuple[str, str], dict[str, float | None]] = {}
     for key, value in metrics.items():
         task, dataset, metric = key.split("/", 2)
@@ -262,7 +266,7 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
 
 
 def check_output(output: str | Path) -> None:
-    """Before any work: ValueError where `write_records` could not write."""
+    """Raise a ValueError, before any work, where `write_records` could not write."""
     output = Path(output)
     if output.suffix != ".json":
         check_folder(output)
@@ -273,8 +277,7 @@ def check_output(output: str | Path) -> None:
 
 
 def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
-    """Writes records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole or not
-    at all."""
+    """Write records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole."""
     output = Path(output)
     if output.suffix == ".json":
         write_json(output, rows)
@@ -288,7 +291,7 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
-    """The metrics as a table for the terminal, a row a metric."""
+    """Return the metrics as a table for the terminal, a row a metric."""
     from rich.table import Table
 
     rows = Table(title=title or None, title_justify="left")

@@ -1,4 +1,8 @@
-"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run."""
+"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run.
+
+huggingface_hub's ModelCard is not used: it fills a Jinja template and validates by asking the Hub, while a card here is
+written offline from what is known of the model and its run.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.export.citations import bibtex
 from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
-from diffvision.export.source import Source
 from diffvision.nn import AttentionLayer
+from diffvision.opening import Model
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
@@ -53,56 +57,56 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=20)[0]))""",
 }
 
 
-def write_card(folder: Path, source: Source, license: str | None = None) -> None:
-    """Writes README.md, and loss.png and lambda.png where a run tells them, into a model's folder.
+def write_card(folder: Path, model: Model, license: str | None = None) -> None:
+    """Write README.md, and loss.png and lambda.png where a run has the curves, into a model's folder.
 
     Args:
         license: of the weights, as the Hub names it; left out if None, for nobody else can say it.
     """
-    history = History() if source.run is None else read_history(source.run, source.path)
+    history = History() if model.run is None else read_history(model.run, Path(model.weights or ""))
     pictures = draw(history)
     for name, content in pictures.items():
         (folder / name).write_bytes(content)
-    (folder / "README.md").write_text(model_card(source, history, license, pictures), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(model, history, license, pictures), encoding="utf-8")
 
 
 def model_card(
-    source: Source, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
+    model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
 ) -> str:
-    """The text of README.md: what is known of a model, and nothing else.
+    """Return the text of README.md: what is known of a model, and nothing else.
 
     Args:
         history: of its run; without one the card says what the model itself tells.
         license: as `write_card`.
-        pictures: as `draw` gives them, which lie beside the card.
+        pictures: as `draw` gives them, which lie next to the card.
     """
     history = history or History()
-    towers = attention_layers(source.model)
-    head: dict[str, Any] = {"library_name": LIBRARY[source.host], "pipeline_tag": TASK[source.host]}
+    towers = attention_layers(model.module)
+    head: dict[str, Any] = {"library_name": LIBRARY[model.host], "pipeline_tag": TASK[model.host]}
     head["tags"] = ["diffvision", *(["differential-attention"] if variants(towers) - {"standard"} else [])]
     if license is not None:
         head["license"] = license
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {text(source.name)}",
-        describe(source, towers),
-        _load(source, towers),
+        f"# {text(model.name)}",
+        describe(model, towers),
+        _load(model, towers),
         *_results(history, pictures),
-        *_lambda(source.model, pictures),
+        *_lambda(model.module, pictures),
         *_data(history),
         *_training(history),
-        _versions(source),
-        *_citations(source, towers),
+        _versions(model),
+        *_citations(model, towers),
     ]
     return "\n\n".join(sections) + "\n"
 
 
 def draw(history: History) -> dict[str, bytes]:
-    """Pictures of a run as PNG, by file name: loss.png and lambda.png, each where there are curves of two points."""
+    """Return pictures of a run as PNG: loss.png and lambda.png, each where there are curves of two points."""
     curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
-    told = ("val/loss", "/acc1", "retrieval_recall@1")
-    measured = [name for name in curves if name.endswith(told) and len(curves[name].steps) > 2]
+    shown = ("val/loss", "/acc1", "retrieval_recall@1")
+    measured = [name for name in curves if name.endswith(shown) and len(curves[name].steps) > 2]
     panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
     pictures = {"loss.png": png(run_curves(panels))} if panels else {}
     return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
@@ -111,12 +115,12 @@ def draw(history: History) -> dict[str, bytes]:
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
-def _load(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> str:
+def _load(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     needs = "This folder is all that it takes."
-    code = LOAD[source.host]
+    code = LOAD[model.host]
     if towers:
         needs = (
-            f"{LIBRARY[source.host]} knows the architecture after the import of the package diffvision, which fetches "
+            f"{LIBRARY[model.host]} knows the architecture after the import of the package diffvision, which fetches "
             "nothing and runs no code of this repository."
         )
     else:
@@ -167,15 +171,15 @@ def _data(history: History) -> Iterator[str]:
     train = history.setting("data", "init_args", "train")
     if train is None:
         return
-    told = [f"Trained on {code(train)}."]
+    sentences = [f"Trained on {code(train)}."]
     if account := history.account():
         counts = ", ".join(f"{count:,} {what}" for what, count in account.items())
-        told.append(f"Samples, summed over the epochs: {counts}.")
+        sentences.append(f"Samples, summed over the epochs: {counts}.")
     for name in ("evaluations", "evaluation"):
         if given := history.setting("data", "init_args", name):
             folders = [given] if isinstance(given, str) else given
-            told.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
-    yield "## Data\n\n" + " ".join(told)
+            sentences.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
+    yield "## Data\n\n" + " ".join(sentences)
 
 
 def _training(history: History) -> Iterator[str]:
@@ -202,18 +206,18 @@ def _training(history: History) -> Iterator[str]:
 
 
 def _listed(settings: Any) -> str | None:
-    """Settings in a line, those that are not set left out."""
+    """Return settings in a line, those that are not set left out."""
     if not isinstance(settings, dict):
         return None
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
 
 
-def _versions(source: Source) -> str:
-    packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[source.host]
-    told = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
-    return f"## Versions\n\nWritten with {', '.join(told)}, Python {platform.python_version()}."
+def _versions(model: Model) -> str:
+    packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[model.host]
+    versions = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
+    return f"## Versions\n\nWritten with {', '.join(versions)}, Python {platform.python_version()}."
 
 
-def _citations(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:
-    if entries := bibtex(variants(towers), source.name, source.host):
+def _citations(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:
+    if entries := bibtex(variants(towers), model.name, model.host):
         yield f"## Sources\n\n```bibtex\n{entries}\n```"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from safetensors.torch import save_file
@@ -15,13 +16,12 @@ from torch import nn
 
 from diffvision.data.images.folders import find_folders, lines_of
 from diffvision.export.card import write_card
-from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
+from diffvision.export.finite import refuse_not_finite
+from diffvision.export.options import Options
 from diffvision.models.architecture import metadata
 from diffvision.models.convert import layouts
 from diffvision.models.files import check_free, written_whole
-
-if TYPE_CHECKING:
-    from diffvision.export.command import Options
+from diffvision.opening import Model
 
 OPEN_CLIP = (layouts.CONFIG, layouts.WEIGHTS)
 TIMM = ("config.json", "model.safetensors")
@@ -37,7 +37,7 @@ def save_folder(
     card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
+    """Write a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
 
     Args:
         model: whose weights are written in their own dtype.
@@ -67,33 +67,41 @@ def save_folder(
             (made / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_open_clip(source: Source, destination: Path, options: Options) -> None:
-    """The format "openclip"."""
-    save_folder(
-        source.model, destination, config=source.config, preprocess=source.preprocess, tokenizer=source.tokenizer
-    )
-    write_card(destination, source, options.license)
+def write_open_clip(model: Model, destination: Path, options: Options) -> None:
+    """Write the format "openclip"."""
+    save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, tokenizer=model.tokenizer)
+    write_card(destination, model, options.license)
 
 
-def write_timm(source: Source, destination: Path, options: Options) -> None:
-    """The format "timm"."""
-    save_folder(source.model, destination, config=source.config, preprocess=source.preprocess, more=_labels(source))
-    write_card(destination, source, options.license)
+def write_timm(model: Model, destination: Path, options: Options) -> None:
+    """Write the format "timm"."""
+    save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, more=_labels(model))
+    write_card(destination, model, options.license)
 
 
-def write_hugging_face(source: Source, destination: Path, options: Options) -> None:
-    """The format "huggingface", of a language model."""
+def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
+    """Write the format "huggingface", of a language model."""
     write = hugging_face_classes().write
-    write(source.model, str(source.path), str(destination), options.tokenizer, eos=options.eos)
-    write_card(destination, source, options.license)
+    write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
+    write_card(destination, model, options.license)
 
 
-def _labels(source: Source) -> dict[str, Any]:
-    """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
-    if source.run is None:
+def hugging_face_classes() -> Any:
+    """Return `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is missing."""
+    try:
+        return importlib.import_module("diffvision.models.language.transformers")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("diffvision"):
+            raise
+        raise ValueError(f"huggingface needs {error.name}: pip install 'diffvision[hf]'") from None
+
+
+def _labels(model: Model) -> dict[str, Any]:
+    """Return timm's label_names: of the data that the run evaluated on, if it still exists and has as many."""
+    if model.run is None:
         return {}
     try:
-        config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((model.run / "config.yaml").read_text(encoding="utf-8"))
         folder = config["data"]["init_args"]["evaluation"]
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
         return {}
@@ -101,14 +109,14 @@ def _labels(source: Source) -> dict[str, Any]:
     if not names:
         with suppress(ValueError):  # shards, or nothing any more
             names = [name for evaluated in find_folders(str(folder)) for name in evaluated.classnames]
-    return {"label_names": names} if len(names) == source.config["num_classes"] else {}
+    return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 
 
 def _save_open_clip(
     model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any, more: dict
 ) -> None:
-    own: Any = model
-    values = {"model_cfg": config, "preprocess_cfg": {**own.visual.preprocess_cfg, **preprocess}, **more}
+    clip: Any = model
+    values = {"model_cfg": config, "preprocess_cfg": {**clip.visual.preprocess_cfg, **preprocess}, **more}
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))
@@ -116,17 +124,17 @@ def _save_open_clip(
 
 
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
-    own: Any = model
-    if not any(own.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
-        own.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
-    cfg = {key: value for key, value in own.pretrained_cfg.items() if key not in _SOURCES and value is not None}
+    classifier: Any = model
+    if not any(classifier.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
+        classifier.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
+    cfg = {key: value for key, value in classifier.pretrained_cfg.items() if key not in _SOURCES and value is not None}
     architecture = config.pop("architecture", cfg.pop("architecture", None))
     args = {key: value for key, value in config.items() if not key.endswith(("drop_rate", "drop_path_rate"))}
-    classes = own.num_classes
+    classes = classifier.num_classes
     values = {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": own.num_features,
+        "num_features": classifier.num_features,
         "model_args": {**args, "num_classes": classes},
         "pretrained_cfg": {**cfg, **preprocess, "num_classes": classes, "custom_load": False},
         **more,

@@ -4,6 +4,5 @@ Maps, numbers and figures for other uses are in `diffvision.analysis`.
 """
 
 from diffvision.inspection.command import inspect, inspect_models
-from diffvision.inspection.subjects import Subject
 
-__all__ = ["Subject", "inspect", "inspect_models"]
+__all__ = ["inspect", "inspect_models"]

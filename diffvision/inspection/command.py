@@ -5,32 +5,40 @@ Nothing is measured or drawn here; see `measurements` and `page`.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diffvision.evaluation.distributed import found_device
+from diffvision.analysis.capture import check_attention
+from diffvision.analysis.maps import image_trunk
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.inspection import inputs
 from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
-from diffvision.inspection.subjects import Subject, check_model, subjects_of
 from diffvision.inspection.summary import as_json
+from diffvision.opening import Model, labelled, open_model
 
 MOST = 8  # pictures, and captions or texts
+KIND = {
+    "open_clip": "an image-text model",
+    "timm": "an image model",
+    "language": "a language model",
+    "transformers": "a language model",
+}
 
 
 def inspect(
+    model: str,
     *,
     output: str,
-    model: str | None = None,
     checkpoint: str | None = None,
     image: str | list[str] | None = None,
     text: str | list[str] | None = None,
     versus: str | None = None,
-    versus_checkpoint: str | None = None,
     mask: str | list[str] | None = None,
     answer: str | list[str] | None = None,
     tokenizer: str | None = None,
@@ -38,22 +46,21 @@ def inspect(
 ) -> None:
     """Look inside a model, or two side by side: attention maps, what answers a caption, and numbers by layer.
 
-    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json. A language model is given by
-    --checkpoint alone.
+    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json.
 
     Args:
+        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or with
+            differential attention of timm's (`diffvision.open_model` has the whole grammar); LABEL= before it names it
+            on the page.
         output: folder for it: new, empty, or one of an earlier inspection, which is replaced.
-        model: an OpenCLIP model's name or local-dir:PATH, or a timm model's name, ours or with attention of timm's that
-            is differential.
-        checkpoint: file of weights of the model; without a model, a language model as `evaluate-language` takes it.
+        checkpoint: of a name, where no other model is given: a file of weights or a tag of pretrained ones.
         image: files (one, or a list in brackets); by default digits that are drawn here.
         text: captions of an image-text model, shown on every image, or texts of a language model (one, or a list in
             brackets); by default those of the drawn images, or a number among words.
-        versus: a second model of the same kind; the same one, if only its checkpoint is given.
-        versus_checkpoint: file of its weights.
+        versus: a second model of the same kind.
         mask: files of the images' sizes, white where the object is, for the share of attention outside of it.
         answer: of each text of a language model, its words that answer it, for the share of attention on others.
-        tokenizer: of a language model, where none lies with the checkpoint.
+        tokenizer: of a language model, where none lies next to the weights.
         device: auto, cpu, cuda, cuda:1, ...
 
     Raises:
@@ -64,21 +71,21 @@ def inspect(
     folder = Path(output)
     check_output(folder)
     _check_counts(pictures, texts)
-    subjects = subjects_of(model, checkpoint, versus, versus_checkpoint, tokenizer, found_device(device))
-    shown = _shown(subjects, pictures, texts, masks, answers)
-    inspect_models(subjects, *shown, folder)
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
+    shown = _shown(models, pictures, texts, masks, answers)
+    inspect_models(models, *shown, folder)
 
 
 def inspect_models(
-    subjects: Sequence[Subject],
+    models: Sequence[Model],
     pictures: Sequence[inputs.Picture],
     passages: Sequence[inputs.Passage],
     output: str | Path,
 ) -> None:
-    """Look inside models that are loaded already, such as adapted ones, as `inspect` does.
+    """Look inside models that are open already, such as adapted ones, as `inspect` does.
 
     Args:
-        subjects: one or two of one kind, with different names.
+        models: one or two of one kind, with different names.
         pictures: for models of images; each with its captions, or with all passages where it has none.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
@@ -88,39 +95,94 @@ def inspect_models(
     """
     folder = Path(output)
     check_output(folder)
-    for subject in subjects:
-        check_model(subject)
+    for model in models:
+        check_model(model)
     transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
-                              if one.transform} for one in subjects}  # fmt: skip
+                              if one.transform} for one in models}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
     with _progress() as watch:
         measurements = {
-            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in subjects
+            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in models
         }
         drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
-    title = " and ".join(one.name for one in subjects)
+    title = " and ".join(one.name for one in models)
     files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(subjects), drawn).encode()
+    files["index.html"] = page(f"Inside of {title}", _about(models), drawn).encode()
     write(folder, files, as_json(measurements))
     print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
 
 def _measurements(
-    subject: Subject,
+    model: Model,
     pictures: Sequence[inputs.Picture],
     passages: Mapping[str, inputs.Passage],
     transformed: Mapping[str, inputs.TransformedPicture],
     watch: Callable[[str], None],
 ) -> Iterator[Measurement]:
     def layer() -> None:
-        watch(subject.name)
+        watch(model.name)
 
     for picture in pictures:
-        captions = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
-        yield measure_image(subject.model, transformed[picture.name], picture.name, captions, layer)
+        captions = [passages[name] for name in picture.captions or passages] if model.tokenizer is not None else []
+        yield measure_image(model.module, transformed[picture.name], picture.name, captions, layer)
     for passage in passages.values():
-        measure = measure_text if subject.transform is None else measure_caption
-        yield measure(subject.model, passage, layer)
+        measure = measure_text if model.transform is None else measure_caption
+        yield measure(model.module, passage, layer)
+
+
+# ---- the models ----------------------------------------------------------------------------------------------------
+
+
+def open_models(
+    model: str, checkpoint: str | None = None, versus: str | None = None, *, tokenizer: str | None, device: str
+) -> list[Model]:
+    """Open one model, or two of one kind with different names, that have attention to look at.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`.
+        ValueError: a checkpoint with two models; models of two kinds, or twice the same; no attention that can be seen.
+    """
+    if versus is not None and checkpoint is not None:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and two models are given: name each by its file")
+    if versus == model:
+        raise ValueError(f"versus is the model itself, {model}: give another, or another checkpoint")
+    models = [_open(spec, checkpoint, tokenizer, device) for spec in (model, versus) if spec is not None]
+    if len({one.name for one in models}) < len(models):
+        models = [
+            dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
+        ]
+    if len({KIND[one.host] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KIND[one.host]}" for one in models)
+        raise ValueError(f"{kinds}: models of one kind are compared")
+    for one in models:
+        check_model(one)
+    return models
+
+
+def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str) -> Model:
+    label, rest = labelled(spec)
+    opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
+    if opened.is_language:
+        if opened.weights is None:
+            raise ValueError(
+                f"{spec} would have new weights: give --checkpoint, or a .ckpt file or folder in its place"
+            )
+        if opened.tokenizer is None:
+            raise ValueError(f"{spec} came without a tokenizer, which reads the text: give --tokenizer")
+        # A folder that `diffvision export` wrote is read by transformers; our layers are in it.
+        unwrap = getattr(opened.module, "to_diffvision", None)
+        return dataclasses.replace(opened, name=label, module=opened.module if unwrap is None else unwrap())
+    return dataclasses.replace(opened, name=label if rest != spec else opened.name.rpartition("/")[2])
+
+
+def check_model(model: Model) -> None:
+    """Raise a ValueError, before any work, if there is no attention in a model to look at."""
+    try:
+        check_attention(model.module)
+    except ValueError as error:
+        raise ValueError(f"{model.name}: {error}") from None
+    if model.transform is not None:
+        image_trunk(model.module)
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------
@@ -139,19 +201,21 @@ def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def _shown(
-    subjects: Sequence[Subject], images: list[str], texts: list[str], masks: list[str], answers: list[str]
+    models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
 ) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
-    first = subjects[0]
+    first = models[0]
     if first.transform is None:
         if images or masks:
             raise ValueError(f"images are given, and {first.name} is a language model: give texts")
         if answers and not texts:
             raise ValueError("answers are given without texts: give --text")
         if not texts:
-            return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in subjects)
-        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in subjects)
+            return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in models)
+        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
-        raise ValueError(f"answers are given, and {first.name} is {first.kind}: they are for language models' texts")
+        raise ValueError(
+            f"answers are given, and {first.name} is {KIND[first.host]}: they are for language models' texts"
+        )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
     if masks and not images:
@@ -162,7 +226,7 @@ def _shown(
     texts = texts or ([] if images else [caption for picture in pictures for caption in picture.captions])
     if images or texts != [caption for picture in pictures for caption in picture.captions]:
         pictures = [inputs.Picture(one.name, one.image, one.region) for one in pictures]
-    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in subjects)
+    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in models)
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
@@ -177,9 +241,10 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 # ---- what is written -----------------------------------------------------------------------------------------------
 
 
-def _about(subjects: Sequence[Subject]) -> list[str]:
+def _about(models: Sequence[Model]) -> list[str]:
     lines = [
-        f"{one.name}: {one.kind}, {sum(p.numel() for p in one.model.parameters()):,} parameters" for one in subjects
+        f"{one.name}: {KIND[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        for one in models
     ]
     return [
         *lines,

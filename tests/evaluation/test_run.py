@@ -15,9 +15,11 @@ from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.distributed import process_group
-from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import evaluate, run
+from diffvision.opening import open_model
+from diffvision.training.clip import ContrastiveModule
+from tiny_runs import plain_checkpoint
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -91,6 +93,20 @@ def test_all_tasks_of_all_folders(data, checkpoint, tmp_path, capsys):
     assert "image_retrieval_recall@10" in printed
 
 
+def test_a_run_s_checkpoint_alone_is_recorded_as_the_weights_of_its_name(data, tmp_path):
+    module = ContrastiveModule("DiffCLIP-debug", preprocess={"mean": [0.3, 0.3, 0.3]})
+    content = plain_checkpoint(module.state_dict(), 1)
+    module.on_save_checkpoint(content)
+    path = str(tmp_path / "last.ckpt")
+    torch.save(content, path)
+    settings = {"data": str(data / "zero_shot"), "num_workers": 0, "device": "cpu"}
+    named = run("DiffCLIP-debug", checkpoint=path, output=str(tmp_path / "named.json"), **settings)
+    assert run(path, output=str(tmp_path / "alone.json"), **settings) == named
+    assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "named.json").read_bytes()
+    (record,) = json.loads((tmp_path / "alone.json").read_text())
+    assert (record["model"], record["pretrained"]) == ("DiffCLIP-debug", path)
+
+
 def _torchrun_rank(rank, port, settings, results):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -162,13 +178,13 @@ def test_an_unknown_device_is_named(device):
 
 def test_two_numbers_of_a_mean_are_refused():
     with pytest.raises(ValueError, match=r"preprocess.mean is \[0.5, 0.5\]: give three"):
-        load("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
+        open_model("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
-    torch.save(load("CLIP-debug").model.state_dict(), tmp_path / "clip.pt")
+    torch.save(open_model("CLIP-debug").module.state_dict(), tmp_path / "clip.pt")
     with pytest.raises(ValueError, match=r"clip.pt does not fit the model DiffCLIP-debug"):
-        load("DiffCLIP-debug", tmp_path / "clip.pt")
+        open_model("DiffCLIP-debug", tmp_path / "clip.pt")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(ValueError, match="damaged or no checkpoint"):
-        load("DiffCLIP-debug", tmp_path / "text.pt")
+        open_model("DiffCLIP-debug", tmp_path / "text.pt")

@@ -30,7 +30,7 @@ from diffvision.models.convert.layouts import (
     LAYOUTS,
     WEIGHTS,
     Layout,
-    Source,
+    Weights,
     recognise,
     weight_files,
 )
@@ -43,7 +43,7 @@ from diffvision.nn import depth_lambda_init
 
 @dataclass(frozen=True)
 class Options:
-    """What a layout does not say of itself."""
+    """Settings that a layout does not hold itself."""
 
     tower: str | None = None
     lambda_init: float | str = 0.8
@@ -52,7 +52,7 @@ class Options:
 def convert(
     source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
 ) -> None:
-    """Writes weights of one layout as another, and says what they were. A failure leaves nothing behind.
+    """Write weights of one layout as another, and say what they were. A failure leaves nothing behind.
 
     Args:
         source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours).
@@ -69,33 +69,35 @@ def convert(
     if to not in LAYOUTS:
         raise ValueError(f"to is {to!r}: choose one of {', '.join(LAYOUTS)}")
     check_free(target)
-    found = recognise(source)
-    if (found.layout, to) not in CONVERSIONS:
-        possible = [other for one, other in CONVERSIONS if one == found.layout]
-        raise ValueError(f"{source} is {found.layout}, {LAYOUTS[found.layout]}: it can become {', '.join(possible)}")
+    weights = recognise(source)
+    if (weights.layout, to) not in CONVERSIONS:
+        possible = [other for one, other in CONVERSIONS if one == weights.layout]
+        raise ValueError(
+            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
+        )
     with written_whole(target) as made:
-        CONVERSIONS[found.layout, to](found, made, Options(tower, lambda_init))
-    print(f"{source} is {found.layout} ({LAYOUTS[found.layout]}): wrote {target}, {LAYOUTS[to]}")
+        CONVERSIONS[weights.layout, to](weights, made, Options(tower, lambda_init))
+    print(f"{source} is {weights.layout} ({LAYOUTS[weights.layout]}): wrote {target}, {LAYOUTS[to]}")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
 def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """A .safetensors file with its metadata, or a .pt of the state_dict alone."""
-    own = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
+    """Write a .safetensors file with its metadata, or a .pt of the state_dict alone."""
+    copies = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
-        save_file(own, path, metadata=about)
+        save_file(copies, path, metadata=about)
     elif path.suffix in (".pt", ".pth"):
-        torch.save(own, path)
+        torch.save(copies, path)
     else:
         raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
 
 
-def _to_openclip(source: Source, target: Path, options: Options) -> None:
+def _to_openclip(source: Weights, target: Path, options: Options) -> None:
     if options.tower is not None and not is_model(options.tower):
         raise ValueError(f"tower is {options.tower!r}, which timm does not know: register it before, or name another")
-    config, state = diffclip.from_diffclip(source.weights, tower=options.tower, lambda_init=options.lambda_init)
+    config, state = diffclip.from_diffclip(source.state, tower=options.tower, lambda_init=options.lambda_init)
     model = _check_diffclip(config, state, f"{source.path} looks like diffclip, and", options.lambda_init)
     target.mkdir()
     values = {"model_cfg": config, "preprocess_cfg": diffclip.PREPROCESS}
@@ -103,8 +105,8 @@ def _to_openclip(source: Source, target: Path, options: Options) -> None:
     _save(state, target / WEIGHTS, metadata(model, config))
 
 
-def _to_diffclip(source: Source, target: Path, options: Options) -> None:
-    weights = diffclip.to_diffclip(source.weights)
+def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
+    weights = diffclip.to_diffclip(source.state)
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} is an OpenCLIP model without V1 attention in both towers, which DiffCLIP has")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
@@ -114,19 +116,19 @@ def _to_diffclip(source: Source, target: Path, options: Options) -> None:
             f"{source.path} cannot be had as diffclip, whose code would compute something else: {few(other)}"
         )
     depth = "lambda_init=depth" in config["text_cfg"]["block_type"]
-    model = _check_diffclip(config, source.weights, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
+    model = _check_diffclip(config, source.state, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
     if about := recorded(source.path / WEIGHTS):
         check(about, model, str(source.path / WEIGHTS), config)
     if target.suffix == ".safetensors":
         _save(weights, target)
-    else:  # as its own code reads them
+    else:  # as DiffCLIP's code reads them
         torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, target)
 
 
 def _check_diffclip(
     config: Mapping[str, Any], state: Mapping[str, Tensor], what: str, lambda_init: float | str
 ) -> nn.Module:
-    """The model of these weights, without memory; ValueError if they are not a DiffCLIP's."""
+    """Return the model of these weights, without memory; raise a ValueError if they are not a DiffCLIP's."""
     with torch.device("meta"):
         model = open_clip.CLIP(**config)
     check_fits(state, model.state_dict(), what)
@@ -134,17 +136,16 @@ def _check_diffclip(
     return model
 
 
-def _mapped(source: Source, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
+def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
     if source.layout == "diffvision":
         _refuse_other_lambda(source.path)
-    made = by(source.weights)
-    check_layers(source.weights if source.layout == "diffvision" else made, str(source.path))
+    made = by(source.state)
+    check_layers(source.state if source.layout == "diffvision" else made, str(source.path))
     _save(made, target)
 
 
 def _refuse_other_lambda(path: Path) -> None:
-    """ValueError if a file says that its layers have another lambda_init than the depth's, which the other layouts'
-    code has: it is in no weight."""
+    """Raise a ValueError if a file records another lambda_init than the depth's, which the other layouts' code has."""
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
@@ -156,7 +157,7 @@ def _refuse_other_lambda(path: Path) -> None:
             )
 
 
-def _to_language(source: Source, target: Path, options: Options) -> None:
+def _to_language(source: Weights, target: Path, options: Options) -> None:
     theirs = {name: value for file in weight_files(source.path) for name, value in read_state(file).items()}
     values = read_json(source.path / "config.json")
     try:
@@ -177,7 +178,7 @@ def _to_language(source: Source, target: Path, options: Options) -> None:
     language.save(model, target, tokenizer if tokenizer.is_file() else None)
 
 
-def _to_hugging_face(source: Source, target: Path, options: Options) -> None:
+def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
     model = language.load(source.path)
     int8.refuse(model.state_dict(), str(source.path))
     values, state = hugging_face.to_hugging_face(model.config, model.state_dict())
@@ -192,19 +193,19 @@ def _to_hugging_face(source: Source, target: Path, options: Options) -> None:
 
 
 def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int]:
-    """The tokenizer as transformers loads it, with the token that ends a document; what config.json says of that."""
+    """Write the tokenizer as transformers loads it, with its end token; return what config.json says of that."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = end_token(file, vocabulary)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    values["split_special_tokens"] = True  # text is only text, as in our own tokenizers
+    values["split_special_tokens"] = True  # text is only text, as in our tokenizers
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return {} if end not in vocabulary else {"eos_token_id": vocabulary[end], "pad_token_id": vocabulary[end]}
 
 
-CONVERSIONS: dict[tuple[str, str], Callable[[Source, Path, Options], None]] = {
+CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {
     ("diffclip", "openclip"): _to_openclip,
     ("openclip", "diffclip"): _to_diffclip,
     ("timm", "diffvision"): partial(_mapped, by=timm.from_timm),

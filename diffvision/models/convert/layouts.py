@@ -37,19 +37,20 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Source:
+class Weights:
     """Weights of a known layout. A folder's are read when they are converted."""
 
     path: Path
     layout: str
-    weights: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
 
 
-def recognise(source: str | Path) -> Source:
-    """Which layout a file or folder is of, by the names of its weights or its configuration.
+def recognise(source: str | Path) -> Weights:
+    """Recognise the layout of a file or folder by the names of its weights or its configuration.
 
     Raises:
-        FileNotFoundError: nothing there. ValueError: no layout that is known; it says what the names look like.
+        FileNotFoundError: no such file or folder.
+        ValueError: no layout that is known; it says what the names look like.
     """
     path = Path(source)
     if path.is_dir():
@@ -57,23 +58,23 @@ def recognise(source: str | Path) -> Source:
     if path.suffix == ".ckpt" and path.is_file():
         try:
             language.load(path, "meta")
-            return Source(path, "language", {})
+            return Weights(path, "language", {})
         except ValueError:
             pass  # of another kind of training, whose weights tell
     weights = read_state(path)
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
-        near = next((told for end, told in _NEAR if any(name.endswith(end) for name in names)), "")
+        near = next((hint for end, hint in _NEAR if any(name.endswith(end) for name in names)), "")
         raise ValueError(
             f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of no layout that is known: none has the "
             f"names of DiffCLIP, of timm's or unilm's differential attention, or of ours{near}"
         )
-    return Source(path, layout, weights)
+    return Weights(path, layout, weights)
 
 
 def recognised(weights: Mapping[str, Tensor]) -> str | None:
-    """The layout that these names are of, if it is known."""
+    """Return the layout that these names are of, if it is known."""
     if diffclip.is_diffclip(weights):
         return "diffclip"
     if timm.recognised(weights):
@@ -87,8 +88,9 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that transformers would read: model.safetensors, else those that its index names. Others
-    lie beside them in published folders: an adapter, the same weights in their authors' layout, older shards.
+    """Return the files of a folder that transformers would read: model.safetensors, else those that its index names.
+
+    Published folders hold others too: an adapter, the same weights in their authors' layout, older shards.
 
     Raises:
         ValueError: neither, or an index that is damaged. FileNotFoundError: shards that are not there.
@@ -109,19 +111,19 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _folder(path: Path) -> Source:
+def _folder(path: Path) -> Weights:
     if (path / CONFIG).is_file():
         file = path / WEIGHTS
         if not file.is_file():
             raise FileNotFoundError(f"{path} has a {CONFIG} and no {WEIGHTS}: save the model with its weights")
-        return Source(path, "openclip", read_state(file))
+        return Weights(path, "openclip", read_state(file))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is a folder without {CONFIG} and without config.json: name a folder of a model")
     values = read_json(path / "config.json")
     if values.get("diffvision") == "language":
-        return Source(path, "language", {})
+        return Weights(path, "language", {})
     if values.get("model_type") in hugging_face.MODEL_TYPES.values():
-        return Source(path, "huggingface", {})
+        return Weights(path, "huggingface", {})
     known = ", ".join(hugging_face.MODEL_TYPES.values())
     raise ValueError(
         f"{path} is of model_type {values.get('model_type')!r}, of no layout that is known: transformers' {known}, and "

@@ -1,4 +1,7 @@
-"""What is evaluated and on what: models, tokenizers and documents from where they are kept."""
+"""Documents that language models are evaluated on: read from files, folders and shards, and cut into rows of tokens.
+
+Models and their tokenizers come from `diffvision.opening`.
+"""
 
 from __future__ import annotations
 
@@ -9,66 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import COMPRESSED, PLAIN
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
-from diffvision.data.text.tokenizers import BadText, check_text, load_tokenizer
+from diffvision.data.text.tokenizers import BadText, check_text
 from diffvision.data.text.tokens import TokenShards, are_tokens
-from diffvision.evaluation.language.hugging_face import load_hugging_face
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.models import language
-
-HUGGING_FACE = "hf:"
-_LENGTHS = ("max_length", "max_position_embeddings", "n_positions", "max_seq_len")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model in evaluation mode and what belongs to it."""
-
-    name: str
-    model: nn.Module
-    tokenizer: Any | None  # encode, decode, vocab_size, eos_id; None where none came with the model
-    max_length: int | None  # tokens that it can read; None where it does not say
-
-
-def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch.device | str = "cpu") -> Subject:
-    """The model of a checkpoint.
-
-    Args:
-        checkpoint: a folder or .ckpt file of ours, or `hf:PATH` for a Hugging Face causal language model; `NAME=`
-            before it names the model in tables and pictures (by default the path's last part).
-        tokenizer: a file or name as `data.text.tokenizers.load_tokenizer` takes, where none came with the model
-            or another is wanted. Ours have one where `language.find_tokenizer` finds it.
-        device: where to.
-
-    Raises:
-        FileNotFoundError, ValueError: as the loaders; a tokenizer with more tokens than the model.
-    """
-    name, path = _named(checkpoint)
-    own: Any = None
-    model: nn.Module
-    if path.startswith(HUGGING_FACE):
-        model, own = load_hugging_face(path.removeprefix(HUGGING_FACE))
-    else:
-        model = language.load(path)
-        beside = None if tokenizer is not None else language.find_tokenizer(path)
-        own = None if beside is None else load_tokenizer(beside)
-    own = load_tokenizer(tokenizer) if tokenizer is not None else own
-    config: Any = model.config
-    if own is not None and own.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {own.vocab_size} tokens and the model of {path} {config.vocab_size}: give the "
-            "tokenizer that it was trained with"
-        )
-    # transformers keeps generation's max_length in configurations of old: only ours means the context by it
-    names = _LENGTHS if isinstance(model, language.LanguageModel) else _LENGTHS[1:]
-    length = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return Subject(name, model.to(device).eval(), own, length)
 
 
 @dataclass(frozen=True)
@@ -88,14 +41,14 @@ class Reading:
 
     @property
     def json_field(self) -> str:
-        """Of a line of a .jsonl file."""
+        """The field of a line of a .jsonl file."""
         return self.text_key.partition(":")[2] or "text"
 
 
 def read_documents(
     sources: Sequence[str | Path], tokenizer: Any, reading: Reading | None = None
 ) -> Iterator[str | list[int]]:
-    """Documents as `read_texts`, and of token shards (as `diffvision data tokenize` writes) each document's tokens.
+    """Yield documents as `read_texts` does, and of token shards (of `diffvision data tokenize`) each document's tokens.
 
     Raises:
         FileNotFoundError, ValueError, BadDataError: as `read_texts`. ValueError: tokens of another tokenizer.
@@ -109,9 +62,11 @@ def read_documents(
 
 
 def read_texts(sources: Sequence[str | Path], reading: Reading | None = None) -> Iterator[str]:
-    """Documents: each .txt file is one, each line of a .jsonl file has one in its field "text"; of a folder all such
-    files below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt, or
-    what `reading` names.
+    """Yield the documents of files, folders and shards.
+
+    Each .txt file is a document, and so is the field "text" of each line of a .jsonl file; of a folder all such files
+    below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt, or what
+    `reading` names.
 
     Raises:
         FileNotFoundError: no such file. ValueError: nothing to read there, or a file with text that is not UTF-8.
@@ -135,7 +90,7 @@ def read_texts(sources: Sequence[str | Path], reading: Reading | None = None) ->
 
 
 def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str) -> Iterator[tuple[str, ...]]:
-    """The fields of each line's JSON object, as text.
+    """Yield the fields of each line's JSON object, as text.
 
     Args:
         fields: {name: types that it may have}.
@@ -154,20 +109,21 @@ def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str)
             if strange := [value for value, kinds in zip(values, fields.values(), strict=True)
                            if not isinstance(value, kinds)]:  # fmt: skip
                 raise TypeError(f"{strange[0]!r} is no text")
-            found = tuple(map(str, values))
-            for text in found:
+            texts = tuple(map(str, values))
+            for text in texts:
                 check_text(text)
         except BadText as error:
             raise ValueError(f"line {number} of {path}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             wanted = ", ".join(f'"{name}": ...' for name in fields)
             raise ValueError(f"line {number} of {path} {problem}: write {{{wanted}}} on each line ({error})") from error
-        yield found
+        yield texts
 
 
 def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
-    """Documents, of text or of tokens, as tokens, each behind a start token, `at_most` in all (the last one is cut),
-    and the bytes of UTF-8 in their text.
+    """Return documents as tokens, each after a start token, and the bytes of UTF-8 in their text.
+
+    Documents are texts, or tokens already. There are `at_most` tokens in all: the last document is cut.
 
     Raises:
         ValueError: no text has a token; one that is not UTF-8.
@@ -191,7 +147,7 @@ def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) ->
 
 
 def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
-    """The documents end to end, cut in rows of one length, int64 [S, length]; what is left over is left out.
+    """Return the documents end to end, cut in rows of one length, int64 [S, length]; the rest is left out.
 
     Raises:
         ValueError: they are not even one row long.
@@ -205,17 +161,8 @@ def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
     return stream[: count * length].view(count, length)
 
 
-def _named(checkpoint: str) -> tuple[str, str]:
-    """(name, path) of NAME=PATH or PATH; Lightning's own paths have = in them ("epoch=3-step=100.ckpt")."""
-    name, given, path = checkpoint.partition("=")
-    if given and "/" not in name and not Path(checkpoint).exists():
-        return name, path
-    last = Path(checkpoint.removeprefix(HUGGING_FACE))
-    return (last.stem if last.suffix == ".ckpt" else last.name) or "model", checkpoint
-
-
 def _are_shards(path: Path) -> bool:
-    """Whether a source is one of shards rather than files of text."""
+    """Return whether a source is one of shards rather than files of text."""
     if path.is_dir():
         return any(file.name.endswith(PLAIN + COMPRESSED) for file in path.iterdir())
     return path.suffix not in (".txt", ".jsonl")
