@@ -205,7 +205,8 @@ def _unknown(text: str) -> Exception:
     path, (name, _, tag) = Path(text), text.partition(".")
     if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
         return FileNotFoundError(
-            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name"
+            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
+            f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
         )
     if timm.is_model(name):
         return no_such_weights(tag, name, images.timm_tags(name))

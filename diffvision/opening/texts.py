@@ -21,6 +21,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_
 
 
 def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
+    """Open a language model of ours by name, with the weights of a checkpoint or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
@@ -67,6 +68,7 @@ def open_transformers_folder(folder: Path) -> Model:
 
 
 def open_transformers(path: str) -> Model:
+    """Open a causal language model of transformers' with its tokenizer, from a folder or the Hub."""
     _import_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
