@@ -25,11 +25,7 @@ def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a .ckpt file, or the folder of a language model")
-    trained = read_origin(path).model if path.is_file() else None
-    check_name(trained if trained in language.model_names() else None, name, path)
-    model = open_language(path, trained)
+    model = open_language(path, read_origin(path).model if path.is_file() else None)
     check_name(model.name if model.name in language.model_names() else None, name, path)
     return model
 
