@@ -139,6 +139,20 @@ def conflicts(installed: dict[str, str | None]) -> list[Finding]:
     return found
 
 
+def private_names() -> list[Finding]:
+    """Return what the installed Lightning and jsonargparse lack of their private names that `fit` needs."""
+    try:
+        from diffvision import jsonargparse_internals
+        from diffvision.training.durable import lightning_internals
+    except ImportError:
+        return []  # one of them is not installed, which `conflicts` reports
+    return [
+        Finding(True, f"{name} lacks {', '.join(lacking)}: `diffvision fit` refuses; install {name}{internals.TESTED}")
+        for name, internals in (("lightning", lightning_internals), ("jsonargparse", jsonargparse_internals))
+        if (lacking := internals.missing())
+    ]
+
+
 def doctor() -> int:
     """Prints the report. Returns 1 if something that diffvision needs is broken, else 0."""
     console = Console()
@@ -154,7 +168,7 @@ def doctor() -> int:
     for row in backends():
         table.add_row(*row)
     console.print(table)
-    findings = conflicts(installed)
+    findings = conflicts(installed) + private_names()
     for finding in findings:
         kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
         console.print(kind, escape(finding.text), highlight=False)

@@ -316,7 +316,7 @@ def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
         lambda: open_model("CLIP-debug", url),
         lambda: language.load(url),
         lambda: language.load(Path(url)),
-        lambda: language.tokenizer_beside(url),
+        lambda: language.find_tokenizer(url),
         lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": url}),
         lambda: ClassificationModule(
             "diff_vit_debug", num_classes=2, model_args={"pretrained": True, "pretrained_cfg_overlay": {"url": url}}

@@ -64,7 +64,7 @@ def test_exported_folders_need_no_trust(tmp_path):
         "from transformers import AutoModelForCausalLM\n"
         "print(type(AutoModelForCausalLM.from_pretrained('folder')).__module__)\n"
     )
-    with pytest.warns(UserWarning, match="no tokenizer beside"):
+    with pytest.warns(UserWarning, match="no tokenizer next to"):
         assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
     done = run("program", cwd=tmp_path)
     assert done.stdout == "diffvision.models.language.transformers\n", done.stderr

@@ -147,7 +147,7 @@ def _batches(opened: Model, data: str, tokenizer: str | None) -> Iterator[Any]:
     size = 8
     batches: Iterator[Any]
     if isinstance(model, LanguageModel):
-        words = tokenizer or language.tokenizer_beside(str(opened.weights))
+        words = tokenizer or language.find_tokenizer(str(opened.weights))
         length = min(512, model.config.max_length)
         texts = TextData(data, size, length, tokenizer=None if words is None else str(words), num_workers=0)
         texts.prepare_data()
@@ -222,7 +222,7 @@ def _write(opened: Model, method: Method, folder: Path) -> None:
     """Write the adapted model as a folder of its host's."""
     model: Any = opened.module
     if isinstance(model, LanguageModel):
-        language.save(model, folder, language.tokenizer_beside(str(opened.weights)))
+        language.save(model, folder, language.find_tokenizer(str(opened.weights)))
         return
     if hasattr(model, "visual"):
         config = open_clip_config(opened.config, model, method)

@@ -22,7 +22,7 @@ def write_int8(model: Model, destination: Path, options: Options) -> None:
     """
     if model.host == "language":
         quantised: Any = int8.quantise(model.module)
-        language.save(quantised, destination, options.tokenizer or language.tokenizer_beside(str(model.weights)))
+        language.save(quantised, destination, options.tokenizer or language.find_tokenizer(str(model.weights)))
         return
     if destination.suffix != ".safetensors":
         raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")

@@ -1,4 +1,7 @@
-"""Pretrained models made differential: the same function to begin with, and training that goes on from there."""
+"""Pretrained models made differential: they compute the same function at first, and training continues from it.
+
+Layers are replaced in place; `adapted.py` has the name under which timm builds such a model again.
+"""
 
 from __future__ import annotations
 
@@ -19,53 +22,53 @@ from diffvision.nn.linear import refuse_wrapped
 
 Method = Literal["v2", "dex", "v1"]
 Heads = Mapping[str, Sequence[int]] | Callable[[int, Attention], Sequence[int]]
-"""A block's name -> its heads, or (number of the layer, its attention) -> its heads."""
-ENTRYPOINT = "adapted_vit"  # timm's name of what has become of a VisionTransformer
+"""A block's name -> its heads, or (index of the layer, its attention) -> its heads."""
+ENTRYPOINT = "adapted_vit"  # timm's name of an adapted VisionTransformer
 
 
 def adapt(model: nn.Module, method: Method = "v2", *, heads: Heads | None = None, only_new: bool = False) -> nn.Module:
-    """Make the attention of a pretrained model differential, in place; returns the model.
+    """Make the attention of a pretrained model differential, in place, and return the model.
 
-    | method | what becomes of a layer | at first it computes |
+    | method | the new layer | at first it computes |
     |---|---|---|
     | "v2" | DIFF V2: its second query a copy of the first, lambda 0.5, the output projection doubled | the same |
     | "dex" | its heads' outputs less lambda times a projection of them, which is zero (arXiv 2505.16333) | the same |
     | "v1" | DIFF V1 by taking heads in pairs, lambda by depth, for comparison | something else |
 
-    "v2" and "dex" give every new matrix a gradient from the first step; for "dex" that takes a lambda above zero, which
-    it is as it comes (its layer's lambda_init), and with `diffvision.training.callbacks.LambdaAnnealing`, the paper's.
+    "v2" and "dex" give every new matrix a gradient from the first step. For "dex" this needs a lambda above zero, which
+    the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.
 
-    A timm model can be saved afterwards as any (`timm.models.save_for_hf`), and `timm.create_model("local-dir:...")`
-    builds it again; a `LanguageModel` too (`language.save`). `diffvision adapt` does so, for OpenCLIP models as well.
+    A timm model can be saved afterwards (`timm.models.save_for_hf`), and `timm.create_model("local-dir:...")` builds it
+    again; so can a `LanguageModel` (`language.save`). `diffvision adapt` saves OpenCLIP models as well.
 
     Args:
         model: a timm `VisionTransformer` with standard attention, an OpenCLIP model (both towers, where they have it),
             or a `LanguageModel` of the standard variant, whose `config` is changed as well.
         method: "v2", "dex" or "v1".
-        heads: of "dex": which heads of a layer are changed, such as `diffvision.analysis.heads.highest_entropy` finds
-            (the paper's choice); all by default.
-        only_new: leave nothing trainable but what is new, as `freeze_but_new`.
+        heads: for "dex", which heads of a layer are changed, such as those of the paper's choice,
+            `diffvision.analysis.heads.highest_entropy`; all by default.
+        only_new: freeze all but the new parameters, as `freeze_but_new`.
 
     Raises:
-        ValueError: no standard attention in it, or one with more to it (gates, norms of all heads, cross-attention,
-            adapters such as LoRA); for "v1" an odd number of heads.
+        ValueError: there is no standard attention, or it has further parts (gates, norms of all heads, cross-attention,
+            adapters such as LoRA), or for "v1" an odd number of heads.
     """
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}: choose one of {', '.join(get_args(Method))}")
     if heads is not None and method != "dex":
         raise ValueError(f"heads are chosen for method 'dex'; {method!r} changes all")
-    places = list(_places(model))
-    if not places:
-        raise ValueError(_nothing_to_change(model))
-    chosen = _chosen(places, heads)
-    standard = [_standard(place.attention) for place in places]  # all, before any is changed
-    settings = [{"heads": chosen(place, own)} if chosen else {} for place, own in zip(places, standard, strict=True)]
+    slots = list(_attention_slots(model))
+    if not slots:
+        raise ValueError(_no_standard_attention(model))
+    choose = _head_choice(slots, heads)
+    standard = [_standard(slot.attention) for slot in slots]  # all, before any is changed
+    settings = [{"heads": choose(slot, layer)} if choose else {} for slot, layer in zip(slots, standard, strict=True)]
     new = [
-        _METHODS[method](own, depth=place.depth, **more)
-        for place, own, more in zip(places, standard, settings, strict=True)
+        _METHODS[method](layer, depth=slot.depth, **more)
+        for slot, layer, more in zip(slots, standard, settings, strict=True)
     ]
-    for place, layer in zip(places, new, strict=True):
-        place.put(layer)
+    for slot, layer in zip(slots, new, strict=True):
+        slot.put(layer)
     if only_new:
         freeze_but_new(model)
     if isinstance(model, LanguageModel):
@@ -76,19 +79,23 @@ def adapt(model: nn.Module, method: Method = "v2", *, heads: Heads | None = None
 
 
 def freeze_but_new(model: nn.Module, also: Sequence[str] = ()) -> None:
-    """Leave nothing trainable in an adapted model but what is new: DEX's projections and lambdas, V1's lambda vectors
-    and norms, V2's lambda projections and queries (the second lie in one matrix with the first).
+    """Freeze all parameters of an adapted model but the new ones.
+
+    These are DEX's projections and lambdas, V1's lambda vectors and norms, V2's lambda projections and queries (whose
+    first and second maps are one matrix).
 
     Args:
-        model: what `adapt` made, or was loaded of it.
+        model: a model that `adapt` made, or that was loaded from one.
         also: further parts of its attention layers that stay trainable; DEX's paper has k_proj, v_proj and proj.
 
     Raises:
-        ValueError: no adapted layer in it, or one without such a part.
+        ValueError: there is no adapted layer, or it has no such part.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, AttentionLayer) and layer.variant in _NEW]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no layer of {', '.join(_NEW)}: there is nothing new in it")
+        raise ValueError(
+            f"{type(model).__name__} has no layer of {', '.join(_NEW)}, so no new parameters: adapt it first"
+        )
     for part in also:
         if not hasattr(layers[0], part):
             raise ValueError(f"also has {part!r}, and the layers' parts are {', '.join(layers[0]._modules)}")
@@ -99,21 +106,21 @@ def freeze_but_new(model: nn.Module, also: Sequence[str] = ()) -> None:
 
 
 def set_dex_schedule(model: nn.Module, init: float, learned: float) -> None:
-    """Lambda of all DEX layers of a model: `init` times the layer's lambda_init plus `learned` times what it learns."""
+    """Set lambda of all DEX layers to `init` times the layer's lambda_init plus `learned` times its learned part."""
     for module in model.modules():
         if isinstance(module, DexAttention):
             module.dex_schedule[0], module.dex_schedule[1] = init, learned
 
 
 def set_dex_lambda(model: nn.Module, value: float) -> None:
-    """Lambda of all DEX layers of a model, whatever they have learned."""
+    """Set lambda of all DEX layers of a model to a value, without their learned parts."""
     for module in model.modules():
         if isinstance(module, DexAttention):
             module.dex_schedule[0], module.dex_schedule[1] = value / module.dex_lambda_init, 0.0
 
 
 def merge_dex(model: nn.Module) -> nn.Module:
-    """Every DEX layer as a standard one that computes the same, in place; returns the model."""
+    """Replace every DEX layer by a standard one that computes the same, in place, and return the model."""
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, DexAttention):
@@ -123,12 +130,12 @@ def merge_dex(model: nn.Module) -> nn.Module:
     return model
 
 
-# ---- where attention is --------------------------------------------------------------------------------------------
+# ---- finding the attention -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A block and its attention, the `depth`-th of its tower."""
+class _Slot:
+    """Where a block has its attention, which is the `depth`-th of its tower."""
 
     parent: nn.Module
     name: str
@@ -143,46 +150,44 @@ class _Place:
         block = self.attention
         if isinstance(block, ResidualAttentionBlock):
             layer.train(block.training)
-            setattr(self.parent, self.name, TextBlock(block, layer, causal=False))  # its tower hands it the mask
+            setattr(self.parent, self.name, TextBlock(block, layer, causal=False))  # its tower passes the mask
         else:
             setattr(self.parent, self.name, layer.train(block.training))
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _attention_slots(model: nn.Module) -> Iterator[_Slot]:
     for name, tower in model.named_modules():
         if isinstance(tower, nn.Sequential | nn.ModuleList) and name.rpartition(".")[2] in ("blocks", "resblocks"):
             for depth, block in enumerate(tower):
                 if isinstance(block, TextBlock) and type(block.attn) is Attention:
-                    yield _Place(block, "attn", depth, f"{name}.{depth}")
+                    yield _Slot(block, "attn", depth, f"{name}.{depth}")
                 elif type(block) is ResidualAttentionBlock:
-                    yield _Place(tower, str(depth), depth, f"{name}.{depth}")
+                    yield _Slot(tower, str(depth), depth, f"{name}.{depth}")
                 elif type(getattr(block, "attn", None)) in (Attention, TimmAttention):
-                    yield _Place(block, "attn", depth, f"{name}.{depth}")
+                    yield _Slot(block, "attn", depth, f"{name}.{depth}")
 
 
-def _nothing_to_change(model: nn.Module) -> str:
+def _no_standard_attention(model: nn.Module) -> str:
     name = type(model).__name__
     ours = {layer.variant for layer in model.modules() if isinstance(layer, AttentionLayer)}
     if ours:
-        return (
-            f"{name} has attention of {', '.join(sorted(ours))}: it is differential already, or none that can become so"
-        )
+        return f"{name} has attention of {', '.join(sorted(ours))}: it is differential already, or cannot become so"
     return f"{name} has no standard attention of timm, OpenCLIP or ours to change"
 
 
-def _chosen(places: Sequence[_Place], heads: Heads | None) -> Callable[[_Place, Attention], Sequence[int]] | None:
-    """The heads of a place, by name or by the caller's function; ValueError on names that are none of a block."""
+def _head_choice(slots: Sequence[_Slot], heads: Heads | None) -> Callable[[_Slot, Attention], Sequence[int]] | None:
+    """Return how heads are chosen, by the block's name or the caller's function; ValueError on other names."""
     if heads is None or not isinstance(heads, Mapping):
-        return heads and (lambda place, own: heads(place.depth, own))
-    blocks = [place.block for place in places]
+        return heads and (lambda slot, layer: heads(slot.depth, layer))
+    blocks = [slot.block for slot in slots]
     for name in heads:
         if name not in blocks:
             raise ValueError(f"heads names {name!r}, and the blocks are {', '.join(blocks)}")
-    return lambda place, own: heads.get(place.block, ())
+    return lambda slot, layer: heads.get(slot.block, ())
 
 
 def _rename(model: nn.Module, method: Method) -> None:
-    """timm's models say what builds them, so that timm can save them and build them again."""
+    """Set the architecture of timm's models, so that timm can save them and build them again."""
     for module in model.modules():
         part: Any = module
         config = getattr(part, "pretrained_cfg", None)
@@ -193,7 +198,7 @@ def _rename(model: nn.Module, method: Method) -> None:
 
 
 def _standard(module: nn.Module) -> Attention:
-    """The standard layer of ours that a host's attention is; tensors are copies, or views of copies."""
+    """Return a host's attention as a standard layer of ours; tensors are copies, or views of copies."""
     if isinstance(module, Attention):
         refuse_wrapped(q_proj=module.q_proj, k_proj=module.k_proj, v_proj=module.v_proj, proj=module.proj)
         return module
@@ -208,14 +213,12 @@ def _standard(module: nn.Module) -> Attention:
 def _of_timm(theirs: TimmAttention) -> Attention:
     more = [name for name in ("norm", "gate") if not isinstance(getattr(theirs, name, None), nn.Identity | None)]
     if more or theirs.proj.out_features != theirs.qkv.in_features:
-        raise ValueError(
-            f"timm's attention here has {', '.join(more) or 'another width at its end'}: V1 and V2 have none"
-        )
-    own = _layer(theirs.proj, theirs.qkv.in_features, theirs.num_heads, theirs.head_dim, theirs.qkv.bias is not None)
-    _fill(own, theirs.qkv.weight.chunk(3), None if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3), theirs.proj)
-    own.q_norm, own.k_norm = cast(Any, theirs.q_norm), cast(Any, theirs.k_norm)
-    own.attn_drop, own.proj_drop = theirs.attn_drop.p, theirs.proj_drop
-    return own
+        raise ValueError(f"timm's attention here has {', '.join(more) or 'another output width'}: V1 and V2 have none")
+    layer = _layer(theirs.proj, theirs.qkv.in_features, theirs.num_heads, theirs.head_dim, theirs.qkv.bias is not None)
+    _fill(layer, theirs.qkv.weight.chunk(3), None if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3), theirs.proj)
+    layer.q_norm, layer.k_norm = cast(Any, theirs.q_norm), cast(Any, theirs.k_norm)
+    layer.attn_drop, layer.proj_drop = theirs.attn_drop.p, theirs.proj_drop
+    return layer
 
 
 def _of_torch(block: ResidualAttentionBlock) -> Attention:
@@ -225,11 +228,11 @@ def _of_torch(block: ResidualAttentionBlock) -> Attention:
     if not theirs.batch_first:
         raise ValueError("the tower's transformer has batch_first=False: make it with batch_first=True")
     out = theirs.out_proj
-    own = _layer(out, out.in_features, theirs.num_heads, theirs.head_dim, theirs.in_proj_bias is not None)
+    layer = _layer(out, out.in_features, theirs.num_heads, theirs.head_dim, theirs.in_proj_bias is not None)
     bias = theirs.in_proj_bias
-    _fill(own, theirs.in_proj_weight.chunk(3), None if bias is None else bias.chunk(3), out)
-    own.attn_drop = theirs.dropout
-    return own
+    _fill(layer, theirs.in_proj_weight.chunk(3), None if bias is None else bias.chunk(3), out)
+    layer.attn_drop = theirs.dropout
+    return layer
 
 
 def _layer(proj: nn.Linear, width: int, heads: int, head_dim: int, bias: bool) -> Attention:
@@ -238,58 +241,58 @@ def _layer(proj: nn.Linear, width: int, heads: int, head_dim: int, bias: bool) -
 
 
 @torch.no_grad()
-def _fill(own: AttentionLayer, weights: Any, biases: Any, proj: nn.Linear) -> None:
-    for number, linear in enumerate((own.q_proj, own.k_proj, own.v_proj)):
+def _fill(layer: AttentionLayer, weights: Any, biases: Any, proj: nn.Linear) -> None:
+    for number, linear in enumerate((layer.q_proj, layer.k_proj, layer.v_proj)):
         linear.weight.copy_(weights[number])
         if biases is not None:
             linear.bias.copy_(biases[number])
-    own.proj.load_state_dict(proj.state_dict())
+    layer.proj.load_state_dict(proj.state_dict())
 
 
-# ---- what becomes of it --------------------------------------------------------------------------------------------
+# ---- the new layers --------------------------------------------------------------------------------------------------
 
 
-def _again(own: Attention, kind: Any, num_heads: int, num_kv_heads: int, **settings: Any) -> Any:
-    """A layer of another kind with the standard one's settings and its keys, values and output projection."""
-    made = {"device": own.q_proj.weight.device, "dtype": own.q_proj.weight.dtype}
-    biases = {"qkv_bias": own.q_proj.bias is not None, "proj_bias": own.proj.bias is not None}
+def _again(layer: Attention, kind: Any, num_heads: int, num_kv_heads: int, **settings: Any) -> Any:
+    """Make a layer of another kind with the standard one's settings, keys, values and output projection."""
+    made = {"device": layer.q_proj.weight.device, "dtype": layer.q_proj.weight.dtype}
+    biases = {"qkv_bias": layer.q_proj.bias is not None, "proj_bias": layer.proj.bias is not None}
     new = kind(
-        own.q_proj.in_features, num_heads, num_kv_heads, head_dim=own.head_dim, attn_drop=own.attn_drop,
-        rotary=own.rotary, **biases, **settings, **made,
+        layer.q_proj.in_features, num_heads, num_kv_heads, head_dim=layer.head_dim, attn_drop=layer.attn_drop,
+        rotary=layer.rotary, **biases, **settings, **made,
     )  # fmt: skip
-    new.q_norm, new.k_norm, new.proj_drop = own.q_norm, own.k_norm, own.proj_drop
+    new.q_norm, new.k_norm, new.proj_drop = layer.q_norm, layer.k_norm, layer.proj_drop
     for name in ("k_proj", "v_proj", "proj"):
-        setattr(new, name, getattr(own, name))
+        setattr(new, name, getattr(layer, name))
     return new
 
 
 @torch.no_grad()
-def _to_v2(own: Attention, depth: int) -> DiffAttentionV2:
-    """Each query twice, lambda 1/2 (the sigmoid of zero), the output projection doubled: (A - A / 2) V 2 W = A V W."""
-    new = _again(own, DiffAttentionV2, own.num_heads, own.num_kv_heads, head_norm=False)
-    new.head_norm = own.head_norm
-    for name, value in own.q_proj.named_parameters():
-        twice = value.unflatten(0, (own.num_heads, 1, own.head_dim)).expand(-1, 2, -1, *value.shape[1:])
+def _to_v2(layer: Attention, depth: int) -> DiffAttentionV2:
+    """Take each query twice, lambda 1/2 (the sigmoid of zero) and twice the projection: (A - A / 2) V 2 W = A V W."""
+    new = _again(layer, DiffAttentionV2, layer.num_heads, layer.num_kv_heads, head_norm=False)
+    new.head_norm = layer.head_norm
+    for name, value in layer.q_proj.named_parameters():
+        twice = value.unflatten(0, (layer.num_heads, 1, layer.head_dim)).expand(-1, 2, -1, *value.shape[1:])
         getattr(new.q_proj, name).copy_(twice.flatten(0, 2))
     new.lambda_proj.weight.zero_()
     new.proj.weight *= 2
     return new
 
 
-def _to_dex(own: Attention, depth: int, heads: Sequence[int] | None = None) -> DexAttention:
-    new = _again(own, DexAttention, own.num_heads, own.num_kv_heads, depth=depth, heads=heads)
-    new.q_proj, new.head_norm = own.q_proj, own.head_norm
+def _to_dex(layer: Attention, depth: int, heads: Sequence[int] | None = None) -> DexAttention:
+    new = _again(layer, DexAttention, layer.num_heads, layer.num_kv_heads, depth=depth, heads=heads)
+    new.q_proj, new.head_norm = layer.q_proj, layer.head_norm
     return new
 
 
-def _to_v1(own: Attention, depth: int) -> DiffAttention:
-    """Heads 2i and 2i + 1 become the two maps of head i, and their values its value."""
-    if own.num_heads % 2 or own.num_kv_heads % 2:
+def _to_v1(layer: Attention, depth: int) -> DiffAttention:
+    """Make heads 2i and 2i + 1 the two maps of head i, and their values its value."""
+    if layer.num_heads % 2 or layer.num_kv_heads % 2:
         raise ValueError(
-            f"method 'v1' pairs heads: {own.num_heads} and {own.num_kv_heads} key/value heads have no pairs"
+            f"method 'v1' pairs heads: {layer.num_heads} and {layer.num_kv_heads} key/value heads have no pairs"
         )
-    new = _again(own, DiffAttention, own.num_heads // 2, own.num_kv_heads // 2, depth=depth)
-    new.q_proj = own.q_proj
+    new = _again(layer, DiffAttention, layer.num_heads // 2, layer.num_kv_heads // 2, depth=depth)
+    new.q_proj = layer.q_proj
     return new
 
 

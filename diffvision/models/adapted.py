@@ -25,23 +25,23 @@ __all__ = ["adapted_vit"]
 
 @register_model
 def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A VisionTransformer of timm's made differential.
+    """Build a VisionTransformer of timm's, made differential.
 
     Args:
         pretrained: load the weights that the configuration names, as a folder's does.
         **kwargs: base (a timm model's name), method ("v2", "dex" or "v1"), and whatever that model takes.
 
     Raises:
-        ValueError: no base or method; pretrained without a folder. Others: of `timm.create_model` and `adapt`.
+        ValueError: base or method is missing, pretrained is set without a folder, or `adapt` refuses the model.
     """
     config: Any = kwargs.pop("pretrained_cfg", None)
     base, method = kwargs.pop("base", None), kwargs.pop("method", None)
-    if isinstance(config, str):  # what came behind the name's point
+    if isinstance(config, str):  # the part of the name after the point
         (method, _, base), config = config.partition("."), None
     if not base or not method:
         raise ValueError("adapted_vit needs a base and a method: base='vit_base_patch16_224', method='v2'")
     if pretrained and not config:
-        raise ValueError(f"adapted_vit has no weights of its own: adapt those of {base}, and load 'local-dir:FOLDER'")
+        raise ValueError(f"adapted_vit has no pretrained weights: adapt those of {base}, and load 'local-dir:FOLDER'")
     source, cache = kwargs.pop("pretrained_model_args", None), kwargs.get("cache_dir")
     built: Any = timm.create_model(base, pretrained_cfg=config, **kwargs)
     model: Any = built.model if kwargs.get("features_only") else built
@@ -64,6 +64,6 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def _filtered(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
-    """timm's own filter, and of its weights those of a model that was cut, if it was."""
-    found = checkpoint_filter_fn(state, model)
-    return {name: value for name, value in found.items() if kept is None or name in kept}
+    """Apply timm's filter, and keep the weights of a model that was cut, if it was."""
+    filtered = checkpoint_filter_fn(state, model)
+    return {name: value for name, value in filtered.items() if kept is None or name in kept}

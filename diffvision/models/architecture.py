@@ -1,4 +1,4 @@
-"""What a model was built of, in plain values: recorded with its weights, and compared where they are loaded.
+"""The architecture of a model in plain values: recorded with its weights, and compared when they are loaded.
 
 Two models of one name may compute different functions with the same names and shapes of weights: `lambda_init`, the
 number of heads, the eps of a norm and the base of a rotary embedding are in no weight.
@@ -7,8 +7,8 @@ number of heads, the eps of a norm and the base of a rotary embedding are in no 
      "arguments": {...},                               of timm models, what `create_model` was given
      "layers": {"blocks.0.attn": {"variant": "v1", "num_heads": 2, "lambda_init": 0.8, ...}, ...}}
 
-What changes while a model is trained is state and not recorded here, such as the schedule of DEX's lambda, a buffer.
-Nor are dropout rates, which evaluation does not use, and what the shapes of the weights show.
+State that changes in training is not recorded here, such as the schedule of DEX's lambda, a buffer. Neither are dropout
+rates, which evaluation does not use, nor what the shapes of the weights show.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SETTINGS = (
     "signal_ratio",
     "eps",
 )
-# Of configurations: what is of training alone, of where weights or words come from, or in the weights' shapes.
+# Of configurations: settings of training, of where weights or words come from, and those that weights' shapes show.
 _NO_ARCHITECTURE = re.compile(
     r"drop|pretrained|^(init_.*|weight_init|checkpoint_path|cache_dir|architecture|num_classes|max_length"
     r"|hf_tokenizer_name|tokenizer_kwargs|output_tokens)$"
@@ -53,11 +53,11 @@ _SHOWN = 4  # differences in a message
 
 
 def architecture(model: nn.Module, model_cfg: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a model was built of, as numbers, strings, lists and dictionaries.
+    """Return the architecture of a model as numbers, strings, lists and dictionaries.
 
     Args:
-        model: of timm, of OpenCLIP or a `LanguageModel`.
-        model_cfg: of an OpenCLIP model, which does not keep its configuration itself.
+        model: a model of timm, one of OpenCLIP or a `LanguageModel`.
+        model_cfg: the configuration of an OpenCLIP model, which does not keep it.
     """
     built: dict[str, Any] = {"layers": dict(_layers(model))}
     config, arguments = getattr(model, "config", None), getattr(model, "_model_args", None)
@@ -71,10 +71,10 @@ def architecture(model: nn.Module, model_cfg: Mapping[str, Any] | None = None) -
 
 
 def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
-    """What two architectures do not share, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here"; empty if nothing.
+    """Return how two architectures differ, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here"; empty if they agree.
 
-    Versions of hosts differ in the fields and layers that they have: those that only one of the two has are not
-    compared, unless they are arguments that somebody gave.
+    Versions of hosts differ in their fields and layers: those that only one of the two has are not compared, unless
+    they are arguments that a caller gave.
     """
     pairs = []
     for part in ("config", "arguments", "layers"):
@@ -87,65 +87,70 @@ def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
 
 
 def check(about: Mapping[str, Any], model: nn.Module, what: str, model_cfg: Mapping[str, Any] | None = None) -> None:
-    """Compares a model with the one that weights were recorded to be of.
+    """Compare a model with the architecture that is recorded with weights.
 
     Args:
-        about: what was recorded with the weights. Where it has no architecture, as in files of older versions, that is
-            a warning; where it is empty, nobody recorded anything.
-        model, model_cfg: what the weights are loaded into, as `architecture` takes them.
+        about: the record of the weights. A record without architecture, as in files of older versions, is a warning; an
+            empty one is accepted.
+        model: the model into which the weights are loaded.
         what: the weights, as an error calls them.
+        model_cfg: as in `architecture`.
 
     Raises:
-        ValueError: the architectures differ; it names what.
+        ValueError: the architectures differ; the message names the differences.
     """
     recorded = about.get(KEY)
     if not isinstance(recorded, Mapping):
         if about:
             warnings.warn(
                 f"{what} does not record its architecture, as files of older versions: settings that are in no weight, "
-                "such as lambda_init, are taken from the model as it is built here",
+                "such as lambda_init, are those of the model that is built here",
                 stacklevel=2,
             )
         return
-    if told := difference(recorded, architecture(model, model_cfg)):
+    if differences := difference(recorded, architecture(model, model_cfg)):
         raise ValueError(
-            f"{what} is of another architecture than the model here, with {told}: build the model with what it was "
-            "trained with (its configuration, its arguments, and the version of the package that has them)"
+            f"{what} is of another architecture than the model here, with {differences}: build the model with what it "
+            "was trained with (its configuration, its arguments, and the version of the package that has them)"
         )
 
 
 def metadata(
     model: nn.Module, model_cfg: Mapping[str, Any] | None = None, about: Mapping[str, Any] = {}
 ) -> dict[str, str]:
-    """The metadata of a safetensors file with the weights of a model, as `recorded` reads it.
+    """Return the metadata of a safetensors file with the weights of a model, for `recorded` to read.
 
     Args:
-        model, model_cfg: as `architecture` takes them.
-        about: what else is to be recorded.
+        model: as in `architecture`.
+        model_cfg: as in `architecture`.
+        about: further values to record.
     """
     return {"format": "pt", METADATA: json.dumps({**about, KEY: architecture(model, model_cfg)})}
 
 
 def check_start(source: str, model: nn.Module) -> None:
-    """Compares the layers of a model with those that weights to start from were recorded to be of; whoever starts from
-    weights may choose another image size or another head.
+    """Compare the layers of a model with those that are recorded with weights to start from.
+
+    Only layers are compared, for a start from weights may choose another image size or another head.
 
     Args:
         source: a file of weights, or `local-dir:FOLDER`.
+        model: the model to train.
 
     Raises:
-        ValueError: as `check`.
+        ValueError: as in `check`.
     """
     if layers := recorded(source).get(KEY, {}).get("layers"):
         check({KEY: {"layers": layers}}, model, f"the file of weights {source}")
 
 
 def recorded(source: str | Path) -> dict[str, Any]:
-    """What a safetensors file, or the one in the folder of `local-dir:FOLDER`, says of its weights; empty where it says
-    nothing, or is none.
+    """Return the record of a safetensors file, or of the one in the folder of `local-dir:FOLDER`.
+
+    It is empty where the file has no record, or is not a safetensors file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     path = Path(str(source).removeprefix(FOLDER))
     if str(source).startswith(FOLDER):
@@ -168,7 +173,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _whole(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenCLIP configuration with every field of its towers."""
+    """Return an OpenCLIP configuration with every field of its towers."""
     from open_clip import CLIPTextCfg, CLIPVisionCfg
 
     towers: dict[str, Any] = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}
@@ -182,7 +187,7 @@ def _whole(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _architectural(value: Any) -> Any:
-    """Plain values without what is no architecture: tuples become lists, as they do in files."""
+    """Return plain values without those that are no architecture; tuples become lists, as in files."""
     if isinstance(value, Mapping):
         return {str(key): _architectural(part) for key, part in value.items() if not _NO_ARCHITECTURE.search(str(key))}
     if isinstance(value, list | tuple):
@@ -201,7 +206,7 @@ def _flat(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, or as near as the arithmetic of another machine makes a number."""
+    """Whether two values are equal, up to the arithmetic of another machine."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float) or isinstance(b, float):

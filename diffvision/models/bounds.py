@@ -1,4 +1,7 @@
-"""How large a model a configuration from somebody else may ask for: a few digits ask for more than any memory holds."""
+"""Limits on the size of a model whose configuration comes from somebody else.
+
+A few digits in a configuration can ask for more than any memory holds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from diffvision.models.files import FOLDER, read_json
 DEPTH = 4096  # layers
 SIZE = 1 << 24  # of whatever a weight is as wide or as long as
 
-# By the end of a setting's name; the first that fits. Of images and captions, tensors grow with the square.
+# By the end of a setting's name; the first that fits. Some tensors grow with the square of image and caption sizes.
 _LIMITS = (
     (re.compile(r"(layers?|depths?|blocks?)$"), DEPTH),
     (re.compile(r"(image_size|img_size|text_cfg\.context_length)$"), 1 << 14),
@@ -29,7 +32,7 @@ _SMALL = 1 << 22  # parameters that any folder may have
 
 
 def check_sizes(values: Any, what: str, name: str = "") -> None:
-    """ValueError for a number in a configuration that no model has, such as a depth of 30,000,000.
+    """Raise a ValueError for a number in a configuration that no model has, such as a depth of 30,000,000.
 
     Args:
         values: dictionaries, lists and numbers.
@@ -45,20 +48,22 @@ def check_sizes(values: Any, what: str, name: str = "") -> None:
     elif isinstance(values, int | float) and not isinstance(values, bool):
         limit = next((limit for ending, limit in _LIMITS if ending.search(name)), None)
         if limit is not None and values > limit:
-            raise ValueError(f"{what} has {name} {values:,}, above {limit:,}, the most that is built: correct it")
+            raise ValueError(
+                f"{what} has {name} {values:,}, above {limit:,}, the largest value that is built: correct it"
+            )
 
 
 @contextmanager
 def bounded(source: str | Path) -> Iterator[None]:
-    """A model that is built within it is about as large as the weights that are there for it.
+    """Refuse to build a model in the context that is much larger than its weights.
 
     Args:
-        source: a file of weights; a folder, or `local-dir:FOLDER`, whose configuration is looked at first. A name is of
-            a model that is known here, and not bounded.
+        source: a file of weights; a folder, or `local-dir:FOLDER`, whose configuration is checked first. A name belongs
+            to a model that is known here, and is not bounded.
 
     Raises:
-        ValueError: a configuration that is not JSON, or with numbers that no model has; more parameters than twice the
-            bytes of the weights (eight bits or four hold them), or than 200,000 tensors of them.
+        ValueError: the configuration is not JSON or has numbers that no model has, or the model has more parameters
+            than twice the bytes of the weights (for eight bits or four), or more than 200,000 tensors.
     """
     name = str(source)
     if isinstance(source, str) and not name.startswith(FOLDER):

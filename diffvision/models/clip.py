@@ -1,11 +1,11 @@
-"""OpenCLIP's side: our models by name, and its own towers with any attention of `diffvision.nn.ATTENTION`.
+"""OpenCLIP's side: our models by name, and OpenCLIP's towers with any attention of `diffvision.nn.ATTENTION`.
 
-OpenCLIP can be handed a timm image tower by name, but has no hook for its own towers: an unknown `block_type` builds
-its default block without a word. So `patch` wraps the two functions that build towers, and
+OpenCLIP takes a timm image tower by name, but has no hook for the towers that it builds: an unknown `block_type` builds
+its default block silently. So `patch` wraps the two functions that build towers, and
 `text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) then says
 which attention the blocks get: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
-`text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's own image
-tower, where `head_width` is the width of a differential head's output. Every other tower is built as before.
+`text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's image tower,
+where `head_width` is the width of a differential head's output. Every other tower is built as before.
 
 Without this package the same configuration builds plain blocks, and loading our weights into them fails on their names.
 """
@@ -38,20 +38,20 @@ _BUILDERS = {
     _VISION: ["embed_dim", "vision_cfg", "quick_gelu", "cast_dtype"],
 }
 _ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
-# What the tower itself decides, and what its own custom block (which ours replaces) would have read.
+# The settings that the tower decides, and the fields that only OpenCLIP's custom block (which ours replaces) reads.
 _TOWER_SETTINGS = {"dim", "num_heads", "depth", "heads", "device", "dtype"}
 _CUSTOM_BLOCK_FIELDS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
 
 
 class TextBlock(ResidualAttentionBlock):
-    """OpenCLIP's pre-norm block with its attention exchanged; norms, MLP and layer scales are those of `block`.
+    """OpenCLIP's pre-norm block with another attention; norms, MLP and layer scales are those of `block`.
 
-    A subclass, since OpenCLIP checkpoints, locks and shards text towers by that class.
+    It is a subclass, since OpenCLIP checkpoints, locks and shards text towers by that class.
 
     Args:
         block: the block to take the parts of; its attention is dropped.
         attn: a class of `diffvision.nn.ATTENTION`.
-        causal: what a call without a mask means: each token attends to itself and those before it, or to all.
+        causal: whether, in a call without a mask, each token attends to itself and those before it, or to all.
     """
 
     def __init__(self, block: ResidualAttentionBlock, attn: nn.Module, causal: bool) -> None:
@@ -63,8 +63,11 @@ class TextBlock(ResidualAttentionBlock):
     def attention(
         self, q_x: Tensor, k_x: Tensor | None = None, v_x: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """Self-attention over q_x [B, L, width]. `attn_mask` is additive, [L, L] or [B * heads, L, L], and replaces
-        the block's own causality; ValueError on a boolean mask and on cross-attention (k_x or v_x given)."""
+        """Compute self-attention over q_x [B, L, width].
+
+        `attn_mask` is additive, [L, L] or [B * heads, L, L], and replaces `causal`. A boolean mask and cross-attention
+        (k_x or v_x given) are a ValueError.
+        """
         if k_x is not None or v_x is not None:
             raise ValueError("a diffvision text block is self-attention: it takes no k_x or v_x")
         if attn_mask is None:
@@ -80,10 +83,12 @@ class TextBlock(ResidualAttentionBlock):
 
 
 def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
-    """`"diffvision:v1:lambda_init=0.8"` -> `("v1", {"lambda_init": 0.8})`.
+    """Parse `"diffvision:v1:lambda_init=0.8"` to `("v1", {"lambda_init": 0.8})`.
 
-    Values are read as JSON (`0.8`, `true`, `null`), anything else as a string (`depth`). ValueError on an unknown
-    variant and on a setting that the variant does not take or that the tower decides.
+    Values are read as JSON (`0.8`, `true`, `null`), and others as strings (`depth`).
+
+    Raises:
+        ValueError: the variant is unknown, it does not take a setting, or the tower decides it.
     """
     _, _, rest = block_type.partition(":")
     variant, _, listing = rest.partition(":")
@@ -103,19 +108,19 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
 
 
 def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[str, Any], causal: bool = False) -> None:
-    """Exchange the attention of every block of a tower's transformer."""
+    """Replace the attention of every block of a tower's transformer."""
     for depth, block in enumerate(transformer.resblocks):
         attn = build_attention(variant, transformer.width, heads, **{"depth": depth, "qkv_bias": True, **settings})
         transformer.resblocks[depth] = TextBlock(block, attn, causal)
 
 
 def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str, Any]) -> None:
-    """The same of a text tower, initialised by OpenCLIP's own rule for them."""
+    """Replace the attention of a text tower, initialised by OpenCLIP's rule for text towers."""
     transformer = tower.transformer
     causal = _has_causal_mask(tower)
     if causal:
-        # The blocks know it from here on, so that a kernel's causal path serves instead of a mask of floats.
-        # None is a value that OpenCLIP gives this buffer itself (no_causal_mask).
+        # The blocks are causal from here on, so that a kernel's causal path serves instead of a mask of floats.
+        # None is a value that OpenCLIP gives this buffer as well (no_causal_mask).
         tower.attn_mask = None
     in_std = transformer.width**-0.5
     out_std = in_std * (2 * transformer.layers) ** -0.5
@@ -128,8 +133,10 @@ def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str
 
 
 def _has_causal_mask(tower: TextTransformer) -> bool:
-    """Whether the one mask that the tower's blocks are ever given is the causal one. A class token brings a mask that
-    depends on the batch, so such towers keep theirs."""
+    """Whether the tower's blocks always get the causal mask.
+
+    A class token brings a mask that depends on the batch, so such towers keep theirs.
+    """
     mask = tower.attn_mask
     if mask is None or tower.cls_emb is not None:
         return False
@@ -146,10 +153,10 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
         if cfg.hf_model_name:
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's own text tower, not {cfg.hf_model_name!r}"
+                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower, not for {cfg.hf_model_name!r}"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _told_of(cfg.block_type):
+        with _errors_name(cfg.block_type):
             _use_text_attention(tower, *asked)
         return tower
 
@@ -165,11 +172,11 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
         if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's own vision transformer, not "
+                f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer, not for "
                 f"{cfg.timm_model_name or 'a ResNet'!r}: of timm's models name one that is differential itself"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _told_of(cfg.block_type):
+        with _errors_name(cfg.block_type):
             _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *asked)
         return tower
 
@@ -181,21 +188,21 @@ _WRAPPERS = {_TEXT: _wrap_text, _VISION: _wrap_vision}
 
 
 def _asked(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
-    """The variant and settings that a tower's configuration asks for; None if it is none of ours."""
+    """Return the variant and settings in a tower's configuration; None if it is not one of ours."""
     block_type = getattr(cfg, "block_type", None) or ""
     if block_type.partition(":")[0] != _PREFIX:
         return None
     variant, settings = parse_block_type(block_type)
     if custom := [field for field in _CUSTOM_BLOCK_FIELDS if getattr(cfg, field)]:
         raise ValueError(
-            f"{name} sets {custom}, which block_type {block_type!r} does not read: put the variant's own "
+            f"{name} sets {custom}, which block_type {block_type!r} does not read: put the variant's "
             "settings into block_type"
         )
     return variant, settings
 
 
 @contextmanager
-def _told_of(block_type: str) -> Iterator[None]:
+def _errors_name(block_type: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:  # a value of the wrong kind, such as head_dim=wide

@@ -1,5 +1,7 @@
-"""Where weights may come from: files of this machine, so that what is loaded is what was looked at; and where they go:
-to a name that is not there yet, whole or not at all."""
+"""Where weights may come from and go to: local files, and destinations that do not exist yet.
+
+A file is loaded without unpickling Python objects, and written as a whole or not at all.
+"""
 
 import json
 import pickle
@@ -19,9 +21,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[/:]|data:|registry(:|$)")  # the la
 
 
 def refuse_urls(given: Any, setting: str) -> None:
-    """Checkpoints are files: a URL among what was given, however deep, is a ValueError that names it.
+    """Raise a ValueError that names any URL among the values, at any depth: checkpoints are files.
 
-    Lightning, timm and fsspec fetch URLs wherever they take paths, and Lightning then unpickles whatever comes.
+    Lightning, timm and fsspec fetch URLs wherever they take paths, and Lightning then unpickles the answer.
     """
     if isinstance(given, Mapping):
         for key, value in given.items():
@@ -35,8 +37,10 @@ def refuse_urls(given: Any, setting: str) -> None:
 
 @contextmanager
 def tensors_only(name: str) -> Iterator[None]:
-    """A host's error, within it, of weights that it will not unpickle, or that are in eight bits, is a ValueError that
-    names them."""
+    """Turn a host's error about weights into a ValueError that names them.
+
+    It is raised for weights that the host refuses to unpickle, and for weights in eight bits.
+    """
     try:
         yield
     except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
@@ -46,7 +50,7 @@ def tensors_only(name: str) -> Iterator[None]:
             raise ValueError(
                 f"the weights of {name} are in eight bits, which are not trained: start from what they were made of"
             ) from error
-        if isinstance(error, RuntimeError) and not any(told in str(error) for told in _UNREADABLE):
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNREADABLE):
             raise
         raise ValueError(
             f"the weights of {name} are damaged, or hold Python objects, which could run code and are not loaded: "
@@ -55,7 +59,7 @@ def tensors_only(name: str) -> Iterator[None]:
 
 
 def _of_torch(error: Exception) -> bool:
-    """Whether torch raised it, as its reader does of what is no checkpoint."""
+    """Whether torch raised the error, as its reader does for a file that is no checkpoint."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -63,7 +67,7 @@ def _of_torch(error: Exception) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
-    """What is said of a checkpoint whose reader failed, in whatever way: of a text file torch says KeyError: 101."""
+    """Return the error for a checkpoint whose reader failed in any way: for a text file torch raises KeyError: 101."""
     if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
         return ValueError(
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
@@ -76,7 +80,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A configuration; ValueError for what is no JSON object."""
+    """Read a configuration; ValueError unless it is a JSON object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -87,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_free(target: Path) -> None:
-    """ValueError if a destination is there already, or cannot be: a file is in its way."""
+    """Raise a ValueError if a destination exists already, or a file is in its way."""
     if target.is_symlink() or target.exists():
         raise ValueError(f"destination {target} is there already: remove it, or name another")
     above = next(folder for folder in target.absolute().parents if folder.exists())
@@ -97,11 +101,12 @@ def check_free(target: Path) -> None:
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """Where to write a file or folder, which is moved to `target` when all is written. What fails leaves nothing
-    behind, no folder on the way there either.
+    """Yield a path to write a file or folder to, which is moved to `target` when all is written.
+
+    A failure leaves nothing behind, and no folder on the way there either.
 
     Raises:
-        ValueError: as `check_free`.
+        ValueError: as in `check_free`.
     """
     check_free(target)
     missing = [folder for folder in target.absolute().parents if not folder.exists()]
@@ -118,5 +123,5 @@ def written_whole(target: Path) -> Iterator[Path]:
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # somebody else's files are in it by now
+    with suppress(OSError):  # other files are in it by now
         folder.rmdir()

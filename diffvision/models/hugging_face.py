@@ -1,4 +1,7 @@
-"""The import path that exported folders hold in their one line of code; the classes are in `language.transformers`."""
+"""The import path that exported folders hold in their one line of code.
+
+The classes are in `diffvision.models.language.transformers`; this module only names them.
+"""
 
 from diffvision.models.language.transformers import (
     DiffTransformerConfig,

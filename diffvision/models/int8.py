@@ -1,4 +1,4 @@
-"""Weights of linear layers in eight bits, through torchao: symmetric, a scale for each row; activations stay.
+"""Weights of linear layers in eight bits, through torchao: symmetric, with a scale for each row; not activations.
 
 A quantised weight is torchao's tensor `weight_int8 * scale`. A file has it as two plain tensors, `NAME` (int8
 [out, in]) and `NAME_scale` (float32 [out, 1]), so that safetensors holds it and nothing is unpickled.
@@ -16,18 +16,19 @@ SCALE = "_scale"
 
 
 def quantise(model: nn.Module) -> nn.Module:
-    """Puts the weights of a model's linear layers in eight bits, in place, and returns the model. It cannot be trained.
+    """Quantise the weights of a model's linear layers in place, and return the model, which cannot be trained.
 
-    All of them, lambda projections and heads too: docs/export.md has the accuracy before and after. What is no linear
-    layer stays: embeddings, a head tied to one, convolutions, norms, lambda vectors, and torch's MultiheadAttention,
-    whose fused call reads its weights itself.
+    These are all linear layers, lambda projections and heads too: docs/export.md has the accuracy before and after.
+    Other layers keep their weights: embeddings, a head tied to one, convolutions, norms, lambda vectors, and torch's
+    MultiheadAttention, whose fused call reads its weights directly.
 
     Raises:
-        ValueError: torchao is not installed; no linear layer; one whose weights are quantised already.
+        ValueError: torchao is not installed, there is no linear layer, or weights are quantised already.
     """
     torchao = _torchao()
-    fused = {id(part) for own in model.modules() if isinstance(own, nn.MultiheadAttention) for part in own.modules()}
-    layers = [own for own in model.modules() if isinstance(own, nn.Linear) and id(own) not in fused]
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    fused = {id(part) for attention in attentions for part in attention.modules()}
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in fused]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer to put in eight bits")
     if holds(model.state_dict()):
@@ -44,25 +45,28 @@ def holds(state: Mapping[str, Tensor]) -> bool:
 
 
 def refuse(state: Mapping[str, Tensor], what: str) -> None:
-    """ValueError for quantised weights, where they are to be trained or made into something else."""
+    """Raise a ValueError for quantised weights, where they would be trained or converted."""
     if holds(state):
         raise ValueError(f"{what} is in eight bits, of which nothing else is made: take what it was made of")
 
 
 def split(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state_dict in plain tensors: each quantised weight as two. Others are as they were."""
+    """Return a state_dict of plain tensors, with two for each quantised weight."""
     plain: dict[str, Tensor] = {}
     for name, value in state.items():
-        own: Any = value
-        plain |= {name: own.qdata, name + SCALE: own.scale.reshape(-1, 1)} if hasattr(own, "qdata") else {name: value}
+        weight: Any = value
+        if hasattr(weight, "qdata"):
+            plain |= {name: weight.qdata, name + SCALE: weight.scale.reshape(-1, 1)}
+        else:
+            plain[name] = value
     return plain
 
 
 def joined(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `split`, for `load_state_dict(..., assign=True)`.
+    """Join what `split` split, for `load_state_dict(..., assign=True)`.
 
     Raises:
-        ValueError: torchao is not installed, where there is something to join; a scale that does not fit its weight.
+        ValueError: there are quantised weights and torchao is not installed, or a scale does not fit its weight.
     """
     quantised = {name for name, value in state.items() if value.dtype == torch.int8 and name + SCALE in state}
     scales = {name + SCALE for name in quantised}

@@ -1,4 +1,4 @@
-"""Names of models that a host does not know."""
+"""The error for names of models that a host does not know."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
@@ -6,11 +6,11 @@ from heapq import nlargest
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
-    """The error to raise for a name that a host does not know, with the three known names that are nearest to it.
+    """Return the error for a name that a host does not know, with the three nearest names that it knows.
 
     Args:
-        name: as it was given.
-        host: who does not have it, such as "timm has no" or "neither OpenCLIP nor timm has a".
+        name: the unknown name.
+        host: the beginning of the message, such as "timm has no" or "neither OpenCLIP nor timm has a".
         known: all names of that host.
     """
     matcher = SequenceMatcher(b=name.lower())

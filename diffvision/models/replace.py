@@ -1,7 +1,7 @@
-"""Other libraries' differential attention made ours in place: their parameters and names, our operation.
+"""Differential attention of other libraries that computes by our operation, with their parameters and names.
 
-A model keeps its parameters (the very same objects), its state_dict and its hooks: only what a module computes between
-its projections is exchanged, by giving it a subclass of its own class.
+A model keeps its parameters (the same objects), its state_dict and its hooks: a module becomes a subclass of its class,
+which replaces the computation between the projections.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LLAMA = "transformers.models.diffllama.modeling_diffllama"
 
 
 def replace_attention(model: nn.Module) -> nn.Module:
-    """Have the differential attentions of a model compute by `ops.diff_attention`, in place; returns the model.
+    """Make the differential attentions of a model compute by `ops.diff_attention`, in place, and return the model.
 
-    Known are timm's `DiffAttention` (`vit_dwee_*`, `vit_dlittle_*`) and `DiffParallelScalingBlock` (`vit_dpwee_*`), and
-    transformers' `DiffLlamaAttention`. An optimizer that was made before goes on: no parameter is another. Masks may
-    say where to attend, and add nothing else.
+    Supported are timm's `DiffAttention` (`vit_dwee_*`, `vit_dlittle_*`) and `DiffParallelScalingBlock` (`vit_dpwee_*`),
+    and transformers' `DiffLlamaAttention`. An optimizer that was made before stays valid, for the parameters are the
+    same. Masks may only say where to attend, and add no bias.
 
     Raises:
-        ValueError: nothing in it is known.
+        ValueError: the model has none of them.
     """
     known = _known()
     modules = list(model.modules())
@@ -51,33 +51,33 @@ def _known() -> dict[type[nn.Module], type[nn.Module]]:
         TimmDiffAttention: TimmAttention,
         DiffParallelScalingBlock: TimmParallelBlock,
     }
-    if _LLAMA in sys.modules:  # else no model has any of it
+    if _LLAMA in sys.modules:  # otherwise no model can have it
         theirs = sys.modules[_LLAMA].DiffLlamaAttention
         known[theirs] = _llama_attention(theirs)
     return known
 
 
-def _timm_heads(own: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """What timm's two modules have in common: [B, N, dim] each -> [B, N, dim], after the norm and its factor."""
-    paired = (own.num_heads, 2, own.head_dim)
+def _timm_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Compute what timm's two modules share: [B, N, dim] each -> [B, N, dim], after the norm and its factor."""
+    paired = (layer.num_heads, 2, layer.head_dim)
     out = ops.diff_attention(
-        own.q_norm(q.unflatten(-1, paired)).permute(0, 2, 3, 1, 4),
-        own.k_norm(k.unflatten(-1, paired)).permute(0, 2, 3, 1, 4),
-        v.unflatten(-1, (own.num_heads, 2 * own.head_dim)).transpose(1, 2),
-        own._compute_lambda().to(q.dtype),
+        layer.q_norm(q.unflatten(-1, paired)).permute(0, 2, 3, 1, 4),
+        layer.k_norm(k.unflatten(-1, paired)).permute(0, 2, 3, 1, 4),
+        v.unflatten(-1, (layer.num_heads, 2 * layer.head_dim)).transpose(1, 2),
+        layer._compute_lambda().to(q.dtype),
         causal=is_causal,
         mask=boolean_mask(mask),
-        dropout=own.attn_drop_p if own.training else 0.0,
+        dropout=layer.attn_drop_p if layer.training else 0.0,
     )
-    out = ops.rms_norm(out, own.sub_norm.weight, own.sub_norm.eps) * (1 - own.lambda_init)
+    out = ops.rms_norm(out, layer.sub_norm.weight, layer.sub_norm.eps) * (1 - layer.lambda_init)
     return out.transpose(1, 2).flatten(2)
 
 
 class TimmAttention(TimmDiffAttention):
-    """timm's, by our operation."""
+    """timm's `DiffAttention`, by our operation."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [B, N, dim] -> [B, N, dim]; attn_mask as `AttentionLayer.forward` takes it."""
+        """Map tokens [B, N, dim] to [B, N, dim]; attn_mask as in `AttentionLayer.forward`."""
         q, k, v = self.qkv(x).chunk(3, dim=2)
         heads = _timm_heads(self, q, k, v, attn_mask, is_causal)
         return self.proj_drop(self.proj(self.norm(heads)))
@@ -87,7 +87,7 @@ class TimmParallelBlock(DiffParallelScalingBlock):
     """timm's block of attention and MLP side by side, by our operation."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [B, N, dim] -> [B, N, dim]; attn_mask as `AttentionLayer.forward` takes it."""
+        """Map tokens [B, N, dim] to [B, N, dim]; attn_mask as in `AttentionLayer.forward`."""
         mlp, q, k, v = self.in_proj(self.in_norm(x)).split(self.in_split, dim=-1)
         if self.mlp_bias is not None:
             mlp = mlp + self.mlp_bias
@@ -98,10 +98,10 @@ class TimmParallelBlock(DiffParallelScalingBlock):
 
 @cache
 def _llama_attention(theirs: Any) -> type[nn.Module]:
-    """A subclass of transformers' DiffLlamaAttention; a head's two maps and value halves lie in the halves of heads."""
+    """Make the subclass of DiffLlamaAttention, whose halves of heads are a head's two maps and value halves."""
 
     class LlamaAttention(theirs):
-        """transformers', by our operation."""
+        """transformers' `DiffLlamaAttention`, by our operation."""
 
         def forward(
             self,
@@ -111,7 +111,7 @@ def _llama_attention(theirs: Any) -> type[nn.Module]:
             past_key_values: Any = None,
             **kwargs: Any,
         ) -> tuple[Tensor, None]:
-            """As transformers' with sdpa: no attention weights come back."""
+            """Compute as transformers does with sdpa: no attention weights are returned."""
             split = (*hidden_states.shape[:-1], -1, self.head_dim)
             q = self.q_proj(hidden_states).view(split).transpose(1, 2)
             k = self.k_proj(hidden_states).view(split).transpose(1, 2)
@@ -140,8 +140,11 @@ def _llama_attention(theirs: Any) -> type[nn.Module]:
 
 
 def _llama_mask(mask: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
-    """transformers' masks: none for causal, [B, N] of tokens that are no padding, or [B, 1, M, N] with causality in it,
-    boolean or with the least number where not to attend."""
+    """Return mask and causal from a mask of transformers.
+
+    That is None for causal, [B, N] with 0 for padding, or [B, 1, M, N] that includes causality, boolean or with the
+    lowest number where not to attend.
+    """
     if mask is None:
         return None, True
     if mask.ndim == 2:

@@ -1,7 +1,7 @@
 """timm's side: vision transformers with any attention of `diffvision.nn.ATTENTION`, under names that timm knows.
 
-A model is timm's own `VisionTransformer` with the block below: only what attends is changed, so all that timm does with
-its models (features, resizing, checkpointing, layer decay, saving) works with these. A name is a family and a shape:
+A model is timm's `VisionTransformer` with the block below. Only the attention differs, so all that timm does with its
+models (features, resizing, checkpointing, layer decay, saving) works with these. A name is a family and a shape:
 
     diff_vit_<shape>     V1: half of the plain model's heads, of the same size     diff_vit_base_patch16_224
     diffv2_vit_<shape>   V2: as many heads, the MLP narrower by half a width       diffv2_vit_base_patch16_224
@@ -9,9 +9,9 @@ its models (features, resizing, checkpointing, layer decay, saving) works with t
     gda_vit_<shape>      grouped: V1's heads, several to a noise head               gda_vit_base_patch16_224
 
 `diff_vit_base` and its siblings are short for the shapes of `ALIASES`. There is a plain twin for each CLIP tower and
-the debug models; that of `diff_vit_base_patch16_224` is timm's own `vit_base_patch16_224`, the same function.
+the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
-Beside timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
+Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
 model's configuration can hold them. None has pretrained weights: `pretrained=True` is a RuntimeError.
 """
 
@@ -45,8 +45,9 @@ class Block(nn.Module):
         num_heads: heads as the attention counts them (differential ones).
         attn_layer: called as `attn_layer(dim, num_heads, depth=, qkv_bias=, qk_norm=, proj_bias=, attn_drop=,
             proj_drop=, device=, dtype=)`, such as `partial(build_attention, "v1")`; depth is the block's index.
-        scale_attn_norm: must be False; what there is to it is the attention's own head norm.
-        Others: as `timm.models.vision_transformer.Block`.
+        scale_attn_norm: must be False; the attention's `head_norm` takes its place.
+
+    The other arguments are those of `timm.models.vision_transformer.Block`.
 
     Raises:
         ValueError: scale_attn_norm is True.
@@ -114,7 +115,7 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "B N dim"]:
-        """Tokens [B, N, dim] -> [B, N, dim]; the mask as `AttentionLayer.forward`."""
+        """Map tokens [B, N, dim] to [B, N, dim]; the mask is that of `AttentionLayer.forward`."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -142,7 +143,7 @@ SIZES = {
 
 
 class Shape(NamedTuple):
-    """A size at a patch size and default resolution (pixels), and what else its name says of the model."""
+    """A size at a patch size and default resolution (pixels), with the other settings of its name."""
 
     size: str
     patch: int
@@ -218,7 +219,7 @@ GROUPED = {
 
 
 class Model(NamedTuple):
-    """What a registered name stands for: a key of `ATTENTION` and a shape."""
+    """The meaning of a registered name: a key of `ATTENTION` and a shape."""
 
     variant: str
     shape: Shape
@@ -243,12 +244,12 @@ MODELS = {
 
 
 def model_names() -> list[str]:
-    """Our models' names in timm, sorted."""
+    """Return our models' names in timm, sorted."""
     return sorted(MODELS)
 
 
 def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
-    """What timm and its users read of a model before it is built; the keys of timm's own vision transformers."""
+    """Return what timm and its users read of a model before it is built; the keys are those of timm's own models."""
     clip = "_clip" in name
     return {
         "url": "",  # no weights
@@ -267,10 +268,10 @@ def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
-    """Builds a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
+    """Build a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
-    # A shape's settings serve all variants; what a user asks for by hand must mean something to this one.
+    # A shape's settings serve all variants; a setting that a user gives must be one of this variant.
     if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - settings_of(ATTENTION[variant]):
         raise TypeError(f"{name} has {variant!r} attention, which takes no {', '.join(sorted(useless))}")
     settings = {

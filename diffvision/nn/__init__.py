@@ -1,4 +1,7 @@
-"""Layers with parameters. `ATTENTION` is the one table of attention variants."""
+"""Layers with parameters: attention, its variants in the table `ATTENTION`, and the decoder's block.
+
+Whole models are in `diffvision.models`, the operation without parameters in `diffvision.ops`.
+"""
 
 import inspect
 from typing import Any
@@ -19,32 +22,32 @@ ATTENTION: dict[str, type[AttentionLayer]] = {
 def build_attention(
     variant: str, dim: int, num_heads: int, num_kv_heads: int | None = None, **settings: Any
 ) -> AttentionLayer:
-    """Makes the attention of a variant, so that a block or a configuration can be shared by variants.
+    """Make the attention layer of a variant, so that variants can share a block or a configuration.
 
     Args:
         variant: key of `ATTENTION`.
         dim: width of the tokens.
         num_heads: differential heads (V1: half of the matched standard layer's).
         num_kv_heads: key/value heads, as many as num_heads if None.
-        **settings: of any variant; each class is handed those it takes (`lambda_init` means nothing to "standard").
+        **settings: arguments of any variant; those that this variant does not take are left out, such as
+            `lambda_init` for "standard".
 
     Raises:
-        ValueError: unknown variant. TypeError: a setting that no variant takes.
+        ValueError: the variant is unknown.
+        TypeError: no variant takes one of the settings.
     """
     if variant not in ATTENTION:
         raise ValueError(f"unknown attention variant {variant!r}: choose one of {', '.join(ATTENTION)}")
     takes = {name: settings_of(layer) for name, layer in ATTENTION.items()}
     if unknown := set(settings).difference(*takes.values()):
         raise TypeError(f"no attention variant takes {', '.join(sorted(unknown))}")
-    own = {name: value for name, value in settings.items() if name in takes[variant]}
-    return ATTENTION[variant](dim, num_heads, num_kv_heads, **own)
+    taken = {name: value for name, value in settings.items() if name in takes[variant]}
+    return ATTENTION[variant](dim, num_heads, num_kv_heads, **taken)
 
 
 def settings_of(layer: type[AttentionLayer]) -> set[str]:
-    """Names of the arguments that a class of `ATTENTION` takes, those handed on to its parent class included."""
-    constructors = [cls.__init__ for cls in layer.__mro__ if issubclass(cls, AttentionLayer)]
-    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
-    return names - {"self", "shared"}
+    """Return the names of the arguments that a class of `ATTENTION` takes."""
+    return set(inspect.signature(layer).parameters)
 
 
 __all__ = [

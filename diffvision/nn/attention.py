@@ -1,4 +1,6 @@
-"""What every attention layer shares, and the standard one: the baseline that each comparison needs.
+"""What every attention layer shares, and the standard layer, which is the baseline of each comparison.
+
+The differential layers are in `diff_attention.py` and the files that build on it.
 
 Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P maps a head, D size of a map's head,
 V size of a value head.
@@ -19,25 +21,25 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Cache(Protocol):
-    """What a layer asks of a cache (`diffvision.models.language.cache` has them)."""
+    """What a layer needs of a cache of keys and values; `diffvision.models.language.cache` has the caches."""
 
     def positions(self, count: int) -> Tensor:
-        """Positions [N] of the next `count` tokens."""
+        """Return the positions [N] of the next `count` tokens."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes new tokens' keys and values, and returns those to attend to, the new ones last or at their places."""
+        """Store the keys and values of new tokens, and return all those to attend to."""
 
 
 class HeadNorm(nn.RMSNorm):
     """RMSNorm whose weight follows the input's dtype: under autocast a float32 weight would refuse the fused kernel."""
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        """The norm of the last axis times a constant."""
+        """Return the norm of the last axis times a constant."""
         if factor == 1.0:
             return ops.rms_norm(x, self.weight, self.eps)
         if x.dtype.itemsize < 4:  # a half-precision weight would round the constant, alike in every row
             return ops.rms_norm(x, self.weight, self.eps) * factor
-        return ops.rms_norm(x, self.weight * factor, self.eps)  # cheaper than in what comes out
+        return ops.rms_norm(x, self.weight * factor, self.eps)  # cheaper than to scale the result
 
 
 class AttentionLayer(nn.Module):
@@ -46,18 +48,20 @@ class AttentionLayer(nn.Module):
     Args:
         dim: width of the tokens, in and out.
         num_heads: heads of the output; differential heads in differential layers.
-        num_kv_heads: key/value heads, a divisor of num_heads; as many as num_heads if None.
-        head_dim: D of one map's head; by default the output heads together are as wide as `dim`.
+        num_kv_heads: key/value heads, a divisor of num_heads; num_heads if None.
+        head_dim: D of one map's head; if None, the output heads together are as wide as `dim`.
         head_norm: RMSNorm of each head's output, its weight shared by the heads (eps 1e-5).
         qkv_bias: biases of the query, key and value projections.
         proj_bias: bias of the output projection.
         qk_norm: RMSNorm (eps 1e-6) of each query and key head before rotary embedding.
-        attn_drop: dropout of the attention maps, drawn for each map by itself.
+        attn_drop: dropout of the attention maps, drawn for each map separately.
         proj_drop: dropout of the output.
         rotary: base theta of an interleaved rotary embedding on each map's D, or None for no rotary embedding.
+        device: where the parameters are made.
+        dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not divide.
+        ValueError: sizes do not divide.
     """
 
     variant: ClassVar[str]
@@ -120,22 +124,22 @@ class AttentionLayer(nn.Module):
         rotation: Rotation | None = None,
         maps: list[Tensor] | None = None,
     ) -> Float[Tensor, "B N dim"]:
-        """Attends within each sequence.
+        """Attend within each sequence.
 
         Args:
             x: tokens [B, N, dim].
             attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N], or with a
                 cache to [B, H, N, L] for the L tokens that it returns.
             is_causal: each token attends to itself and those before it; combined with attn_mask by AND.
-            cache: past tokens to attend to as well; it takes those of x.
-            rotation: the tokens' angles, where their positions are not counted from 0 or as the cache counts them; to
-                be computed once for all layers of a model. Means nothing to a layer without rotary embedding.
-            maps: a list to which the map that the values are weighted with is appended, [B, H, N, L] in float32 or
-                better: the softmax map, or in differential layers the first map less lambda times the second. The
-                output is then computed from that map, which takes its memory.
+            cache: past tokens to attend to as well; the keys and values of x are added to it.
+            rotation: the tokens' angles, where their positions are not counted from 0 or by the cache. A model computes
+                them once for all its layers. A layer without rotary embedding does not read them.
+            maps: a list to which the map that weights the values is appended, [B, H, N, L] in float32 or better: the
+                softmax map, or in differential layers the first map less lambda times the second. The output is then
+                computed from that map, which takes its memory.
 
         Raises:
-            ValueError: a float mask with other values than 0 and -inf; more tokens than the cache has room for.
+            ValueError: a float mask has other values than 0 and -inf, or the cache has no room for the tokens.
         """
         q, k = self._queries_and_keys(x, cache, rotation)
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
@@ -155,14 +159,14 @@ class AttentionLayer(nn.Module):
     def attention_maps(
         self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "B H P N N"]:
-        """The softmax maps of each head [B, H, P, N, N] (P = 2 in differential layers), for figures and analysis."""
+        """Return the softmax maps of each head [B, H, P, N, N] (P = 2 in differential layers), for analysis."""
         q, k = self._queries_and_keys(x)
         return ops.attention_maps(q, k, causal=is_causal, mask=boolean_mask(attn_mask))
 
     def _queries_and_keys(
         self, x: Tensor, cache: Cache | None = None, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[B, H, P, N, D] and [B, Hk, Pk, N, D], normalised and turned."""
+        """Project x to queries [B, H, P, N, D] and keys [B, Hk, Pk, N, D], normalised and rotated."""
         q = self._split_queries(self.q_proj(x))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -176,7 +180,7 @@ class AttentionLayer(nn.Module):
         return q, k
 
     def _query_heads(self, num_heads: int) -> int:
-        """Queries of D that a token has."""
+        """Return how many queries of D a token has."""
         return num_heads * self.query_maps
 
     def _split_queries(self, q: Tensor) -> Tensor:
@@ -188,11 +192,11 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def _combined(self, maps: Float[Tensor, "B H P N L"], x: Tensor) -> Float[Tensor, "B H N L"]:
-        """The one map of each head that `_attend` weights the values with."""
+        """Return the one map of each head with which `_attend` weights the values."""
         raise NotImplementedError
 
     def _finish(self, heads: Float[Tensor, "B H N V"]) -> Float[Tensor, "B H N V"]:
-        """What is done to each head's output before the projection."""
+        """Return each head's output as the projection takes it."""
         return self.head_norm(heads)
 
     def _dropout(self) -> float:
@@ -204,7 +208,7 @@ class AttentionLayer(nn.Module):
 
 
 class Attention(AttentionLayer):
-    """Standard softmax attention in the clothes of the differential layers; arguments as `AttentionLayer`.
+    """Standard softmax attention with the interface of the differential layers.
 
     `head_norm=True` is the paper's ablation of a Transformer with head norm (arXiv 2410.05258, table 6).
     """
@@ -234,7 +238,11 @@ class Attention(AttentionLayer):
 
 
 def boolean_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask as the operation takes it; hosts also hand float masks of 0 and -inf, or the lowest finite number."""
+    """Return a mask as the operation takes it, from a boolean one or a float one of 0 and -inf (or the lowest number).
+
+    Raises:
+        ValueError: a float mask holds another number.
+    """
     if mask is None:
         return None
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
@@ -244,6 +252,6 @@ def boolean_mask(mask: Tensor | None) -> Tensor | None:
     lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else -torch.inf
     if not torch.compiler.is_compiling() and not (attends | (mask <= lowest)).all():
         raise ValueError(
-            "a float attn_mask may hold 0 and -inf only (no bias is added to differential maps); pass a boolean"
+            "a float attn_mask may hold 0 and -inf only, for no bias is added to differential maps: pass a boolean mask"
         )
     return attends

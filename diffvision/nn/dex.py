@@ -1,9 +1,8 @@
-"""DEX: a pretrained layer's attention with a differential operation on what its heads give."""
+"""DEX: a pretrained layer's attention with a differential operation on the outputs of its heads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,13 +21,12 @@ class DexAttention(Attention):
 
     With W of zero the layer computes what it did before; with lambda above zero W has a gradient from the first step
     (both at zero would be a stationary point). s begins at (1, 1); a schedule sets it for each step. The operation is
-    linear in the head's output, so `merge` takes it up into the output projection: what was trained is a standard layer
-    again, which costs nothing.
+    linear in the head's output, so `merge` folds it into the output projection: what was trained is a standard layer
+    again, at no cost. The arguments that are not named here are those of `AttentionLayer`.
 
     Args:
-        heads: numbers of the heads that are changed; all if None. They are a buffer, so that weights bring their own.
+        heads: indices of the heads that are changed; all if None. They are a buffer, which a state_dict replaces.
         depth: index of the layer from 0, for dex_lambda_init = 0.8 - 0.6 exp(-0.3 depth).
-        **shared: as `Attention`.
 
     Attributes:
         dex: W [V, V].
@@ -36,8 +34,8 @@ class DexAttention(Attention):
         dex_schedule: s [2].
         dex_heads: which heads are changed, bool [H].
 
-    Source: arXiv 2505.16333, equations 3 to 5 and figure 9, as its readers give them: see docs/convert.md. There W is
-    not said to start from zero; ours does, so that lambda may be above zero at once.
+    Source: arXiv 2505.16333, equations 3 to 5 and figure 9, as docs/convert.md reads them. The paper does not say that
+    W starts from zero; here it does, so that lambda may be above zero at once.
     """
 
     variant = "dex"
@@ -50,25 +48,47 @@ class DexAttention(Attention):
         *,
         heads: Sequence[int] | None = None,
         depth: int = 0,
-        **shared: Any,
+        head_dim: int | None = None,
+        head_norm: bool = False,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        rotary: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_heads, num_kv_heads, **shared)
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads,
+            head_dim=head_dim,
+            head_norm=head_norm,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            rotary=rotary,
+            device=device,
+            dtype=dtype,
+        )
         self._chosen = list(range(num_heads)) if heads is None else sorted(set(heads))
         if wrong := [head for head in self._chosen if not 0 <= head < num_heads]:
             raise ValueError(f"heads has {wrong[0]}, but heads count from 0 to {num_heads - 1}")
         self.dex_lambda_init = depth_lambda_init(depth)
-        made: dict[str, Any] = {"device": shared.get("device"), "dtype": shared.get("dtype")}
-        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, **made))
-        self.dex_lambda = nn.Parameter(torch.empty(1, **made))
+        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, device=device, dtype=dtype))
+        self.dex_lambda = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.dex_schedule: Tensor
-        self.register_buffer("dex_schedule", torch.empty(2, device=shared.get("device")))
+        self.register_buffer("dex_schedule", torch.empty(2, device=device))
         self.dex_heads: Tensor
-        self.register_buffer("dex_heads", torch.empty(num_heads, dtype=torch.bool, device=shared.get("device")))
+        self.register_buffer("dex_heads", torch.empty(num_heads, dtype=torch.bool, device=device))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """W and dex_lambda zero, the schedule (1, 1), and the heads as chosen; the other modules reset their own."""
+        """Set W and dex_lambda to zero, the schedule to (1, 1) and the heads as chosen; the other modules stay."""
         self.dex.zero_()
         self.dex_lambda.zero_()
         self.dex_schedule.fill_(1.0)
@@ -77,7 +97,7 @@ class DexAttention(Attention):
         self.dex_heads.copy_(chosen)
 
     def current_lambda(self) -> Float[Tensor, 1]:
-        """lambda as the schedule and what is learned make it, [1], in float32 whatever the parameters' dtype."""
+        """Return the scheduled and learned lambda [1], in float32 whatever the parameters' dtype."""
         init, learned = self.dex_schedule.float().split(1)
         return init * self.dex_lambda_init + learned * self.dex_lambda.float()
 
@@ -85,13 +105,13 @@ class DexAttention(Attention):
         return self.operate(super()._finish(heads))
 
     def operate(self, heads: Float[Tensor, "... H N V"]) -> Float[Tensor, "... H N V"]:
-        """The heads' outputs [..., H, N, V] less what is learned of them."""
+        """Subtract the learned part from the heads' outputs [..., H, N, V]."""
         share = (self.current_lambda() * self.dex_heads).to(heads.dtype)[:, None, None]
         return heads - share * (heads @ self.dex)
 
     @torch.no_grad()
     def merge(self) -> Attention:
-        """A standard layer that computes the same, with the operation within its output projection.
+        """Return a standard layer that computes the same, with the operation within its output projection.
 
         Raises:
             ValueError: an adapter or a parametrization is around the output projection.

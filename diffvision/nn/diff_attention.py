@@ -1,4 +1,7 @@
-"""Differential attention layers: the paper's (V1) and its successor (V2)."""
+"""Differential attention layers: the paper's (V1) and its successor (V2).
+
+Other forms of V1's lambda are in `lambdas.py`, grouped heads in `grouped.py`.
+"""
 
 import math
 from typing import Any, Literal
@@ -12,7 +15,7 @@ from diffvision.nn.attention import AttentionLayer, HeadNorm
 
 
 def depth_lambda_init(depth: int) -> float:
-    """0.8 - 0.6 exp(-0.3 depth), depth counted from 0 (arXiv 2410.05258 section 2.1, which counts layers from 1)."""
+    """Return 0.8 - 0.6 exp(-0.3 depth), with depth from 0 (arXiv 2410.05258 section 2.1 counts layers from 1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
 
 
@@ -22,16 +25,17 @@ class DiffAttention(AttentionLayer):
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init      one number a layer
         head = RMSNorm((softmax(q1 k1') - lambda softmax(q2 k2')) v) * (1 - lambda_init)
 
-    A head's two queries are adjacent in `q_proj`'s rows ([H, 2, D]), likewise its keys; its value is 2D wide.
+    A head's two queries are adjacent in `q_proj`'s rows ([H, 2, D]), and so are its keys; its value is 2D wide. The
+    arguments that are not named here are those of `AttentionLayer`.
 
     Args:
+        num_heads: differential heads, half of the matched standard layer's.
         depth: index of the layer from 0, for `lambda_init="depth"`.
         lambda_init: a float (DiffCLIP: 0.8 in every layer), or "depth" for `depth_lambda_init(depth)`.
         head_norm: False leaves the norm out, and keeps the factor (the paper's ablation "w/o GroupNorm").
-        **shared: as `AttentionLayer`; `num_heads` is half of the matched standard layer's.
 
-    Source: arXiv 2410.05258; microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py (whose grouped heads are the
-    right ones: the plain module there pairs keys of different heads).
+    Source: arXiv 2410.05258; microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py. Grouped heads are paired as
+    there; the plain module of that repository pairs keys of different heads.
     """
 
     variant, query_maps, key_maps, value_maps = "v1", 2, 2, 2
@@ -45,27 +49,54 @@ class DiffAttention(AttentionLayer):
         depth: int = 0,
         lambda_init: float | Literal["depth"] = "depth",
         head_norm: bool = True,
-        **shared: Any,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        rotary: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **shared)
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads,
+            head_dim=head_dim,
+            head_norm=head_norm,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            rotary=rotary,
+            device=device,
+            dtype=dtype,
+        )
         if isinstance(lambda_init, str) and lambda_init != "depth":
             raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
         self.lambda_init = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
-        # In the layer's own dtype, so that FSDP2 finds one dtype; the arithmetic is in float32 all the same.
-        made: dict[str, Any] = {"device": shared.get("device"), "dtype": shared.get("dtype")}
+        self._add_lambda(dim, {"device": device, "dtype": dtype})
+        self.reset_parameters()
+
+    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
+        """Make the parameters of lambda, which `reset_parameters` fills; a subclass makes others.
+
+        They have the layer's dtype, so that FSDP2 finds one; the arithmetic is in float32 all the same.
+        """
         self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim, **made))
         self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim, **made))
         self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim, **made))
         self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim, **made))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The lambda vectors: N(0, 0.1) (zeros would have no gradient); the other modules reset their own."""
+        """Draw the lambda vectors from N(0, 0.1), for zeros would have no gradient; the other modules stay."""
         for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
             nn.init.normal_(vector, mean=0.0, std=0.1)
 
     def compute_lambda(self, x: Tensor | None = None) -> Float[Tensor, "1"]:
-        """The layer's lambda, [1], in float32 whatever the parameters' dtype; one for all tokens, so x is not read."""
+        """Return the layer's lambda [1], in float32 whatever the parameters' dtype; x is not read."""
         first = torch.dot(self.lambda_q1.float(), self.lambda_k1.float()).exp()
         second = torch.dot(self.lambda_q2.float(), self.lambda_k2.float()).exp()
         return (first - second + self.lambda_init).view(1)
@@ -92,21 +123,50 @@ class DiffAttentionV2(AttentionLayer):
         lambda = sigmoid(lambda_proj(x))                                           one number a token and head
         head = (softmax(q1 k') - lambda softmax(q2 k')) v
 
-    The two queries of a head are adjacent in `q_proj`'s rows and so lie in one key/value group, as they must.
-    Arguments as `AttentionLayer`; `num_heads` is that of the standard layer, with twice its query projection.
+    The two queries of a head are adjacent in `q_proj`'s rows and so lie in one key/value group, as they must. The
+    arguments are those of `AttentionLayer`; `num_heads` is that of the standard layer, with twice its query projection.
 
     Source: microsoft/unilm Diff-Transformer/Diff-Transformer-V2/multihead_flashdiffv2.py.
     """
 
     variant, query_maps, key_maps, value_maps = "v2", 2, 1, 1
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int | None = None, **shared: Any) -> None:
-        super().__init__(dim, num_heads, num_kv_heads, **shared)
-        made: dict[str, Any] = {"device": shared.get("device"), "dtype": shared.get("dtype")}
-        self.lambda_proj = nn.Linear(dim, num_heads, bias=False, **made)
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        head_norm: bool = False,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        rotary: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads,
+            head_dim=head_dim,
+            head_norm=head_norm,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            rotary=rotary,
+            device=device,
+            dtype=dtype,
+        )
+        self.lambda_proj = nn.Linear(dim, num_heads, bias=False, device=device, dtype=dtype)
 
     def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:
-        """lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""
+        """Return lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""
         logits = self.lambda_proj(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.sigmoid().transpose(1, 2).unsqueeze(-1)

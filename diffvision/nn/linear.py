@@ -1,4 +1,4 @@
-"""A linear map that uses every core for a few rows on a CPU, as decoding has them."""
+"""A linear map that uses every core for the few rows of a decoding step on a CPU."""
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ _PLAIN = (Tensor, nn.Parameter)  # a quantised weight has no rows to view
 
 
 def few_rows_linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "... out"]:
-    """`x @ weight.T` without gradients on a CPU: the rows of the weight shared out among the threads.
+    """Return `x @ weight.T` without gradients on a CPU, with the rows of the weight shared out among the threads.
 
-    torch's product of a few rows with a matrix runs on one thread; a batch of products, on all. The parts are views of
-    the weight, so nothing is copied.
+    torch multiplies a few rows with a matrix on one thread, and a batch of products on all. The parts are views of the
+    weight, so that no number is copied.
     """
     out_features, in_features = weight.shape
     parts = torch.get_num_threads()
@@ -30,11 +30,11 @@ def few_rows_linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"])
 
 
 def linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "... out"]:
-    """`x @ weight.T`, by `few_rows_linear` where that is faster; [..., in] to [..., out]."""
+    """Return `x @ weight.T` [..., out], by `few_rows_linear` where that is faster."""
     few = (
         not torch.is_grad_enabled()
-        and weight.numel() >= MIN_WEIGHTS  # early: a small model asks this of every product
-        and not torch.compiler.is_compiling()  # before any size of x is looked at, so that a graph holds for any
+        and weight.numel() >= MIN_WEIGHTS  # early, as the cheapest test for small models
+        and not torch.compiler.is_compiling()  # before any size of x is read, so that a graph holds for all sizes
         and x.numel() <= MAX_ROWS * x.shape[-1]
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -46,18 +46,22 @@ def linear(x: Float[Tensor, "... in"], weight: Float[Tensor, "out in"]) -> Float
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that goes by `linear` where it has no bias; parameters and names are the same."""
+    """`nn.Linear` that computes by `linear` where it has no bias; parameters and names are the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         return linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
 
 
 def refuse_wrapped(**layers: nn.Module) -> None:
-    """ValueError unless each is torch's linear map or attention as it was made: its weight is then all that it does."""
+    """Check that each layer is torch's linear map or attention without a wrapper, so that its weights say all it does.
+
+    Raises:
+        ValueError: an adapter or a parametrization is around one.
+    """
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear | nn.MultiheadAttention) or is_parametrized(layer):
             raise ValueError(
-                f"{name} is wrapped ({type(layer).__module__}.{type(layer).__name__}): what is around its weight would "
-                "be lost. Merge it first (PEFT: merge_and_unload; torch: remove_parametrizations)"
+                f"{name} is wrapped ({type(layer).__module__}.{type(layer).__name__}): the wrapper would be lost. "
+                "Merge it first (PEFT: merge_and_unload; torch: remove_parametrizations)"
             )

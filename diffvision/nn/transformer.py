@@ -1,4 +1,7 @@
-"""The block of the paper's decoder: RMSNorm, attention, RMSNorm, SwiGLU, no biases (arXiv 2410.05258 section 2.2)."""
+"""The block of the paper's decoder: RMSNorm, attention, RMSNorm, SwiGLU, no biases (arXiv 2410.05258 section 2.2).
+
+The decoder itself is in `diffvision.models.language.decoder`.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ from diffvision.nn.linear import Linear
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, without biases (arXiv 2002.05202; LLaMA's feed-forward).
+    """LLaMA's feed-forward: `down(silu(gate(x)) * up(x))`, without biases (arXiv 2002.05202).
 
     Args:
         dim: width of the tokens, in and out.
@@ -34,12 +37,12 @@ class SwiGLU(nn.Module):
         self.down = Linear(hidden_dim, dim, **made)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """[..., dim] to [..., dim]."""
+        """Map [..., dim] to [..., dim]."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderBlock(nn.Module):
-    """`y = x + attn(norm1(x)); y + mlp(norm2(y))`.
+    """Pre-norm block: `y = x + attn(norm1(x)); y + mlp(norm2(y))`.
 
     Args:
         attn: the attention, of any variant.
@@ -74,6 +77,6 @@ class DecoderBlock(nn.Module):
         cache: Cache | None = None,
         rotation: Rotation | None = None,
     ) -> Float[Tensor, "B N dim"]:
-        """[B, N, dim] to [B, N, dim]; arguments as `AttentionLayer.forward`."""
+        """Map [B, N, dim] to [B, N, dim]; the arguments are those of `AttentionLayer.forward`."""
         x = x + self.attn(self.norm1(x), attn_mask, is_causal, cache=cache, rotation=rotation)
         return x + self.mlp(self.norm2(x))

@@ -141,7 +141,7 @@ def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
     if tokenizer is not None:
         words = load_tokenizer(tokenizer)
     elif model.host == "language" and model.weights is not None:
-        file = language.tokenizer_beside(model.weights)
+        file = language.find_tokenizer(model.weights)
         words = None if file is None else load_tokenizer(file)
     vocabulary = cast(Any, model.module).config.vocab_size
     if words is not None and words.vocab_size > vocabulary:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float | None) -> Float[Tensor, "... D"]:
-    """`x / sqrt(mean(x**2) + eps) * weight` over the last axis, in x's dtype.
+    """Return `x / sqrt(mean(x**2) + eps) * weight` over the last axis, in x's dtype.
 
     torch fuses this on CUDA, and torch.compile anywhere; on a CPU its backward is a dozen passes, which made the norm
     of the heads a twelfth of a whole attention layer's time at 8 x 197 tokens of width 768.
@@ -18,7 +18,7 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
         eps: added to the mean square; the dtype's machine epsilon if None, as in torch.
 
     Raises:
-        ValueError: a weight of another length.
+        ValueError: the weight has another length.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} must be as long as x's last axis, x is {tuple(x.shape)}")
@@ -27,7 +27,7 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     if torch.jit.is_tracing():  # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    ours = ours and torch.is_grad_enabled()  # forward alone, torch's costs a fifth of the call of a function of ours
+    ours = ours and torch.is_grad_enabled()  # for forward alone, torch's call costs a fifth of an autograd function's
     if ours and not torch.compiler.is_compiling() and x.numel():
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -11,7 +11,7 @@ from torch import Tensor
 def rotary_tables(
     positions: Int[Tensor, "... N"], head_dim: int, theta: float = 10_000.0
 ) -> tuple[Float[Tensor, "... N half"], Float[Tensor, "... N half"]]:
-    """Cosines and sines of every position's angles.
+    """Return cosines and sines of every position's angles.
 
     Args:
         positions: integer positions [..., N], counted from 0.
@@ -34,7 +34,7 @@ def rotary_tables(
 def apply_rotary(
     x: Float[Tensor, "... N D"], cos: Float[Tensor, "... N half"], sin: Float[Tensor, "... N half"]
 ) -> Float[Tensor, "... N D"]:
-    """Turns each pair (2i, 2i + 1) of x by its position's angle i, in float32 or better; returns x's dtype."""
+    """Rotate each pair (2i, 2i + 1) of x by its position's angle i, in float32 or better; return x's dtype."""
     if _as_complex(x, cos):
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
@@ -44,8 +44,10 @@ def apply_rotary(
 
 
 def _as_complex(x: Tensor, cos: Tensor) -> bool:
-    """Whether one complex product does it: half the calls, which is what a step of decoding is made of. Graphs and
-    gradients do without complex numbers, which neither inductor nor an export takes well."""
+    """Whether to rotate by one complex product, in half the calls, which count in a step of decoding.
+
+    Graphs and gradients do without complex numbers, which inductor and exports take badly.
+    """
     return bool(
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()

@@ -46,7 +46,7 @@ def test_the_command_line(runs, tmp_path, capsys):
 
 def test_a_language_model_becomes_hugging_faces(runs, tmp_path):
     transformers = pytest.importorskip("transformers")
-    with pytest.warns(UserWarning, match=r"no tokenizer beside .*best.ckpt: the folder has none"):
+    with pytest.warns(UserWarning, match=r"no tokenizer next to .*best.ckpt: the folder has none"):
         export(str(runs.paths["text"]), str(tmp_path / "folder"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     tokens = torch.randint(20, (1, 8))

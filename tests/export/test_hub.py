@@ -134,7 +134,7 @@ def test_a_language_models_folder_goes_too(runs, tmp_path):
     pytest.importorskip("transformers")
     from diffvision.export.command import export
 
-    with pytest.warns(UserWarning, match="no tokenizer beside"):
+    with pytest.warns(UserWarning, match="no tokenizer next to"):
         export(str(runs.paths["text"]), str(tmp_path / "text"))
     push(str(tmp_path / "text"), "someone/text")
     assert "modeling_diffvision.py" in Api.asked[1][1]["allow_patterns"]

@@ -133,7 +133,7 @@ def test_bad_block_type_is_refused(block_type, complaint):
 def test_settings_that_the_blocks_would_not_read_are_refused():
     with pytest.raises(ValueError, match="qk_norm"):
         text_tower("diffvision:v1", qk_norm=True)
-    with pytest.raises(ValueError, match="OpenCLIP's own text tower"):
+    with pytest.raises(ValueError, match="OpenCLIP's text tower"):
         text_tower("diffvision:v1", hf_model_name="roberta-base")
 
 
@@ -558,7 +558,7 @@ def test_openclips_own_image_tower_takes_any_attention():
     assert [(type(layer), layer.num_heads, layer.value_dim) for layer in layers] == [(ATTENTION["v1"], 2, 16)] * 2
     assert tower(torch.randn(2, 3, 32, 32)).shape == (2, 8)
     for wrong in ({"timm_model_name": "plain_vit_debug_clip"}, {"layers": (1, 1, 1, 1)}):
-        with pytest.raises(ValueError, match="is for OpenCLIP's own vision transformer"):
+        with pytest.raises(ValueError, match="is for OpenCLIP's vision transformer"):
             open_clip.model._build_vision_tower(8, {**cfg, **wrong})
     with pytest.raises(ValueError, match=r"vision_cfg sets \['qk_norm'\]"):
         open_clip.model._build_vision_tower(8, {**cfg, "qk_norm": True})

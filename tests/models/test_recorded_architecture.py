@@ -293,7 +293,7 @@ def test_a_record_that_is_none(tmp_path):
         open_finite(path)
 
 
-@pytest.mark.filterwarnings("ignore:no tokenizer beside")
+@pytest.mark.filterwarnings("ignore:no tokenizer next to")
 @pytest.mark.parametrize(
     ("name", "here"), [("lambda_init", 0.3), ("rotary_theta", 500.0), ("rms_norm_eps", 0.01)], ids=str
 )

@@ -256,7 +256,7 @@ def packages(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "flash" not in p)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(flash, "_found", {})
+    monkeypatch.setattr(flash, "_libraries", {})
     flash._search_once.cache_clear()
 
     def write(file, text=""):

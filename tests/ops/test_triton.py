@@ -245,44 +245,6 @@ def test_extreme_logits_stay_finite(device, dtype, logit):
         assert t.isfinite().all()
 
 
-PADDINGS = ["keys", "pairs", "causal"]
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("maps", [1, 2])
-@pytest.mark.parametrize("kind", PADDINGS)
-def test_nan_where_nobody_attends_changes_nothing(device, kind, maps):
-    """Padding, and the future with its queries: outputs and gradients of the rest are bit for bit the same."""
-    n, kept = 70, 41  # beyond a block of 64
-    tensors = inputs(n, maps=maps, h=2, hk=1, lam=(1, 2, n, 1), device=device)
-    mask = None
-    if kind == "keys":
-        mask = (torch.arange(n, device=device) < kept).expand(1, 1, 1, n)
-    elif kind == "pairs":
-        mask = (torch.arange(n, device=device) < kept).expand(1, 1, n, n).clone()
-    weight = torch.randn(1, 2, n, 32, device=device)
-    weight[:, :, kept:] = 0
-    settings = {"causal": kind == "causal", "mask": mask}
-    clean = gradients(call, tensors, weight, **settings)
-    spoiled = [t.detach().clone() for t in tensors]
-    for t in spoiled[:3]:
-        t[..., kept:, :] = float("nan")
-    spoiled = gradients(call, [t.requires_grad_() for t in spoiled], weight, **settings)
-    for name, a, b in zip(("out", "dq", "dk", "dv", "dlam"), spoiled, clean, strict=True):
-        assert torch.equal(a[..., :kept, :], b[..., :kept, :]), name
-        assert b[..., :kept, :].isfinite().all(), name
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
-def test_nan_reaches_those_who_attend(device, which):
-    tensors = [t.detach() for t in inputs(70, device=device)]
-    tensors[which][..., 30, :] = float("nan")
-    out = call(tensors, causal=True)
-    assert out[:, :, :30].isfinite().all()
-    assert out[:, :, 30:].isnan().all()
-
-
 @pytest.mark.usefixtures("kernels")
 def test_every_run_gives_the_same(device):
     tensors = inputs(77, h=2, hk=1, dtype=torch.float16, device=device)

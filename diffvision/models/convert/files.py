@@ -37,7 +37,7 @@ from diffvision.models.convert.layouts import (
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
 from diffvision.models.files import check_free, read_json, written_whole
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.end_tokens import told_end
+from diffvision.models.language.end_tokens import end_token
 from diffvision.nn import depth_lambda_init
 
 
@@ -186,7 +186,7 @@ def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
     target.mkdir()
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     values |= {"architectures": [architecture], "dtype": dtype}
-    if (tokenizer := language.tokenizer_beside(source.path)) is not None:
+    if (tokenizer := language.find_tokenizer(source.path)) is not None:
         values |= _write_tokenizer(tokenizer, target, model.config.max_length)
     (target / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     _save(state, target / "model.safetensors")
@@ -196,7 +196,7 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     """Write the tokenizer as transformers loads it, with its end token; return what config.json says of that."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
-    end = told_end(file, vocabulary)
+    end = end_token(file, vocabulary)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     values["split_special_tokens"] = True  # text is only text, as in our tokenizers
     if end is not None:

@@ -1,12 +1,12 @@
 """The DIFF Transformer for text and its matched Transformer: configuration, model, KV cache, generation.
 
-`create` makes a model by name, `save` and `load` keep and read it. `transformers` has the same models as transformers'
-classes and is imported only when it is asked for.
+`create` makes a model by name, `save` writes it and `load` reads it. The module `transformers` has the same models as
+classes of that library; it is not imported here.
 """
 
 from diffvision.models.language.configuration import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.model import create, load, save, tokenizer_beside
+from diffvision.models.language.model import create, find_tokenizer, load, save
 
 __all__ = [
     "FAMILIES",
@@ -16,8 +16,8 @@ __all__ = [
     "Size",
     "config",
     "create",
+    "find_tokenizer",
     "load",
     "model_names",
     "save",
-    "tokenizer_beside",
 ]

@@ -1,11 +1,11 @@
 """Keys and values of past tokens, so that generation computes each token once.
 
-The room is taken once, at the start. Two ways of writing, for two ways of running:
+The memory is allocated once, at the start. There are two ways of writing:
 
-- `LayerCache.append` counts the tokens itself and hands back what is filled. Attention reads no more than there is, and
-  the operation's causal mask, aligned to the last key, needs nothing else: prefill, chunks and single tokens alike.
-- `LayerCache.at(index)` writes where a tensor says and hands back the whole room, which the caller masks. No shape
-  depends on how many tokens have passed, so a compiled step is compiled once.
+- `LayerCache.append` counts the tokens and returns those that are filled. Attention reads no more than that, and needs
+  no mask but `causal`, which is aligned to the last key: for prefill, chunks and single tokens.
+- `LayerCache.at(index)` writes at the positions of a tensor and returns the whole capacity, which the caller masks. No
+  shape depends on how many tokens have passed, so a compiled step is compiled once.
 """
 
 from collections.abc import Iterable
@@ -18,24 +18,26 @@ from diffvision.nn.attention import AttentionLayer
 
 
 class LayerCache:
-    """Past keys, already turned by the rotary embedding, and values of one attention layer; no gradient passes.
+    """Past keys, with the rotary embedding applied, and values of one attention layer; no gradient passes.
 
     V1's values are kept once, 2D wide, for both of its maps; V2 keeps one key for both.
 
     Args:
-        layer: whose sizes, and by default device and dtype, the room has.
+        layer: the attention layer; the cache has its sizes and its device.
         batch: B.
-        capacity: tokens that there is room for.
-        dtype: of the keys and values that will come, where it is not the weights' (under autocast).
+        capacity: the most tokens that the cache holds.
+        dtype: of the keys and values; the weights' if None. Under autocast they differ.
 
     Attributes:
-        keys: [B, Hk, P, capacity, D]. values: [B, Hk, capacity, V]. length: tokens filled.
+        keys: [B, Hk, P, capacity, D].
+        values: [B, Hk, capacity, V].
+        length: tokens filled.
     """
 
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         weight = layer.k_proj.weight
         heads, dtype = layer.num_kv_heads, weight.dtype if dtype is None else dtype
-        # Zeros: what is masked must still be finite where a kernel multiplies it by its weight of zero.
+        # Zeros, for masked keys and values must be finite: a kernel multiplies them by a weight of zero.
         self.keys = torch.zeros(
             batch, heads, layer.key_maps, capacity, layer.head_dim, dtype=dtype, device=weight.device
         )
@@ -44,21 +46,21 @@ class LayerCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """The most tokens that the cache holds."""
         return self.keys.shape[3]
 
     def positions(self, count: int) -> Int[Tensor, "N"]:
-        """Positions of the next `count` tokens, counted on from those that are filled."""
+        """Return the positions of the next `count` tokens, which follow those that are filled."""
         return torch.arange(self.length, self.length + count, device=self.keys.device)
 
     @torch.no_grad()
     def append(
         self, k: Float[Tensor, "B Hk P N D"], v: Float[Tensor, "B Hk N V"]
     ) -> tuple[Float[Tensor, "B Hk P L D"], Float[Tensor, "B Hk L V"]]:
-        """Takes the keys and values of N further tokens and returns views of those of all L tokens so far.
+        """Store the keys and values of N further tokens, and return views of those of all L tokens so far.
 
         Raises:
-            ValueError: no room for N more, another batch size, or another dtype.
+            ValueError: the capacity is exceeded, or the batch size or dtype is another.
         """
         end = self.length + k.shape[3]
         if end > self.capacity:
@@ -76,7 +78,7 @@ class LayerCache:
         return self.keys[:, :, :, :end], self.values[:, :, :end]
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens but the first `length`.
+        """Drop all tokens but the first `length`.
 
         Raises:
             ValueError: there are fewer, or length is negative.
@@ -86,26 +88,26 @@ class LayerCache:
         self.length = length
 
     def at(self, index: Int[Tensor, "N"]) -> "IndexedCache":
-        """The same room, written at `index` and read whole."""
+        """Return a view of this cache that is written at `index` and read as a whole."""
         return IndexedCache(self, index)
 
 
 class IndexedCache:
-    """A `LayerCache` for one compiled step: `append` writes at a tensor's places and returns the whole room.
+    """A `LayerCache` for one compiled step: `append` writes at the index and returns the whole capacity.
 
-    The caller masks what is not filled, and keeps `LayerCache.length`.
+    The caller masks what is not filled, and updates `LayerCache.length`.
     """
 
     def __init__(self, cache: LayerCache, index: Int[Tensor, "N"]) -> None:
         self.keys, self.values, self.index = cache.keys, cache.values, index
 
     def positions(self, count: int) -> Tensor:
-        """The index itself."""
+        """Return the index."""
         return self.index
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LayerCache.append`, with L the capacity."""
+        """Store the keys and values of the tokens at the index, and return those of the whole capacity."""
         return self.keys.index_copy_(3, self.index, k), self.values.index_copy_(2, self.index, v)
 
 
@@ -114,7 +116,9 @@ class KVCache:
 
     Args:
         layers: the model's attention layers, in order.
-        batch, capacity, dtype: as `LayerCache`.
+        batch: as in `LayerCache`, like the arguments below.
+        capacity: the most tokens.
+        dtype: of keys and values.
     """
 
     def __init__(
@@ -131,15 +135,15 @@ class KVCache:
         return self.layers[0].length
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens but the first `length` in every layer; ValueError if there are fewer."""
+        """Drop all tokens but the first `length` in every layer; as `LayerCache.crop`."""
         for layer in self.layers:
             layer.crop(length)
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Drop all tokens."""
         self.crop(0)
 
     def advance(self, tokens: int) -> None:
-        """Counts tokens that compiled steps wrote through `LayerCache.at`."""
+        """Count tokens that compiled steps wrote through `LayerCache.at`."""
         for layer in self.layers:
             layer.length += tokens

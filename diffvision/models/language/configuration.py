@@ -1,4 +1,4 @@
-"""What a language model is, in plain values: the configuration, the sizes, and the names.
+"""The configuration of a language model in plain values, the sizes, and the names.
 
 A model is a name, a family and a size:
 
@@ -25,30 +25,31 @@ LARGEST = {
     "mlp_dim": 1 << 20,
     "max_length": 1 << 31,
 }
-"""The most that a `LanguageConfig` takes: a configuration may come from somebody else, and is built as it is."""
+"""The largest values that a `LanguageConfig` takes, since a configuration may come from somebody else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """What a `LanguageModel` is, as plain values: `dataclasses.asdict` and `LanguageConfig(**values)` are inverse.
+    """The settings of a `LanguageModel`; `dataclasses.asdict` and `LanguageConfig(**values)` are inverse.
 
     Attributes:
         vocab_size: rows of the embedding.
-        dim: width. depth: blocks.
+        dim: width.
+        depth: number of blocks.
         num_heads: heads of the output; differential heads in variants v1 and v2.
-        num_kv_heads: key/value heads, a divisor of num_heads; as many as num_heads if None.
+        num_kv_heads: key/value heads, a divisor of num_heads; num_heads if None.
         head_dim: D of one map's head.
         mlp_dim: width within the SwiGLU.
         variant: key of `diffvision.nn.ATTENTION`.
-        max_length: longest sequence that the model takes; it costs nothing (rotary positions need no table).
+        max_length: longest sequence that the model takes; it costs no memory, for rotary positions need no table.
         rotary_theta: base of the rotary frequencies (10,000; the paper's 64k extension has 640,000).
         tied: the output projection is the embedding.
-        norm_eps: of the RMSNorms; the head norm's is 1e-5 always.
+        norm_eps: of the RMSNorms; the head norm's is always 1e-5.
         lambda_init: V1's, a number, or "depth" for 0.8 - 0.6 exp(-0.3 depth).
-        head_norm: RMSNorm of each head's output; None for the variant's own choice, True in V1 and False in the others.
+        head_norm: RMSNorm of each head's output; None for the variant's default, True in V1 and False in the others.
 
     Raises:
-        ValueError: a value that no model can have, or that means nothing to the variant.
+        ValueError: a value is out of its range, or the variant does not read it.
     """
 
     vocab_size: int
@@ -97,27 +98,27 @@ class LanguageConfig:
 
     @property
     def uses_head_norm(self) -> bool:
-        """`head_norm`, with None resolved."""
+        """Whether each head's output has an RMSNorm: `head_norm`, with None resolved."""
         return issubclass(ATTENTION[self.variant], DiffAttention) if self.head_norm is None else self.head_norm
 
 
 @dataclass(frozen=True)
 class Size:
-    """A shape that three models share."""
+    """The shape that the three models of a size share."""
 
     dim: int
     depth: int
     heads: int  # of the Transformer and of V2; V1 has half as many
     head_dim: int
     mlp_dim: int  # of the Transformer and of V1: 8/3 of dim, down to a multiple of 64 in the large ones
-    mlp_dim_v2: int  # what V2's second queries leave
+    mlp_dim_v2: int  # narrower by the parameters of V2's second queries
     vocab_size: int
     max_length: int = 2048
 
 
 # Large sizes: arXiv 2410.05258 tables 9 and 10, with the vocabulary of cl100k_base rounded up; the paper says "8/3 of
-# the width", and the multiples of 64 (V2: of 8) are this repository's reading. The small sizes are its own: their names
-# count parameters without the embedding, and their vocabulary is small, so that it does not outweigh the rest.
+# the width", and the multiples of 64 (V2: of 8) are this repository's reading. The paper has no small sizes: the names
+# of those here count parameters without the embedding, and the vocabulary is small, so as not to outweigh the rest.
 SIZES = {
     "debug": Size(64, 2, 4, 16, 171, 149, 4096),
     "1m": Size(128, 5, 8, 16, 341, 296, 4096),
@@ -136,15 +137,16 @@ FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2"}
 
 
 def model_names() -> list[str]:
-    """Names of all models: "transformer-debug", "diff-debug", "diffv2-debug", ..., from small to large."""
+    """Return the names of all models from small to large: "transformer-debug", "diff-debug", "diffv2-debug", ..."""
     return [f"{family}-{size}" for size in SIZES for family in FAMILIES]
 
 
 def config(name: str, **overrides: Any) -> LanguageConfig:
-    """The configuration of a model of `model_names()`, fields of `LanguageConfig` replaced by overrides.
+    """Return the configuration of a model of `model_names()`, with fields of `LanguageConfig` replaced by overrides.
 
     Raises:
-        ValueError: unknown name, or a value that does not fit. TypeError: no such field.
+        ValueError: the name is unknown, or a value does not fit.
+        TypeError: an override is not a field.
     """
     family, _, size_name = name.lower().partition("-")
     if family not in FAMILIES or size_name not in SIZES:

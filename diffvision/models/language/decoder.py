@@ -19,14 +19,14 @@ from diffvision.nn.transformer import DecoderBlock, SwiGLU
 
 
 class LanguageModel(nn.Module):
-    """Decoder: embedding, pre-norm blocks with rotary attention and SwiGLU, RMSNorm, output projection; no biases.
+    """Decoder of embedding, pre-norm blocks with rotary attention and SwiGLU, RMSNorm, output projection; no biases.
 
     Weights start as N(0, sqrt(2 / (5 dim))) (arXiv 1910.05895; 0.02 at a width of 1,000), the two projections back to
     the residual stream divided by sqrt(2 depth) (GPT-2), V1's lambda vectors as N(0, 0.1), norms as 1. The paper gives
-    the lambda vectors' alone, and its code has no training: the rest is this repository's choice, one for all variants.
+    only the lambda vectors', and its code has no training: the rest is this repository's choice, one for all variants.
 
     Attributes:
-        config: what the model is.
+        config: the settings of the model.
         grad_checkpointing: recompute each block's activations in the backward pass.
 
     Source: arXiv 2410.05258 section 2 and appendix D; microsoft/unilm Diff-Transformer.
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all weights anew (see the class), also after `to_empty`."""
+        """Draw all weights anew (see the class), also after `to_empty`."""
         std, std_back = initial_std(self.config)
         back = {id(part) for block in self.blocks for part in _back_to_the_stream(block)}
         for module in self.modules():
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
         """The output projection's weight [vocab, dim]: the embedding's, if tied.
 
         Raises:
-            ValueError: an adapter is around it, and would be left out by who multiplies with the weight.
+            ValueError: an adapter is around it, which a product with the weight would leave out.
         """
         name, layer = ("head", self.head) if self.head is not None else ("embed", self.embed)
         if not isinstance(layer, nn.Linear | nn.Embedding):
@@ -102,11 +102,11 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B N"], *, documents: Int[Tensor, "B N"] | None = None
     ) -> Float[Tensor, "B N vocab"]:
-        """Logits of each token's successor, float32 or better; arguments as `hidden`."""
+        """Return the logits of each token's successor, float32 or better; the arguments are those of `hidden`."""
         return self.logits(self.hidden(tokens, documents=documents))
 
     def logits(self, hidden: Float[Tensor, "... dim"]) -> Float[Tensor, "... vocab"]:
-        """Logits [..., vocab] of what `hidden` gave, float32 or better."""
+        """Return the logits [..., vocab] of the result of `hidden`, float32 or better."""
         logits = linear(hidden, self.head_weight) if self.head is None else self.head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -118,18 +118,18 @@ class LanguageModel(nn.Module):
         cache: KVCache | None = None,
         padding: Int[Tensor, "B"] | None = None,
     ) -> Float[Tensor, "B N dim"]:
-        """What the output projection is applied to [B, N, dim], the final norm included.
+        """Return the input of the output projection [B, N, dim], after the final norm.
 
         Args:
             tokens: ids [B, N].
             documents: number of each token's document: a token attends to those before it of the same number. Positions
                 run through the whole row.
-            cache: past tokens, which these follow; it takes these.
-            padding: [B] tokens at the left of each row that are none: nothing attends to them, and positions count
-                from behind them. With a cache, of the row that began in it.
+            cache: past tokens, which these follow; these are added to it.
+            padding: [B] how many tokens at the left of each row are padding: no token attends to them, and positions
+                count from behind them. With a cache it is the padding of the row that began in it.
 
         Raises:
-            ValueError: more tokens than config.max_length or than the cache has room for; documents with a cache.
+            ValueError: there are more tokens than config.max_length or the cache's capacity, or documents with a cache.
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
@@ -155,28 +155,28 @@ class LanguageModel(nn.Module):
         cache: KVCache,
         padding: Int[Tensor, "B"] | None = None,
     ) -> Float[Tensor, "B N dim"]:
-        """`hidden` of tokens at given places of a cache, without any shape that depends on them: made to be compiled.
+        """Return `hidden` of tokens at given positions of a cache; no shape depends on the positions, for compilers.
 
-        It attends over the cache's whole room under a mask. The caller keeps to the room, and counts with
-        `cache.advance`. Where each row has places of its own, the cache must write so (`KVCache` does not).
+        It attends over the cache's whole capacity under a mask. The caller stays within the capacity, and counts with
+        `cache.advance`. Where positions differ between rows, the cache must write them so, which `KVCache` does not.
         """
-        places = torch.arange(cache.capacity, device=tokens.device)
-        mask = (places <= positions[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
+        keys = torch.arange(cache.capacity, device=tokens.device)
+        mask = (keys <= positions[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
         if padding is not None:
-            mask = mask & (places >= padding[:, None])[:, None, None]
+            mask = mask & (keys >= padding[:, None])[:, None, None]
         caches = [layer.at(positions) for layer in cache.layers]
         return self._through(tokens, mask, False, self._rotation(positions, padding), caches)
 
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
+        """Return an empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
         return KVCache(self.attention_layers(), batch, capacity, dtype=dtype)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention of each block, in order."""
+        """Return the attention of each block, in order."""
         return [block.attn for block in self.blocks]  # type: ignore[misc]  # a ModuleList forgets what it holds
 
     def _rotation(self, positions: Tensor, padding: Tensor | None) -> Rotation:
-        """The angles, once for all layers: [N, D / 2], or [B, 1, 1, N, D / 2] where rows have their own."""
+        """Return the angles for all layers: [N, D / 2], or [B, 1, 1, N, D / 2] where they differ between rows."""
         if padding is not None:
             positions = (positions - padding[:, None]).clamp(min=0)
         if positions.ndim == 2:
@@ -187,8 +187,8 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, mask: Tensor | None, causal: bool, rotation: Rotation, caches: list[Any] | None
     ) -> Tensor:
         x = self.embed(tokens)
-        own: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
-        for block, cache in zip(self.blocks, own, strict=True):
+        layer_caches: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
+        for block, cache in zip(self.blocks, layer_caches, strict=True):
             if self.grad_checkpointing and self.training and cache is None:
                 x = checkpoint(block, x, mask, causal, rotation=rotation, use_reentrant=False)
             else:
@@ -200,7 +200,7 @@ class LanguageModel(nn.Module):
 
 
 def initial_std(config: LanguageConfig) -> tuple[float, float]:
-    """Standard deviations that weights are drawn with: all, and the two projections back to the residual stream."""
+    """Return the standard deviations of new weights, and of those that project back to the residual stream."""
     std = math.sqrt(2 / (5 * config.dim))
     return std, std / math.sqrt(2 * config.depth)
 

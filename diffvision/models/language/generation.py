@@ -1,4 +1,7 @@
-"""Text from a language model, token by token: prefill, then decoding with a cache."""
+"""Text from a language model, token by token: prefill, then decoding with a cache.
+
+Tokens go in and come out; the command `diffvision generate` has the tokenizer.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from torch import Tensor
 
 from diffvision.models.language.decoder import LanguageModel
 
-# A compiled step is compiled anew for another room, so rooms come in steps of this many tokens.
-ROOM = 64
+# A compiled step is compiled anew for each capacity of the cache, so capacities are multiples of this many tokens.
+CAPACITY_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Sampling:
         top_p: only the likeliest tokens that together reach this probability, after top_k; None for all.
 
     Raises:
-        ValueError: a value out of its range, or top_k or top_p with temperature 0, where they mean nothing.
+        ValueError: a value is out of its range, or top_k or top_p is given with temperature 0, which draws no token.
     """
 
     temperature: float = 0.0
@@ -43,9 +46,9 @@ class Sampling:
             raise ValueError("top_k and top_p choose among drawn tokens, and temperature 0 draws none: set temperature")
 
     def probabilities(self, logits: Float[Tensor, "... vocab"]) -> Float[Tensor, "... vocab"]:
-        """What tokens are drawn with; temperature must be above 0, and near 0 the likeliest tokens share all."""
+        """Return the probabilities that tokens are drawn with; temperature must be above 0."""
         least_divisor = torch.finfo(logits.dtype).tiny  # a smaller one is 0 where such numbers are flushed
-        logits = logits - logits.amax(-1, keepdim=True)  # first: the quotients may overflow, and then do so downwards
+        logits = logits - logits.amax(-1, keepdim=True)  # first, so that quotients can only overflow downwards
         logits = logits / max(self.temperature, least_divisor)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
@@ -57,7 +60,7 @@ class Sampling:
         return logits.softmax(-1)
 
     def choose(self, logits: Float[Tensor, "B vocab"], generator: torch.Generator | None = None) -> Int[Tensor, "B"]:
-        """A token for each row."""
+        """Return a token for each row."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
@@ -78,28 +81,27 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     compile: bool = False,
 ) -> list[list[int]]:
-    """Continues each prompt, all in one batch.
+    """Continue each prompt, all in one batch.
 
     Args:
-        model: in evaluation mode or not, it is run in that; on its own device.
-        prompts: ids of each prompt, of unequal lengths as they come, or [B, N].
+        model: the model, which runs in the mode that it is in (call `eval()` first) and on its device.
+        prompts: ids of each prompt, of any lengths, or [B, N].
         max_new_tokens: most tokens for each.
-        temperature: as `Sampling`.
-        top_k: as `Sampling`.
-        top_p: as `Sampling`.
+        temperature: as in `Sampling`.
+        top_k: as in `Sampling`.
+        top_p: as in `Sampling`.
         stop: tokens that end a continuation; they are not part of it.
         vocab_size: only tokens below it are made: a tokenizer's, where the model's is larger (rounded up).
-        generator: of the draws, on the model's device; torch's own if None.
-        on_token: called with (index of the prompt, token) as each is made, for streaming.
-        compile: compile the decoding step (a minute at the first call for a model and room).
+        generator: for the draws, on the model's device; torch's default if None.
+        on_token: called with (index of the prompt, token) for each new token, for streaming.
+        compile: compile the decoding step (a minute at the first call for a model and capacity).
 
     Returns:
         The new tokens of each prompt.
 
     Raises:
-        ValueError: no prompt, an empty one, one with tokens outside of the vocabulary, or one that leaves no room for
-            max_new_tokens within the model's max_length; a vocab_size that is not within the model's; a value that
-            `Sampling` refuses.
+        ValueError: there is no prompt, one is empty or has tokens outside of the vocabulary, prompt and new tokens
+            exceed the model's max_length, vocab_size exceeds the model's, or `Sampling` refuses a value.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = _rows(prompts)
@@ -107,16 +109,16 @@ def generate(
     device = model.embed.weight.device
     tokens, padding = _left_padded(rows, device)
     length = tokens.shape[1]
-    room = length + max_new_tokens
-    past = model.new_cache(len(rows), -(-room // ROOM) * ROOM if compile else room)
+    end = length + max_new_tokens
+    past = model.new_cache(len(rows), -(-end // CAPACITY_STEP) * CAPACITY_STEP if compile else end)
     decode = _compiled_step() if compile else None
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
     hidden = model.hidden(tokens, cache=past, padding=padding)
-    for position in range(length, room):
+    for position in range(length, end):
         chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
-        _note(chosen.tolist(), new, running, stop, on_token)
-        if not running or position == room - 1:
+        _add_tokens(chosen.tolist(), new, running, stop, on_token)
+        if not running or position == end - 1:
             break
         if decode is None:
             hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
@@ -126,14 +128,14 @@ def generate(
     return new
 
 
-def _note(
+def _add_tokens(
     tokens: list[int],
     new: list[list[int]],
     running: set[int],
     stop: Collection[int],
     on_token: Callable[[int, int], None] | None,
 ) -> None:
-    """Adds a step's tokens to the prompts that still run, and takes those that stop out of them."""
+    """Add a step's tokens to the prompts that still run, and remove those that stop."""
     for index in sorted(running):
         token = tokens[index]
         if token in stop:
@@ -145,7 +147,7 @@ def _note(
 
 
 def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """The ids of each prompt."""
+    """Return the ids of each prompt."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point():
             raise ValueError(
@@ -184,18 +186,18 @@ def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int, voc
 
 
 def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Tokens [B, N] that end together, and the padding [B] at their left; None if there is none."""
+    """Return tokens [B, N] that end together, and the padding [B] at their left; None if there is none."""
     longest = max(len(row) for row in rows)
     padding = [longest - len(row) for row in rows]
     tokens = torch.tensor([[0] * pad + row for pad, row in zip(padding, rows, strict=True)], device=device)
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
 
 
-def _step(model: LanguageModel, *given: Any) -> Tensor:
-    return model.step(*given)
+def _step(model: LanguageModel, *arguments: Any) -> Tensor:
+    return model.step(*arguments)
 
 
 @cache
 def _compiled_step() -> Any:
-    """`LanguageModel.step` compiled, for all models: one kept in a model could not be pickled with it."""
+    """Compile `LanguageModel.step` once for all models; kept in a model, it could not be pickled with it."""
     return torch.compile(_step, fullgraph=True)

@@ -1,6 +1,6 @@
 """Language models by name, and their checkpoints.
 
-`LanguageConfig` and the sizes are in `language_config.py`, the model in `decoder.py`; all may be imported from here.
+The configuration and the sizes are in `configuration.py`, the model itself in `decoder.py`.
 """
 
 import dataclasses
@@ -17,42 +17,30 @@ from torch import Tensor
 from diffvision.models import int8
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.files import read_json, refuse_urls, unreadable
-from diffvision.models.language.configuration import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
+from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
 
-__all__ = [
-    "FAMILIES",
-    "SIZES",
-    "LanguageConfig",
-    "LanguageModel",
-    "Size",
-    "config",
-    "create",
-    "load",
-    "model_names",
-    "save",
-    "tokenizer_beside",
-]
+__all__ = ["create", "find_tokenizer", "load", "save"]
 
 _TOKENIZER = "tokenizer.json"
 
 
 def create(name: str, **overrides: Any) -> LanguageModel:
-    """The model `name` with new weights; arguments and errors as `config`."""
+    """Return the model `name` with new weights; arguments and errors are those of `config`."""
     return LanguageModel(config(name, **overrides))
 
 
 def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None) -> None:
-    """Writes config.json and model.safetensors, and tokenizer.json if there is one, for `load`.
+    """Write config.json and model.safetensors, and tokenizer.json if there is one, for `load`.
 
     Args:
-        model: whose weights are written in their own dtype, or in eight bits (`int8.quantise`).
-        directory: made if it is not there; files of these names in it are replaced.
-        tokenizer: a file to copy, with the tokenizer_config.json beside it if there is one, or an object with
+        model: the model; its weights keep their dtype, or are in eight bits (`int8.quantise`).
+        directory: made if it does not exist; files of these names in it are replaced.
+        tokenizer: a file to copy, with the tokenizer_config.json next to it if there is one, or an object with
             `save(path)`; its vocabulary must fit.
 
     Raises:
-        ValueError: a tokenizer with more tokens than the model has.
+        ValueError: the tokenizer has more tokens than the model.
     """
     size = getattr(tokenizer, "vocab_size", None)
     if size is not None and size > model.config.vocab_size:
@@ -79,93 +67,97 @@ def load(
     variant: str | None = None,
     vocab_size: int | None = None,
 ) -> LanguageModel:
-    """The model of a checkpoint, in evaluation mode and in the dtype that was saved.
+    """Return the model of a checkpoint, in evaluation mode and in the dtype that was saved.
 
     Args:
         path: directory that `save` wrote, or a Lightning checkpoint of our language training.
-        map_location: where to.
-        variant: the variant that is expected, if one is.
-        vocab_size: the vocabulary that is expected (a tokenizer's), if one is.
+        map_location: device of the model.
+        variant: the variant that is expected; any if None.
+        vocab_size: the vocabulary that is expected (a tokenizer's); any if None.
 
     Raises:
-        FileNotFoundError: no such checkpoint. ValueError: it is none of ours, it is damaged, its weights are not those
-            of its configuration, or it has not the expected variant or vocabulary; map_location is no device here.
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: it is not one of ours, it is damaged, its weights do not fit its configuration, it is not of the
+            expected variant or vocabulary, or map_location is not available.
     """
     refuse_urls(path, "checkpoint")
     path = Path(path)
     _check_device(map_location)
     values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path, map_location)
     try:
-        found = LanguageConfig(**values)
+        config = LanguageConfig(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path} has a configuration that is none of a language model: {error}") from error
-    _check_weights(path, state, found)
-    expected = (variant or found.variant, vocab_size or found.vocab_size)
-    if expected != (found.variant, found.vocab_size):
+    _check_weights(path, state, config)
+    expected = (variant or config.variant, vocab_size or config.vocab_size)
+    if expected != (config.variant, config.vocab_size):
         raise ValueError(
-            f"checkpoint {path} is of variant {found.variant!r} with a vocabulary of {found.vocab_size}, not of "
+            f"checkpoint {path} is of variant {config.variant!r} with a vocabulary of {config.vocab_size}, not of "
             f"variant {expected[0]!r} with a vocabulary of {expected[1]}: use a model and a tokenizer that fit it"
         )
     with torch.device("meta"):
-        model = LanguageModel(found)
+        model = LanguageModel(config)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
         raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
-    if KEY in about:  # older files have the configuration, of which the model is built
+    if KEY in about:  # older files have the configuration only, from which the model is built
         check(about, model, f"checkpoint {path}")
     return model.eval()
 
 
-def tokenizer_beside(checkpoint: str | Path) -> Path | None:
-    """The tokenizer.json of a checkpoint: in its folder, beside a .ckpt file, or where its training had it.
+def find_tokenizer(checkpoint: str | Path) -> Path | None:
+    """Return the tokenizer.json of a checkpoint: in its folder, next to a .ckpt file, or where its training read it.
 
     Args:
         checkpoint: as `load` takes.
 
     Returns:
-        The file; None if none lies there and the one of the training is no more, or was not a file.
+        The file; None if there is none, or the one of the training no longer exists or was not a file.
 
     Raises:
-        FileNotFoundError: no such checkpoint. ValueError: it is damaged.
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: it is damaged.
     """
     refuse_urls(checkpoint, "checkpoint")
     path = Path(checkpoint)
-    beside = (path if path.is_dir() else path.parent) / _TOKENIZER
-    if beside.is_file():
-        return beside
+    neighbour = (path if path.is_dir() else path.parent) / _TOKENIZER
+    if neighbour.is_file():
+        return neighbour
     recorded = None if path.is_dir() else _content(path, "meta").get("diffvision")
     named = recorded.get("tokenizer") if isinstance(recorded, dict) else None
     if not isinstance(named, str):
         return None
-    found = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
-    return found if found.is_file() else None
+    file = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
+    return file if file.is_file() else None
 
 
 def _check_device(device: torch.device | str) -> None:
-    """ValueError if nothing can be put there; else the readers' errors would read as those of a damaged file."""
+    """Raise a ValueError for a device that is not available: the readers' errors sound like a damaged file's."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} is not here ({first}): give cpu, or one that torch finds") from error
+        raise ValueError(
+            f"device {str(device)!r} is not available ({first}): give cpu, or one that torch lists"
+        ) from error
 
 
 def _copy_tokenizer(file: Path, folder: Path) -> None:
-    told = file.with_name("tokenizer_config.json")  # which token ends a document
-    copied = [(file, folder / _TOKENIZER), *([(told, folder / told.name)] if told.is_file() else [])]
+    settings = file.with_name("tokenizer_config.json")  # names the token that ends a document
+    copied = [(file, folder / _TOKENIZER), *([(settings, folder / settings.name)] if settings.is_file() else [])]
     for source, target in copied:
         if source.resolve() != target.resolve():
             shutil.copyfile(source, target)
 
 
 Read = tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]
-"""A configuration, weights, and what else was recorded with them."""
+"""A configuration, weights, and the other records of a checkpoint."""
 
 
 def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
-    """What `save` wrote."""
+    """Read a folder of `save`."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}: give a directory that holds a saved language model")
@@ -180,7 +172,7 @@ def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
 
 
 def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
-    """What is in a checkpoint of our language training."""
+    """Read a checkpoint of our language training."""
     content = _content(path, map_location)
     hyper = content.get("hyper_parameters")
     values = hyper.get("config") if isinstance(hyper, dict) else None
@@ -196,7 +188,7 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
 
 
 def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
-    """What a .ckpt file holds, tensors and plain values; none if that is not a dictionary."""
+    """Read the tensors and plain values of a .ckpt file; an empty dictionary if it holds something else."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
     try:
@@ -207,7 +199,7 @@ def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
 
 
 def _check_weights(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
-    """ValueError if the weights are of another variant, vocabulary or depth than their configuration says."""
+    """Raise a ValueError if the weights are of another variant, vocabulary or depth than their configuration says."""
     names = {name.rpartition(".attn.")[2] for name in state}
     telling = {"lambda_q1": "v1", "lambda_proj.weight": "v2", "dex": "dex"}
     variant = next((kind for name, kind in telling.items() if name in names), "standard")

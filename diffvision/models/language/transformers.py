@@ -1,9 +1,7 @@
-"""The language models as Hugging Face ones (`pip install diffvision[hf]`): `generate`, `save_pretrained`, Auto classes.
+"""The language models as models of transformers (`pip install diffvision[hf]`): heads, Auto classes, export.
 
-Importing this module registers the classes, so that `AutoModelForCausalLM.from_pretrained` finds them; nothing else of
-the package imports transformers for it.
-
-    python -c "from diffvision.models.language.transformers import export; export('checkpoint', 'hugging_face')"
+Importing this module registers the classes, so that `AutoModelForCausalLM.from_pretrained` finds them. Decoder and
+configuration are in `transformers_decoder.py`.
 """
 
 import warnings
@@ -30,7 +28,7 @@ from transformers.utils import can_return_tuple
 from diffvision.models import language
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.end_tokens import ENDS, told_end
+from diffvision.models.language.end_tokens import USUAL_NAMES, end_token
 from diffvision.models.language.transformers_decoder import (
     CLASSES,
     DiffTransformerConfig,
@@ -46,16 +44,16 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     """A `LanguageModel` of any variant as a causal language model of transformers.
 
     Its weights are those of the `LanguageModel`, under "model."; a tied output projection is not saved.
-    `diffvision.models.language.generation` is the faster way to generate, and equals `generate` in what is likeliest.
+    `diffvision.models.language.generation` is the faster way to generate, and its greedy tokens equal `generate`'s.
 
-    `output_attentions` gives the map that each head's values are weighted with, [B, H, N, L] in float32 or better: in
-    V1 and V2 the difference of two softmax maps, `A1 - lambda A2`, whose rows sum to `1 - lambda` and may be negative.
+    `output_attentions` returns the map that weights each head's values, [B, H, N, L] in float32 or better: in V1 and V2
+    the difference of two softmax maps, `A1 - lambda A2`, whose rows sum to `1 - lambda` and may be negative.
     `attn_implementation` "sdpa", the default, leaves the choice of a kernel to `ops.diff_attention`; with "eager", or
-    where maps are asked for, they are computed explicitly.
+    where maps are returned, they are computed explicitly.
 
     Args:
-        config: what the model is.
-        body: a model of ours whose parts these are; by default one with new weights.
+        config: the configuration.
+        body: a `LanguageModel` whose parts are taken; by default one with new weights.
 
     Attributes:
         model: the decoder.
@@ -78,17 +76,17 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
     @classmethod
     def from_diffvision(cls, model: LanguageModel, **others: Any) -> "DiffTransformerForCausalLM":
-        """Around the parts of a model of ours, which stay where they are; `to_diffvision` is the way back.
+        """Wrap the parts of a `LanguageModel`, without copying its weights; `to_diffvision` is the inverse.
 
         Args:
-            model: taken as it is, its weights not copied.
-            **others: of the configuration: eos_token_id, pad_token_id, ...
+            model: the model, which shares its parts with the result.
+            **others: further values of the configuration: eos_token_id, pad_token_id, ...
         """
         config = DiffTransformerConfig.from_diffvision(model.config, dtype=model.embed.weight.dtype, **others)
         return cls(config, model).train(model.training)
 
     def to_diffvision(self) -> LanguageModel:
-        """A model of ours of these very parts, whose weights are not copied."""
+        """Return a `LanguageModel` of the same parts; the weights are not copied."""
         with torch.device("meta"):
             model = LanguageModel(self.config.to_diffvision())
         model.embed, model.norm = self.model.embed, self.model.norm
@@ -111,22 +109,19 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of each token's successor, float32 or better, and the loss if there are labels.
+        """Return the logits of each token's successor, float32 or better, and the loss if there are labels.
+
+        The arguments stand here by name, since transformers reads them from the signature. Those that are not described
+        below are those of `DiffTransformerModel.forward`.
 
         Args:
-            input_ids: as `DiffTransformerModel.forward`, like all that is not named here.
-            attention_mask: likewise.
-            position_ids: likewise.
-            past_key_values: likewise.
-            inputs_embeds: likewise.
-            labels: input_ids themselves, -100 where there is no loss; shifted within.
-            use_cache: as above.
-            logits_to_keep: logits of the last so many tokens only (0: of all), or of those that an index names.
-            **kwargs: as `DiffTransformerModel.forward`, and for the loss `num_items_in_batch` (transformers' Trainer
-                gives it) and `shift_labels`.
+            labels: equal to input_ids, -100 where there is no loss; they are shifted here.
+            logits_to_keep: the logits of this many last tokens only (0: of all), or of those that an index names.
+            **kwargs: as in `DiffTransformerModel.forward`, and for the loss `num_items_in_batch` (from transformers'
+                Trainer) and `shift_labels`.
 
         Raises:
-            ValueError: labels with logits_to_keep, or what `DiffTransformerModel.forward` refuses.
+            ValueError: labels are given with logits_to_keep, or `DiffTransformerModel.forward` refuses an argument.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels with logits_to_keep: a loss needs all logits; leave one of them out")
@@ -154,8 +149,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         )
 
     def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers only warns; here the tokens that fit would be lost with the first that does not."""
-        host: Any = super()  # whose own protocol for self mypy does not find here
+        """Refuse more tokens than the model takes, where transformers warns and fails after the last that fits."""
+        host: Any = super()  # mypy does not find the host's protocol for self here
         host._validate_generated_length(generation_config, *args, **kwargs)
         if (wanted := generation_config.max_length) > self.config.max_position_embeddings:
             raise ValueError(
@@ -165,44 +160,44 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
 
 class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
-    """A class of each row, from its last token; as `LlamaForSequenceClassification`."""
+    """Classifier of each row, from its last token, like `LlamaForSequenceClassification`."""
 
 
 class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
-    """A class of each token; as `LlamaForTokenClassification`."""
+    """Classifier of each token, like `LlamaForTokenClassification`."""
 
 
 class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):
-    """Where an answer begins and ends; as `LlamaForQuestionAnswering`."""
+    """Finds where an answer begins and ends, like `LlamaForQuestionAnswering`."""
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
+        """Return the embedding."""
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts another embedding in its place."""
+        """Replace the embedding."""
         self.model.set_input_embeddings(value)
 
 
 def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
-    """Writes a checkpoint of ours as a Hugging Face folder, with its tokenizer, its architecture recorded.
+    """Write a checkpoint of ours as a folder of transformers, with its tokenizer and its architecture recorded.
 
-    A program that knows nothing of this package loads the folder with `trust_remote_code=True`: a file of one line in
-    it imports this module, which must be installed. lm-eval-harness, for one:
+    A program that does not import this package loads the folder with `trust_remote_code=True`: a file of one line in it
+    imports `diffvision.models.hugging_face`, which must be installed. An example is lm-eval-harness:
 
         lm_eval --model hf --model_args pretrained=DIRECTORY,trust_remote_code=True --tasks ...
 
     Args:
         checkpoint: directory of a saved language model, or a checkpoint of our training (.ckpt).
-        directory: made if it is not there.
-        tokenizer: tokenizer.json, or a directory that holds one; by default the one beside the checkpoint, or the one
-            of its training. Without any there is a warning, and the folder has none.
-        eos: token that ends a document; by default the one that tokenizer_config.json beside the tokenizer names, or
+        directory: made if it does not exist.
+        tokenizer: tokenizer.json, or a directory that holds one; by default the one next to the checkpoint, or the one
+            of its training. Without one there is a warning, and the folder has none.
+        eos: token that ends a document; by default the one that tokenizer_config.json next to the tokenizer names, or
             <|endoftext|> or another of the usual names.
 
     Raises:
-        FileNotFoundError, ValueError: no such checkpoint or tokenizer, or a damaged one; the tokenizer has no such
-            token, or more tokens than the model.
+        FileNotFoundError: the checkpoint or the tokenizer does not exist.
+        ValueError: one of them is damaged, or the tokenizer has no such token or more tokens than the model.
     """
     write(language.load(checkpoint), checkpoint, directory, tokenizer, eos=eos)
 
@@ -210,15 +205,15 @@ def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos
 def write(
     model: LanguageModel, checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None
 ) -> None:
-    """As `export`, of a model that was loaded from the checkpoint already."""
-    file = language.tokenizer_beside(checkpoint) if tokenizer is None else _tokenizer_file(Path(tokenizer))
+    """Export a model that was loaded from the checkpoint already; the arguments are those of `export`."""
+    file = language.find_tokenizer(checkpoint) if tokenizer is None else _tokenizer_file(Path(tokenizer))
     ends: dict[str, int] = {}
     if file is None:
-        warnings.warn(f"no tokenizer beside {checkpoint}: the folder has none; name one with tokenizer", stacklevel=3)
+        warnings.warn(f"no tokenizer next to {checkpoint}: the folder has none; name one with tokenizer", stacklevel=3)
     else:
-        words = _tokenizer(file, model.config, eos)
-        ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.eos_token_id}
-        words.save_pretrained(directory)
+        fast = _tokenizer(file, model.config, eos)
+        ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.eos_token_id}
+        fast.save_pretrained(directory)
     DiffTransformerForCausalLM.from_diffvision(model, **ends).save_pretrained(directory)
     record(directory)
 
@@ -235,9 +230,9 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTraine
         vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{file} is not a file of the tokenizers library: {error}") from None
-    eos = eos or told_end(file, vocabulary) or ENDS[0]
+    eos = eos or end_token(file, vocabulary) or USUAL_NAMES[0]
     if eos not in vocabulary:
-        raise ValueError(f"{file} has no token {eos!r} that ends a document: name its own with eos")
+        raise ValueError(f"{file} has no token {eos!r} that ends a document: name the one that does with eos")
     if (size := max(vocabulary.values()) + 1) > config.vocab_size:
         raise ValueError(f"{file} has {size} tokens and the model {config.vocab_size}: they do not belong together")
     return PreTrainedTokenizerFast(
@@ -245,13 +240,13 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTraine
         eos_token=eos,
         pad_token=eos,
         padding_side="left",
-        split_special_tokens=True,  # text is only text, as in our own tokenizers
+        split_special_tokens=True,  # text is only text, as in diffvision.data.text.tokenizers
         model_max_length=config.max_length,
     )
 
 
 def register() -> None:
-    """Makes the classes known to transformers' Auto classes; done when this module is imported."""
+    """Register the classes with transformers' Auto classes; importing this module calls it."""
     for auto, name in CLASSES.items():
         key = DiffTransformerConfig.model_type if auto == "AutoConfig" else DiffTransformerConfig
         getattr(transformers, auto).register(key, globals()[name], exist_ok=True)

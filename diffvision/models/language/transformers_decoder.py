@@ -1,6 +1,6 @@
-"""The decoder as transformers' models are made: its configuration, its blocks, its masks and caches.
+"""The decoder as a model of transformers: its configuration, blocks, masks and caches.
 
-Like `hugging_face.py`, which has the rest and is what is imported, it needs `pip install diffvision[hf]`.
+The heads and the export are in `transformers.py`; both need `pip install diffvision[hf]`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ CLASSES = {
     "AutoModelForSequenceClassification": "DiffTransformerForSequenceClassification",
     "AutoModelForTokenClassification": "DiffTransformerForTokenClassification",
     "AutoModelForQuestionAnswering": "DiffTransformerForQuestionAnswering",
-}  # of transformers -> ours, all available from `diffvision.models.language.transformers`
+}  # of transformers -> ours, all available from `diffvision.models.hugging_face`
 # Fields of LanguageConfig under the names that transformers has for them. The others have the same name in both.
 _NAMES = {
     "dim": "hidden_size",
@@ -48,19 +48,19 @@ _NAMES = {
     "tied": "tie_word_embeddings",
 }
 _FIELDS = {field.name: _NAMES.get(field.name, field.name) for field in dataclasses.fields(LanguageConfig)}
-_CODE = "modeling_diffvision"  # the file in a saved folder that imports this module
+_CODE = "modeling_diffvision"  # the file in a saved folder that imports `diffvision.models.hugging_face`
 
 
 class DiffTransformerConfig(PreTrainedConfig):
-    """`LanguageConfig` under transformers' names; `LanguageConfig`'s own (`dim`, `depth`, ...) are taken and read too.
+    """`LanguageConfig` under transformers' names; its names there (`dim`, `depth`, ...) work as well.
 
-    Two mean something else than in `LanguageConfig`. `max_length` is transformers' own, of generation, and the model's
-    is `max_position_embeddings`. `head_dim` is the width of a key and of a value of one head as a cache holds them: in
-    V1 the two maps' keys together, so twice `map_dim`, which is `LanguageConfig.head_dim`. Where `head_dim` is given
-    without `map_dim`, it is `LanguageConfig`'s. The values by default are those of "diff-3m".
+    Two names differ in meaning from `LanguageConfig`. `max_length` is that of transformers' generation, and the model's
+    is `max_position_embeddings`. `head_dim` is the width of a key and of a value of one head in a cache: in V1 the two
+    maps' keys together, so twice `map_dim`, which is `LanguageConfig.head_dim`. Where `head_dim` is given without
+    `map_dim`, it is `LanguageConfig`'s. The defaults are those of "diff-3m".
 
     Raises:
-        ValueError: a value that `LanguageConfig` refuses.
+        ValueError: `LanguageConfig` refuses a value.
     """
 
     model_type = "diff_transformer"
@@ -103,35 +103,35 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @classmethod
     def from_diffvision(cls, config: LanguageConfig, **others: Any) -> "DiffTransformerConfig":
-        """Of ours; `others` as transformers' configurations take them (eos_token_id, ...)."""
+        """Return the configuration of a `LanguageConfig`, with others of transformers' values (eos_token_id, ...)."""
         return cls(**{_FIELDS[name]: value for name, value in dataclasses.asdict(config).items()}, **others)
 
     def to_diffvision(self) -> LanguageConfig:
-        """Ours, where as many key/value heads as heads are None; ValueError for values that it refuses."""
+        """Return the `LanguageConfig`, with None for as many key/value heads as heads; ValueError as there."""
         values = {ours: getattr(self, theirs) for ours, theirs in _FIELDS.items()}
         if values["num_kv_heads"] == values["num_heads"]:
             values["num_kv_heads"] = None
         return LanguageConfig(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As transformers' (a model's comes by here), and the file of one line for `trust_remote_code=True`."""
+        """Save as transformers does, with the file of one line for `trust_remote_code=True`; a model calls this too."""
         self.auto_map = {auto: f"{_CODE}.{name}" for auto, name in CLASSES.items()}  # of this folder
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        line = f"from diffvision.models.language.transformers import {', '.join(CLASSES.values())}  # noqa: F401\n"
+        line = f"from diffvision.models.hugging_face import {', '.join(CLASSES.values())}  # noqa: F401\n"
         (Path(save_directory) / f"{_CODE}.py").write_text(line, encoding="utf-8")
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers asks when it has run a folder's line, and would then save this module's text."""
+        """Do nothing: transformers calls it after a folder's line has run, and would then save this module's text."""
 
 
 class DiffTransformerBlock(GradientCheckpointingLayer):
     """A `DecoderBlock`'s parts under the same names, called as transformers calls its layers.
 
     Args:
-        block: whose parts these are.
-        layer_idx: number of the block, from 0.
+        block: the block, whose parts are taken.
+        layer_idx: index of the block, from 0.
     """
 
     def __init__(self, block: nn.Module, layer_idx: int) -> None:
@@ -150,7 +150,7 @@ class DiffTransformerBlock(GradientCheckpointingLayer):
         past_key_values: Cache | None,
         explicit: bool,
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B H N L"] | None]:
-        """The block's output, and with `explicit` the map of each head that its values are weighted with."""
+        """Return the block's output, and with `explicit` the map that weights each head's values."""
         cache = None if past_key_values is None else _HostLayer(past_key_values, self.layer_idx, is_causal)
         maps: list[Tensor] | None = [] if explicit else None
         attended = self.attn(
@@ -161,7 +161,7 @@ class DiffTransformerBlock(GradientCheckpointingLayer):
 
 
 class DiffTransformerPreTrainedModel(PreTrainedModel):
-    """What the classes below share: how weights are drawn, loaded and kept."""
+    """Base of the classes below: how weights are drawn, loaded and kept."""
 
     config_class = DiffTransformerConfig
     base_model_prefix = "model"
@@ -180,14 +180,14 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **settings: Any) -> Any:
-        """As transformers', but weights that should be there are not drawn at random.
+        """Load as transformers does, but raise for missing weights, which transformers would draw at random.
 
-        A folder of this very class must hold all of them and no others, and one of another class the decoder's: a
-        classifier may be made of a language model.
+        A folder of the same class must hold all weights and no others, and a folder of another class those of the
+        decoder: a classifier may be made of a language model.
 
         Raises:
-            ValueError: the weights are not those of the configuration (another variant, a damaged file), or a folder's
-                were recorded to be of another architecture.
+            ValueError: the weights are not those of the configuration (another variant, a damaged file), or a folder
+                records that they are of another architecture.
         """
         wants_info = settings.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **settings)
@@ -211,7 +211,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As `LanguageModel` draws them."""
+        """Draw weights as `LanguageModel` does."""
         if isinstance(module, nn.Linear | nn.Embedding):
             back = [part for block in getattr(self, "blocks", ()) for part in (block.attn.proj, block.mlp.down)]
             std, std_back = initial_std(self.config.to_diffvision())
@@ -223,15 +223,15 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: as `DiffTransformerConfig.register_for_auto_class`."""
+        """Do nothing, as `DiffTransformerConfig.register_for_auto_class`."""
 
 
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """The decoder of a `LanguageModel`: embedding, blocks and final norm, without the output projection.
 
     Args:
-        config: what the model is; its `num_key_value_heads` is filled in where it is None.
-        body: a model of ours whose parts these are; by default one with new weights.
+        config: the configuration; its `num_key_value_heads` is filled in where it is None.
+        body: a `LanguageModel` whose parts are taken; by default one with new weights.
     """
 
     def __init__(self, config: DiffTransformerConfig, body: LanguageModel | None = None) -> None:
@@ -254,25 +254,25 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """What the output projection is applied to, the final norm included.
+        """Return the input of the output projection, after the final norm.
 
         Args:
             input_ids: tokens [B, N], those after past_key_values if there are any.
-            attention_mask: [B, past + N], 0 where nothing may attend to (padding, at either side); or a mask
-                [B, 1, N, past + N] that says it all, boolean (True = may attend) or float (0 = may attend).
-            position_ids: counted from 0; by default the tokens that attention_mask has before each, itself not
-                included. Without mask and cache, a row whose positions begin anew holds several documents, which do
-                not attend to each other.
-            past_key_values: a cache of transformers, of any kind; it takes these tokens.
+            attention_mask: [B, past + N], 0 for padding at either side, which no token attends to; or a complete mask
+                [B, 1, N, past + N], boolean (True = may attend) or float (0 = may attend).
+            position_ids: counted from 0; by default the number of tokens that attention_mask has before each. Without
+                mask and cache, a row whose positions begin anew holds several documents, which do not attend to each
+                other.
+            past_key_values: a cache of transformers, of any kind; these tokens are added to it.
             inputs_embeds: embeddings in place of input_ids.
-            use_cache: hand back a cache for the tokens to follow; by default the configuration's choice in evaluation,
-                and none in training.
+            use_cache: return a cache for the tokens to follow; by default the configuration's value in evaluation, and
+                False in training.
             **kwargs: `output_hidden_states`, `output_attentions` (see `DiffTransformerForCausalLM`) and `return_dict`
-                as transformers has them. Others mean nothing here, as in transformers' models.
+                as in transformers. Others are ignored, as in transformers' models.
 
         Raises:
-            ValueError: neither or both of input_ids and inputs_embeds, a mask of another shape, or more tokens than
-                max_position_embeddings.
+            ValueError: neither or both of input_ids and inputs_embeds are given, the mask has another shape, or there
+                are more tokens than max_position_embeddings.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
@@ -315,13 +315,14 @@ class _HostLayer:
 
     In V1 both are 2D wide, in V2 and in the standard variant D: caches of transformers want one shape for both.
 
-    A static cache returns its whole buffer. transformers leaves the mask of several tokens to `is_causal` only where
-    they are the first tokens. The rest of the buffer is empty then, and is cut off: `is_causal` ends at the last key.
+    A static cache returns its whole buffer, which starts as zeros. transformers leaves the mask of several tokens to
+    `is_causal` only where they are the first tokens. The rest of the buffer is then unused and cut off here, for
+    `is_causal` is aligned to the last key.
 
     Args:
         past: the cache.
-        index: number of the layer.
-        is_causal: the layer attends with `is_causal` instead of a mask.
+        index: index of the layer.
+        is_causal: whether the layer attends with `is_causal` instead of a mask.
     """
 
     def __init__(self, past: Cache, index: int, is_causal: bool) -> None:
@@ -337,37 +338,37 @@ class _HostLayer:
 
 
 def keep_weights(model: PreTrainedModel) -> None:
-    """Marks weights that are drawn already, or somebody's own, so that `post_init` leaves them; not those on "meta"."""
+    """Mark weights that are drawn or loaded already, so that `post_init` leaves them; those on "meta" are neither."""
     if next(model.parameters()).device.type != "meta":
         for module in model.modules():
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def record(folder: str | Path) -> None:
-    """Records the architecture of a saved folder with its weights, which `from_pretrained` compares.
+    """Record the architecture of a saved folder with its weights, for `from_pretrained` to compare.
 
     transformers writes no metadata but the format.
     """
     folder = Path(folder)
-    about = metadata(_built(DiffTransformerConfig.from_pretrained(folder)))
+    about = metadata(_empty_model(DiffTransformerConfig.from_pretrained(folder)))
     for file in _weight_files(folder):
-        whole = file.with_suffix(".recorded")  # the tensors are read from the old file while they are written
-        save_file(load_file(file), whole, metadata=about)
-        whole.replace(file)
+        copy = file.with_suffix(".recorded")  # the tensors are read from the old file while they are written
+        save_file(load_file(file), copy, metadata=about)
+        copy.replace(file)
 
 
 def _check_recorded(folder: Path, config: DiffTransformerConfig) -> None:
-    """ValueError if the weights in a folder were recorded to be of another architecture; others record nothing."""
+    """Raise a ValueError if a folder records that its weights are of another architecture."""
     for file in _weight_files(folder):
-        check(recorded(file), _built(config), f"{file}")
+        check(recorded(file), _empty_model(config), f"{file}")
 
 
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _built(config: DiffTransformerConfig) -> LanguageModel:
-    """The model of a configuration, without weights."""
+def _empty_model(config: DiffTransformerConfig) -> LanguageModel:
+    """Return the model of a configuration, without weights."""
     with torch.device("meta"):
         return LanguageModel(config.to_diffvision())
 
@@ -387,7 +388,7 @@ def _check_length(embeds: Tensor, mask: Tensor | None, start: int, longest: int)
 
 
 def _positions(embeds: Tensor, mask: Tensor | None, start: int | Tensor) -> Int[Tensor, "B N"]:
-    """Positions of the tokens: how many the mask has before each, or how many there are."""
+    """Return the positions of the tokens: how many the mask has before each, or how many come before."""
     count = embeds.shape[1]
     if mask is not None and mask.ndim == 2:
         return ((mask != 0).cumsum(1) - 1).clamp(min=0)[:, -count:]

@@ -1,4 +1,7 @@
-"""Differential attention behind one function; each backend is a file that knows nothing of the others."""
+"""Differential attention behind one function, with a backend in each file or folder.
+
+Backends do not import each other; layers with parameters are in `diffvision.nn`.
+"""
 
 from diffvision.ops.attention.api import diff_attention, diff_attention_varlen
 from diffvision.ops.attention.choice import BACKENDS, attention_backend, supported_backends

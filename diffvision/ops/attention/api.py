@@ -1,15 +1,16 @@
-"""The one operation: arguments checked once, a backend chosen, one call."""
+"""The one operation: its arguments are checked once, a backend is chosen and called.
+
+The choice is in `choice.py`, the computation in the backends' files.
+"""
 
 import itertools
 import math
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffvision.ops.attention.choice import choose
-from diffvision.ops.attention.contained import contained
 from diffvision.ops.attention.problem import describe
 
 
@@ -25,7 +26,10 @@ def diff_attention(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Float[Tensor, "B H M V"]:
-    """`(softmax(q1 k1' * scale) - lam * softmax(q2 k2' * scale)) v`, the operation of every differential attention.
+    """Compute `(softmax(q1 k1' * scale) - lam * softmax(q2 k2' * scale)) v`, the operation of differential attention.
+
+    Queries, keys and values must be finite even where nothing may attend to them: as in torch's attention, a masked
+    weight is zero, and zero times NaN is NaN. Fill padding and the unused room of a cache with zeros.
 
     Args:
         q: the two maps' queries [B, H, 2, M, D]; H differential heads.
@@ -33,19 +37,19 @@ def diff_attention(
             head h reads key/value head h // (H // Hk).
         v: values [B, Hk, N, V]; V is free (V1: 2D, V2: D).
         lam: broadcastable to [B, H, M, 1]: one number a layer, a head, or a token and head.
-        causal: query i attends to keys up to i + N - M: aligned to the last key, so a cache of past keys just works.
+        causal: query i attends to keys up to i + N - M: aligned to the last key, as a cache of past keys needs it.
         mask: boolean, True = may attend, broadcastable to [B, H, M, N]; combined with `causal` by AND.
         scale: of the logits; `D**-0.5` of one map if None.
-        dropout: probability, drawn for each map by itself (pass 0 in evaluation). In `eager` and `sdpa` only.
+        dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa` only.
         backend: a name of `BACKENDS`, which never falls back to another, or "auto", which chooses by shape, dtype and
             device (see `supported_backends`).
 
     Returns:
-        [B, H, M, V] in q's dtype. The difference's rows sum to 1 - lam and may be negative; a row that may attend to
-        nothing is zeros.
+        [B, H, M, V] in q's dtype. The difference's rows sum to 1 - lam and may be negative; a row that may not attend
+        to any key is zeros, forward and backward.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown backend, or a limit of the one asked for.
+        ValueError: shapes, dtypes or devices do not fit, the backend is unknown, or it cannot take the call.
 
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
@@ -55,10 +59,7 @@ def diff_attention(
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
     module = choose(backend, problem)
-    attend = partial(module.diff_attention, lam=lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
-    if getattr(module, "CONTAINS_NAN", False):
-        return attend(q, k, v)
-    return contained(attend, q, k, v, causal=causal, mask=mask)
+    return module.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
 
 
 def diff_attention_varlen(
@@ -75,10 +76,10 @@ def diff_attention_varlen(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "T H V"]:
-    """`diff_attention` of sequences of unequal length, packed one behind the other without padding.
+    """Compute `diff_attention` of sequences of unequal length, packed one after another without padding.
 
-    The layout is that of flash-attn's variable-length functions, which is also what a projection gives. `triton` and
-    `flash` compute all sequences in one launch; the other backends take them one by one.
+    The layout is that of flash-attn's variable-length functions, and of a projection's output. `triton` and `flash`
+    compute all sequences in one launch; the other backends take them one by one.
 
     Args:
         q: queries of all sequences [T, H, 2, D].
@@ -87,22 +88,22 @@ def diff_attention_varlen(
         lam: broadcastable to [T, H, 1].
         cu_seqlens: where each sequence of queries starts, and the end: int32 [B + 1], from 0 to T.
         cu_seqlens_k: the same of keys and values, from 0 to S; as the queries' if None.
-        max_seqlen: the longest sequence's queries, believed if given; finding it waits for the device.
-        max_seqlen_k: the longest sequence's keys, likewise.
+        max_seqlen: the longest sequence's queries. It is not checked; computing it waits for the device.
+        max_seqlen_k: the longest sequence's keys, which is not checked either.
         causal: within each sequence, aligned to its last key.
-        scale: as `diff_attention`.
-        backend: as `diff_attention`.
+        scale: as in `diff_attention`.
+        backend: as in `diff_attention`.
 
     Returns:
         [T, H, V] in q's dtype; zeros where a query has no key.
 
     Raises:
-        ValueError: shapes or offsets that do not fit, or a limit of the backend asked for.
+        ValueError: shapes or offsets do not fit, or the backend cannot take the call.
     """
     lam = _as_lambda(lam, q)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     _check_packed(q, k, v, lam, cu_seqlens, cu_seqlens_k)
-    # One batch of all tokens: the operation's own layout, as views.
+    # One batch of all tokens, in the layout of `diff_attention`, as views.
     packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
     lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
     _check(*packed, lam.transpose(0, 1), None, 0.0, scale)
@@ -117,9 +118,9 @@ def diff_attention_varlen(
         return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
     out = []
     for (q0, q1), (k0, k1) in zip(_spans(cu_seqlens), _spans(cu_seqlens_k), strict=True):
-        own = (packed[0][:, :, :, q0:q1], packed[1][:, :, :, k0:k1], packed[2][:, :, k0:k1])
-        own_lam = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
-        out.append(diff_attention(*own, own_lam, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
+        sequence = (packed[0][:, :, :, q0:q1], packed[1][:, :, :, k0:k1], packed[2][:, :, k0:k1])
+        rows = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
+        out.append(diff_attention(*sequence, rows, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
     return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
 
 
@@ -129,7 +130,7 @@ def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 
 def _as_lambda(lam: Tensor | float, q: Tensor) -> Tensor:
-    """lam as a tensor of at least float32 beside q, whose dtype is looked at first: everything else rests on it."""
+    """Return lam as a tensor of at least float32 on q's device, after a check of the dtypes of both."""
     for name, value in (("q", q), ("lam", lam)):
         number = isinstance(value, int | float) and name == "lam"
         if not number and (not isinstance(value, Tensor) or value.is_complex()):
@@ -197,7 +198,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu
 
 
 def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
-    own = tuple(tensor.shape)
-    fits = len(own) <= len(target) and all(a in (1, b) for a, b in zip(own[::-1], target[::-1], strict=False))
+    shape = tuple(tensor.shape)
+    fits = len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
     if not fits:
-        raise ValueError(f"{name} of shape {own} does not broadcast to {list(target)}")
+        raise ValueError(f"{name} of shape {shape} does not broadcast to {list(target)}")

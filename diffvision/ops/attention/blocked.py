@@ -31,7 +31,7 @@ KEEP_MAPS_MAX_KEYS = 512
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem."""
+    """Return why this backend cannot take the problem, or None."""
     if problem.device != "cpu":
         return f"it is for tensors on a CPU, these are on {problem.device}"
     if problem.dropout:
@@ -73,7 +73,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator[_Block]:
-    """The last rows of a sample come first: under causal they are the ones that reach every key."""
+    """Yield the blocks, the last rows of a sample first: under causal they are the ones that reach every key."""
     (batch, heads, _, queries, _), keys = q.shape, k.shape[3]
     if not (batch and heads and queries and keys):
         return
@@ -98,7 +98,7 @@ def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator
 
 
 def _masked(block: _Block, mask: Tensor | None, group: int, past: int | None) -> _Block:
-    """The block with what its rows may not attend to; row i attends to keys up to i + past, or to all if None."""
+    """Return the block with its mask; row i attends to keys up to i + past, or to all if past is None."""
     lo, hi, end, start, forbidden = block.rows.start, block.rows.stop, block.keys.stop, 0, None
     if mask is not None:
         forbidden = ~mask[block.samples if mask.shape[0] > 1 else slice(None)]
@@ -116,14 +116,14 @@ def _masked(block: _Block, mask: Tensor | None, group: int, past: int | None) ->
 
 
 class _Scratch:
-    """Memory that every block writes over: a fresh megabyte a block costs as much in page faults as its products."""
+    """Memory that every block overwrites: a new megabyte a block costs as much in page faults as its products."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor with anything in it; what was taken before under the same name is lost."""
+        """Return an uninitialised tensor; the one taken before under the same name is overwritten."""
         size = math.prod(shape)
         if name not in self._held or self._held[name].numel() < size:
             self._held[name] = self._like.new_empty(size)
@@ -131,32 +131,32 @@ class _Scratch:
 
 
 def _part(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """A block's part of x [B, H, ...] as [S, K, G, ...]: K key/value heads, the G heads of each side by side."""
+    """Return a block's part of x [B, H, ...] as [S, K, G, ...]: K key/value heads, with the G heads of each."""
     return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))[block.samples, block.heads]
 
 
 def _queries(q: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """A block's queries [2, S * K, G * rows, D]: heads that share keys are more rows of one product."""
+    """Return a block's queries [2, S * K, G * rows, D]: heads that share keys are more rows of one product."""
     return _part(q, kv_heads, block)[:, :, :, :, block.rows].permute(3, 0, 1, 2, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 def _rows(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """A block's rows of x [B, H, M, X] as [S * K, G * rows, X]."""
+    """Return a block's rows of x [B, H, M, X] as [S * K, G * rows, X]."""
     return _part(x, kv_heads, block)[:, :, :, block.rows].flatten(2, 3).flatten(0, 1)
 
 
 def _keys(k: Tensor, block: _Block) -> Tensor:
-    """A block's keys [P, S * K, n, D]."""
+    """Return a block's keys [P, S * K, n, D]."""
     return k[block.samples, block.heads, :, block.keys].movedim(2, 0).flatten(1, 2)
 
 
 def _values(v: Tensor, block: _Block) -> Tensor:
-    """A block's values [S * K, n, V]."""
+    """Return a block's values [S * K, n, V]."""
     return v[block.samples, block.heads, block.keys].flatten(0, 1)
 
 
 def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, block: _Block) -> None:
-    """Both maps of a block [2, S * K, G * rows, n], from q [2, S * K, G * rows, D] and k [P, S * K, n, D]."""
+    """Write both maps of a block [2, S * K, G * rows, n], of q [2, S * K, G * rows, D] and k [P, S * K, n, D]."""
     dead = block.forbidden.all(-1, keepdim=True) if block.forbidden is not None and block.may_be_dead else None
     for m in range(2):
         key = k[min(m, k.shape[0] - 1)].transpose(1, 2)
@@ -175,7 +175,7 @@ def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, block: _Block) 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, causal: bool, scale: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """`diff_attention` for one working dtype, lam expanded to [B, H, M, 1]; and every block's maps, end to end."""
+    """Return `diff_attention` in one working dtype, for lam [B, H, M, 1], and the maps of all blocks end to end."""
     kv_heads = k.shape[1]
     (out, kept), scratch, used = _new_outputs(q, k, v, keep), _Scratch(q), 0
     if k.shape[3] == 0:
@@ -206,7 +206,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and lam (expanded)."""
+    """Return the gradients of q, k, v and lam (expanded)."""
     kv_heads = k.shape[1]
     grads, scratch, used = _new_gradients(q, k, v), _Scratch(q), 0
     grad_q, grad_k, grad_v, grad_lam = grads
@@ -232,28 +232,28 @@ def _backward(
         target = _part(grad_lam, kv_heads, block)[:, :, :, block.rows]
         target.copy_(work.sum(-1).neg_().view(target.shape))
         for m in range(2):
-            own = min(m, k.shape[2] - 1)
+            key_map = min(m, k.shape[2] - 1)
             torch.ops.aten._softmax_backward_data.out(shared, maps[m], -1, maps.dtype, grad_input=work)
             work.mul_(-scale * weight if m else scale)
-            product = torch.bmm(work, key[own], out=scratch.take("product", *query.shape[1:]))
+            product = torch.bmm(work, key[key_map], out=scratch.take("product", *query.shape[1:]))
             target = _part(grad_q, kv_heads, block)[:, :, :, m, block.rows]
             target.copy_(product.view(target.shape))
-            target = grad_k[block.samples, block.heads, own, block.keys]
-            _add_product(target, work.transpose(1, 2), query[m], first and own == m, scratch)
+            target = grad_k[block.samples, block.heads, key_map, block.keys]
+            _add_product(target, work.transpose(1, 2), query[m], first and key_map == m, scratch)
     return grads
 
 
 def _add_product(target: Tensor, a: Tensor, b: Tensor, first: bool, scratch: _Scratch) -> None:
-    """target [S, K, n, X] += a b, of batches S * K; target = a b, whatever it held, for the first.
+    """Add a b, of batches S * K, to target [S, K, n, X]; the first product overwrites it.
 
-    By way of scratch: torch multiplies into a result that is not contiguous matrix by matrix, in half the speed.
+    The product goes through scratch: torch multiplies into a tensor that is not contiguous at half the speed.
     """
     product = torch.bmm(a, b, out=scratch.take("added", a.shape[0], *target.shape[2:])).view(target.shape)
     target.copy_(product) if first else target.add_(product)
 
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """[B, H, M, V] that lies as [B, M, H, V], so that a layer merges the heads without a copy; room for the maps."""
+    """Return [B, H, M, V] in the memory order [B, M, H, V], which merges heads without a copy, and memory for maps."""
     (batch, heads, _, queries, _), size = q.shape, v.shape[3]
     # Not a transposed tensor: autograd would take it for a view, and refuse to change it in place.
     out = q.new_empty_strided((batch, heads, queries, size), (queries * heads * size, size, heads * size, 1))

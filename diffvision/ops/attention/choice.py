@@ -1,4 +1,4 @@
-"""The backends, and which of them `backend="auto"` takes: the fastest that was measured for device, dtype and shape."""
+"""The table of backends, and the choice of `backend="auto"`: the fastest measured for device, dtype and shape."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,13 +30,13 @@ _preferred = "auto"
 
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
-    """Every call of `backend="auto"` within takes this backend, layers and whole models included.
+    """Let every call of `backend="auto"` in the context take this backend, in layers and whole models too.
 
-    It never falls back: a call that the backend cannot take is a ValueError that names the limit. For the process as a
-    whole, not for one thread: where two threads use it at once, the one that leaves last decides what stays.
+    It never falls back: a call that the backend cannot take is a ValueError that names the limit. It holds for the
+    process, not for a thread: where two threads use it at once, the one that leaves last decides what stays.
 
     Args:
-        name: of `BACKENDS`, or "auto".
+        name: a name of `BACKENDS`, or "auto".
     """
     global _preferred
     _known(name)
@@ -48,10 +48,10 @@ def attention_backend(name: str) -> Iterator[None]:
 
 
 def choose(asked: str, problem: Problem) -> ModuleType:
-    """The backend for a call that asked for `asked`.
+    """Return the backend for a call with `backend=asked`.
 
     Raises:
-        ValueError: an unknown name, or a limit of the backend that was asked for by name.
+        ValueError: the name is unknown, or the backend of that name cannot take the call.
     """
     _known(asked)
     name = _preferred if asked == "auto" else asked
@@ -63,7 +63,7 @@ def choose(asked: str, problem: Problem) -> ModuleType:
 
 
 def supported_backends(problem: Problem) -> dict[str, str]:
-    """What "auto" would choose for a problem, and why the others were passed over.
+    """Return the backend that "auto" would choose for a problem, and why the others were passed over.
 
     Returns:
         backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
@@ -78,15 +78,15 @@ def supported_backends(problem: Problem) -> dict[str, str]:
 
 
 def _fastest(problem: Problem) -> tuple[str, str]:
-    """(backend, why)."""
+    """Return (backend, reason)."""
     if problem.device != "cpu":
         return "sdpa", f"nothing else was measured on {problem.device} yet (name another to use it)"
     if problem.dropout:
         return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
     if torch.compiler.is_exporting():
-        return "sdpa", "an exported graph is to hold torch's own operations, for any length"
+        return "sdpa", "an exported graph has to hold operations of torch, for any length"
     if problem.queries == 1:
-        return "single", "on a CPU it is the fastest for one query, with the least work beside the products"
+        return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
     if problem.keys <= EAGER_MAX_KEYS_CPU:
         return "eager", f"on a CPU the plain formula is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
     return "blocked", f"on a CPU its blocks are the fastest above {EAGER_MAX_KEYS_CPU} keys, and its memory is linear"

@@ -1,4 +1,4 @@
-"""The formula itself: the oracle that every other backend is compared with, and a fast path for short rows on a CPU.
+"""The formula: the reference of every other backend, and the fast path for short rows on a CPU.
 
     out = (softmax(q1 k1' * scale) - lam * softmax(q2 k2' * scale)) v          (arXiv 2410.05258, equation 1)
 
@@ -14,7 +14,7 @@ from diffvision.ops.attention.problem import Problem
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem; it takes every one."""
+    """Return why this backend cannot take the problem; it takes every one."""
     return None
 
 
@@ -26,7 +26,7 @@ def attention_maps(
     mask: Bool[Tensor, "..."] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "B H P M N"]:
-    """The softmax maps themselves, for figures and for the formula below.
+    """Return the softmax maps, for figures and for the formula below.
 
     Args:
         q: queries [B, H, P, M, D] of P maps (2 in differential attention).
@@ -36,7 +36,7 @@ def attention_maps(
         scale: of the logits; D**-0.5 if None.
 
     Returns:
-        [B, H, P, M, N], float32 for half-precision input. Rows sum to 1; a row that may attend to nothing is zeros.
+        [B, H, P, M, N], float32 for half-precision input. Rows sum to 1; a row that may not attend to any key is zeros.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[3], k.shape[3]

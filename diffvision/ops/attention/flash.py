@@ -1,9 +1,9 @@
 """The flash-attn package: FlashAttention-4 (`flash_attn.cute`, Hopper and later) or flash-attn 2; variable lengths too.
 
 Both want queries, keys and values of one size here. flash-attn 2 requires it. FlashAttention-4's kernels for Hopper
-accept others, but its own tests never run values wider than keys; its backward then refuses grouped heads, and by count
-needs more shared memory than there is. V1's wide values are therefore met as in `sdpa`: queries and keys are widened
-with zeros (one call a map), or the values are cut into pieces (one call a piece and map, as unilm's
+accept others, but its tests never run values wider than keys; its backward then refuses grouped heads, and by count
+needs more shared memory than there is. V1's wide values are therefore computed as in `sdpa`: queries and keys are
+widened with zeros (one call a map), or the values are cut into pieces (one call a piece and map, as unilm's
 multihead_flashdiff_2.py does). Where both come to the same matrix work, widening computes half as many exponentials and
 is taken up to size 128; beyond it pieces are, since the kernels above 128 hold smaller blocks and their backward is the
 less tested.
@@ -32,7 +32,7 @@ INSTALL = "install flash-attn (Ampere and later) or, for Hopper and later, `pip 
 
 
 class Library(NamedTuple):
-    """What is used of an installed package."""
+    """The functions of an installed package that are used here."""
 
     name: str
     attend: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [B, N, H, D], softmax_scale, causal
@@ -41,46 +41,46 @@ class Library(NamedTuple):
     traceable: bool  # by torch.compile
 
 
-_found: dict[str, Library] = {}
+_libraries: dict[str, Library] = {}
 
 
 def find_library() -> Library | str:
-    """The installed package that suits the GPU, or a sentence that says why there is none. Imports it, once."""
+    """Import the installed package that suits the GPU, once; return it, or a sentence that says why there is none."""
     answer = _search()
-    return _found.get(answer, answer)
+    return _libraries.get(answer, answer)
 
 
-@torch.compiler.assume_constant_result  # nobody wants imports traced; of constants only text is allowed
+@torch.compiler.assume_constant_result  # imports are not to be traced; a constant may only be text
 def _search() -> str:
     return _search_once()
 
 
 @cache
 def _search_once() -> str:
-    """The name of what was found, which is then in `_found`, or why nothing was."""
+    """Return the name of the package, which is then in `_libraries`, or why there is none."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is not None and capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: flash-attn needs 8.0 or more"
     problems = []
     if capability is None or capability >= (9, 0):
-        found = _import_functions("flash_attn.cute")
-        if not isinstance(found, str):
-            # Larger sizes exist, but their backward is skipped by its own tests; it is no registered operator.
-            return _keep(Library("FlashAttention-4", *found, largest=128, traceable=False))
-        problems.append(found)
-    found = _import_functions("flash_attn")
-    if not isinstance(found, str):
-        return _keep(Library("flash-attn 2", *found, largest=256, traceable=True))
-    return "; ".join([*problems, found, INSTALL])
+        functions = _import_functions("flash_attn.cute")
+        if not isinstance(functions, str):
+            # Larger sizes exist, but the package's tests skip their backward; it is no registered operator.
+            return _keep(Library("FlashAttention-4", *functions, largest=128, traceable=False))
+        problems.append(functions)
+    functions = _import_functions("flash_attn")
+    if not isinstance(functions, str):
+        return _keep(Library("flash-attn 2", *functions, largest=256, traceable=True))
+    return "; ".join([*problems, functions, INSTALL])
 
 
 def _keep(library: Library) -> str:
-    _found[library.name] = library
+    _libraries[library.name] = library
     return library.name
 
 
 def _import_functions(module: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | str:
-    """`flash_attn_func` and `flash_attn_varlen_func` of a module, or why there are none."""
+    """Return `flash_attn_func` and `flash_attn_varlen_func` of a module, or why there are none."""
     try:
         spec = importlib.util.find_spec(module)
         # FlashAttention-4 makes `flash_attn` a namespace package, a folder without a file: that is no flash-attn 2.
@@ -95,7 +95,7 @@ def _import_functions(module: str) -> tuple[Callable[..., Tensor], Callable[...,
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem."""
+    """Return why this backend cannot take the problem, or None."""
     p = problem
     if p.device != "cuda":
         return f"flash-attn runs on cuda, not on {p.device}"
@@ -129,14 +129,14 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
-    # Queries before the first key see nothing: zeros, without asking what the library's backward makes of such rows.
+    # Queries before the first key have no keys: zeros, whatever the library's backward computes for such rows.
     blind = max(q.shape[3] - k.shape[3], 0) if causal else 0
     if blind:
         lam = lam.expand(*q.shape[:2], q.shape[3], 1)[:, :, blind:]
         q = q[:, :, :, blind:]
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        # [B, H, N, D] -> [B, N, H, D], which is how projections left them in memory: views, no copies.
+        # [B, H, N, D] -> [B, N, H, D], the memory order of projections: views, no copies.
         out = _library().attend(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
@@ -158,7 +158,7 @@ def diff_attention_varlen(
     causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "T H V"]:
-    """`diff_attention` over sequences of different lengths, packed one behind the other without padding.
+    """Compute `diff_attention` of sequences of different lengths, packed one after another without padding.
 
     Args:
         q: queries of both maps [T, H, 2, D], T tokens of all sequences.
@@ -167,15 +167,16 @@ def diff_attention_varlen(
         lam: broadcastable to [T, H, 1].
         cu_seqlens_q: where each sequence starts, and the end: int32 [B + 1], on the same device.
         cu_seqlens_k: the same of keys.
-        max_seqlen_q: the longest sequence of queries; max_seqlen_k: of keys.
+        max_seqlen_q: the longest sequence of queries.
+        max_seqlen_k: the longest sequence of keys.
         causal: within each sequence, aligned to its last key.
         scale: of the logits; D**-0.5 if None.
 
     Returns:
-        [T, H, V] in q's dtype; a query that sees no key gives zeros (both libraries say so of their kernels).
+        [T, H, V] in q's dtype; zeros where a query has no key (both libraries say so of their kernels).
 
     Raises:
-        ValueError: shapes that do not fit, or a limit of this backend.
+        ValueError: shapes do not fit, or this backend cannot take the call.
     """
     lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device)
     problem = _check_varlen(q, k, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -203,7 +204,7 @@ def diff_attention_varlen(
 def _two_maps(
     call: Callable[[Tensor, Tensor, Tensor, float], Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Each map's output by as few calls as the sizes allow. Heads are axis 1 and the maps of q and k axis 2."""
+    """Return each map's output by as few calls as the sizes allow. Heads are axis 1, the maps of q and k axis 2."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
     pieces, size = plan(head_dim, value_dim, _library().largest)
@@ -221,9 +222,9 @@ def _two_maps(
 
 
 def plan(head_dim: int, value_dim: int, largest: int) -> tuple[int, int]:
-    """Into how many pieces the values are cut, and the one size that queries, keys and pieces are widened to.
+    """Return into how many pieces the values are cut, and the size that queries, keys and pieces are widened to.
 
-    The least matrix work; among equals a size of at most 128, then the fewest calls.
+    It is the plan of the least matrix work; among equals a size of at most 128, then the fewest calls.
     """
     choices = []
     for pieces in range(1, -(-value_dim // 8) + 1):
@@ -240,7 +241,7 @@ def _widen(t: Tensor, size: int) -> Tensor:
 
 def _library() -> Library:
     library = find_library()
-    assert isinstance(library, Library), library  # `limit` has said so before
+    assert isinstance(library, Library), library  # `limit` was called before
     return library
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BLOCK = 128  # FlexAttention's own block of queries and of keys
+BLOCK = 128  # FlexAttention's default block of queries and of keys
 
 # FlexAttention compiles anew for each dtype, head count, size and kind of mask, and dynamo gives up after 8 of them
 # (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
@@ -42,7 +42,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem."""
+    """Return why this backend cannot take the problem, or None."""
     p = problem
     if p.device not in ("cpu", "cuda"):
         return f"FlexAttention is used on cpu and cuda here, not on {p.device}"
@@ -51,7 +51,7 @@ def limit(problem: Problem) -> str | None:
     if p.dtype not in DTYPES:
         return f"dtype {p.dtype}: FlexAttention takes float32, float16 and bfloat16"
     if p.device == "cpu" and p.grad:
-        return "gradients are asked for and FlexAttention has no backward on a CPU; use torch.no_grad()"
+        return "gradients are needed and FlexAttention has no backward on a CPU; use torch.no_grad()"
     if p.device == "cpu" and torch.compiler.is_compiling():
         # Inductor's C++ template (torch 2.15) reads the tensor behind a view, and cannot fuse the subtraction after it.
         return "inside torch.compile or torch.export FlexAttention is unreliable on a CPU; call it outside"
@@ -115,7 +115,7 @@ def _compiled(device: str) -> Callable[..., Tensor]:
 
 
 def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Tensor | None, maps_a_head: int) -> BlockMask | None:
-    """The mask in FlexAttention's terms, or None where every query sees every key."""
+    """Return the mask as FlexAttention takes it, or None where every query sees every key."""
     queries, keys = q.shape[3], k.shape[3]
     if mask is not None:
         return _build(queries, keys, q.device, causal=causal, mask=mask, maps_a_head=maps_a_head)
@@ -128,20 +128,20 @@ def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Tensor | None, maps
 
 @lru_cache(maxsize=16)
 def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # an inference tensor would break the training that finds it here later
+    with torch.inference_mode(False):  # a cached inference tensor would break training later
         return _build(queries, keys, device, causal=True)
 
 
 def _build(
     queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None = None, maps_a_head: int = 1
 ) -> BlockMask:
-    """Which blocks of keys a block of queries sees in part, and which as a whole, without an [M, N] tensor of its own.
+    """Find the blocks of keys that a block of queries sees in part or as a whole, without another [M, N] tensor.
 
-    A block counts as seen where each mask lets something through; `mask_mod` finds out if nothing is left of it.
+    A block counts as seen where each mask allows a pair; `mask_mod` then decides for each pair.
     """
     q_blocks, k_blocks = -(-queries // BLOCK), -(-keys // BLOCK)
     seen = torch.ones(1, 1, q_blocks, k_blocks, dtype=torch.bool, device=device)
-    # A last block that reaches past the queries counts as partial, as torch's own `create_block_mask` has it.
+    # A last block that reaches past the queries counts as partial, as in torch's `create_block_mask`.
     whole = seen & (torch.arange(1, q_blocks + 1, device=device)[:, None] * BLOCK <= queries)
     if causal:
         below, inside = _causal_coverage(queries, keys, device)
@@ -169,7 +169,7 @@ def _causal_coverage(queries: int, keys: int, device: torch.device) -> tuple[Ten
 
 
 def _mask_coverage(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """[b, h, 1 or q blocks, k blocks]: does a block let something through, and everything? Sizes of 1 stay."""
+    """Return two [b, h, 1 or q blocks, k blocks]: whether a block allows any pair, and all. Sizes of 1 stay."""
     if mask.shape[3] == 1:
         mask = mask.expand(-1, -1, -1, keys)
     mask = F.pad(mask, (0, -keys % BLOCK, 0, 0 if mask.shape[2] == 1 else -queries % BLOCK))
@@ -178,7 +178,7 @@ def _mask_coverage(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tenso
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[.., k blocks] of booleans -> how many are true, and the indices with the true ones first, in order."""
+    """Return how many of [.., k blocks] are true, and the indices with the true ones first, in order."""
     count = blocks.sum(-1, dtype=torch.int32)
     return count, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()
 
@@ -186,7 +186,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _mask_mod(
     queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None, maps_a_head: int
 ) -> MaskMod:
-    """May query i of head h see key j? The offset is a tensor, so that another length needs no other kernel."""
+    """Return whether query i of head h sees key j; the offset is a tensor, so that one kernel serves all lengths."""
     offset = torch.full((), keys - queries, dtype=torch.int32, device=device)
 
     def aligned_to_the_last_key(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a backend may ask about a call before it takes it: sizes, dtype and device, never values."""
+"""The description of a call by which backends accept or refuse it: sizes, dtype and device, never values."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class Problem(NamedTuple):
     """One call of `diff_attention`, described by everything but its values.
 
-    Make one by hand to ask what would be chosen for a shape without allocating it (`supported_backends`).
+    Make one by hand to see which backend would be chosen for a shape, without its tensors (`supported_backends`).
     """
 
     batch: int
@@ -25,13 +25,13 @@ class Problem(NamedTuple):
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    grad: bool = True  # gradients will be asked for
+    grad: bool = True  # gradients are needed
 
 
 def describe(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, dropout: float
 ) -> Problem:
-    """The `Problem` that these tensors pose (shapes as in `diff_attention`)."""
+    """Return the `Problem` of these tensors (shapes as in `diff_attention`)."""
     return Problem(
         batch=q.shape[0],
         heads=q.shape[1],

@@ -1,8 +1,8 @@
 """Two calls of torch's scaled_dot_product_attention and a subtraction.
 
-torch's flash kernels want one size for queries, keys and values, and V1's values are twice as wide as its keys. Given
-unequal sizes, SDPA falls without a word to the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the
-sizes equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
+torch's flash kernels take one size for queries, keys and values, and V1's values are twice as wide as its keys. For
+unequal sizes, SDPA silently takes the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the sizes
+equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
 zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
 and was the faster wherever it was measured (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
 kernels take unequal sizes as they are, if they are aligned.
@@ -16,7 +16,7 @@ from diffvision.ops.attention.problem import Problem
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem; torch's attention takes every one."""
+    """Return why this backend cannot take the problem; torch's attention takes every one."""
     return None
 
 
@@ -36,9 +36,9 @@ def diff_attention(
     scale = head_dim**-0.5 if scale is None else scale
     if scale <= 0:  # torch's causal kernel on a CPU multiplies its -inf by it
         q, scale = q * scale, 1.0
-    if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients of nothing may be NaN
-        nothing = (k.sum() + v.sum()).to(q.dtype)
-        return (q[:, :, 0, :, :1] * lam * 0 + nothing).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
+    if k.shape[3] == 0:  # zeros that depend on every input, for torch's gradients of no keys may be NaN
+        zero = (k.sum() + v.sum()).to(q.dtype)
+        return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     q, k, v = _equal_sizes(q, k, v)
     mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
 
@@ -55,7 +55,7 @@ def diff_attention(
 
 
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns that give queries, keys and values one size, unless the device's kernels need none."""
+    """Pad queries, keys and values with zero columns to one size, unless the device's kernels need none."""
     head_dim, value_dim = q.shape[4], v.shape[3]
     if head_dim == value_dim or (q.is_cuda and _aligned(head_dim, q.dtype) and _aligned(value_dim, q.dtype)):
         return q, k, v
@@ -72,7 +72,7 @@ def _aligned(size: int, dtype: torch.dtype) -> bool:
 def _torch_mask(
     mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor | None, bool]:
-    """Our mask in torch's terms: torch's `is_causal` starts at the first key, ours ends at the last."""
+    """Return mask and causal for torch, whose `is_causal` is aligned to the first key and ours to the last."""
     if not causal or (queries == 1 and mask is None):
         return mask, False
     if queries == keys and mask is None:

@@ -1,7 +1,7 @@
 """One query a head, as in decoding with a cache: three small products, with the values read once for both maps.
 
 In a group of heads that share keys, their queries are the rows of one product. The whole call is a dozen of torch's
-operations, so that little is spent beside reading the keys and values.
+operations, so that most of its time goes into reading the keys and values.
 """
 
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from diffvision.ops.attention.problem import Problem
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem."""
+    """Return why this backend cannot take the problem, or None."""
     if problem.queries != 1:
         return f"it takes one query a head, not {problem.queries}"
     if problem.dropout:

@@ -8,22 +8,10 @@ import weakref
 import pytest
 import torch
 
-from diffvision.models import language
 from diffvision.models.language.generation import Sampling, generate
 
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 CLOSE = {"rtol": 0, "atol": 1e-5}
-
-
-def _model(name, **overrides):
-    """Weights large enough that the likeliest tokens differ from place to place."""
-    model = language.create(name, **{"vocab_size": 97, "max_length": 256, "tied": False, **overrides}).eval()
-    with torch.no_grad():
-        model.embed.weight.normal_()
-        for parameter in model.blocks.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.2)
-    return model
 
 
 def _without_cache(model, prompt, count):
@@ -31,11 +19,6 @@ def _without_cache(model, prompt, count):
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(prompt) :]
-
-
-@pytest.fixture(params=NAMES)
-def model(request):
-    return _model(request.param, num_kv_heads=1)
 
 
 @pytest.mark.parametrize("pattern", [[140], [30, 1, 99, 10], [*[130], *[1] * 10]], ids=["prefill", "chunks", "tokens"])
@@ -159,14 +142,14 @@ def test_draws_repeat_with_their_generator(model):
         ([1, 2], {}, r"prompts are numbers: .* one prompt as \[prompt\]"),
     ],
 )
-def test_what_is_refused(prompts, settings, message):
+def test_what_is_refused(prompts, settings, message, make_model):
     with pytest.raises(ValueError, match=message):
-        generate(_model("diff-debug"), prompts, **{"max_new_tokens": 7, **settings})
+        generate(make_model("diff-debug"), prompts, **{"max_new_tokens": 7, **settings})
 
 
-def test_a_model_that_ran_compiled_can_be_pickled_and_copied():
+def test_a_model_that_ran_compiled_can_be_pickled_and_copied(make_model):
     """And is freed: nothing outside of it holds it."""
-    model = _model("diff-debug")
+    model = make_model("diff-debug")
     with torch.compiler.set_stance("force_eager"):
         made = generate(model, [[1, 2]], max_new_tokens=5, compile=True)
     again = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
@@ -182,14 +165,14 @@ def test_only_the_tokenizer_s_tokens(model):
     assert max(generate(model, [[1, 2]], max_new_tokens=40, vocab_size=30)[0]) < 30
 
 
-def test_fills_the_model_to_its_length():
-    assert len(generate(_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
+def test_fills_the_model_to_its_length(make_model):
+    assert len(generate(make_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_decoding_equals_eager_and_compiles_once(name):
-    model = _model(name, num_kv_heads=1)
+def test_compiled_decoding_equals_eager_and_compiles_once(name, make_model):
+    model = make_model(name, num_kv_heads=1)
     prompts = [torch.randint(97, (length,)).tolist() for length in (150, 20)]
     expected = generate(model, prompts, max_new_tokens=24)
     torch._dynamo.reset()

@@ -358,26 +358,26 @@ def test_the_tokenizer_of_a_checkpoint(tmp_path):
     path, own, trained = run / "last.ckpt", run / "tokenizer.json", words / "tokenizer.json"
     for recorded in (None, {}, {"tokenizer": None}, {"tokenizer": str(words)}, {"tokenizer": "gpt2"}):
         torch.save({"weight": torch.zeros(2)} if recorded is None else {"diffvision": recorded}, path)
-        assert language.tokenizer_beside(path) is None
+        assert language.find_tokenizer(path) is None
     trained.write_text("{}")
     for named in (words, trained):
         torch.save({"diffvision": {"model": "diff-3m", "tokenizer": str(named)}}, path)
-        assert language.tokenizer_beside(str(path)) == trained
-    assert language.tokenizer_beside(run) is None
+        assert language.find_tokenizer(str(path)) == trained
+    assert language.find_tokenizer(run) is None
     own.write_text("{}")
-    assert language.tokenizer_beside(path) == language.tokenizer_beside(run) == own
+    assert language.find_tokenizer(path) == language.find_tokenizer(run) == own
     own.unlink()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nothing\.ckpt"):
-        language.tokenizer_beside(run / "nothing.ckpt")
+        language.find_tokenizer(run / "nothing.ckpt")
     path.write_bytes(b"none")
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged"):
-        language.tokenizer_beside(path)
+        language.find_tokenizer(path)
 
 
 @pytest.mark.parametrize("device", ["foo", "cuda:99"])
-def test_a_device_that_is_not_here_is_no_damage(device, tmp_path):
+def test_a_device_that_is_not_available_is_no_damage(device, tmp_path):
     language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path)
     torch.save({}, tmp_path / "last.ckpt")
     for path in (tmp_path, tmp_path / "last.ckpt"):
-        with pytest.raises(ValueError, match=f"device '{device}' is not here .*: give cpu"):
+        with pytest.raises(ValueError, match=f"device '{device}' is not available .*: give cpu"):
             language.load(path, device)

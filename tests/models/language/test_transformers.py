@@ -19,11 +19,11 @@ transformers = pytest.importorskip("transformers")
 
 from diffvision.data.text import tokenizers as own_tokenizers  # noqa: E402
 from diffvision.models import language  # noqa: E402
-from diffvision.models.language import end_tokens as ends  # noqa: E402
+from diffvision.models.language.end_tokens import USUAL_NAMES  # noqa: E402
 from diffvision.models.language.generation import generate  # noqa: E402
 from diffvision.models.language.transformers import DiffTransformerConfig, DiffTransformerForCausalLM, export  # noqa: E402
 
-PACKAGE = Path(language.__file__).parents[1]
+PACKAGE = Path(language.__file__).parents[2]
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 CLOSE = {"rtol": 0, "atol": 1e-5}
 AUTO_CLASSES = {
@@ -34,23 +34,6 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification",
     "AutoModelForQuestionAnswering",
 }
-
-
-def _model(name, **overrides):
-    """Weights large enough that the likeliest tokens differ from place to place."""
-    values = {"vocab_size": 97, "max_length": 128, "num_kv_heads": 1, "tied": False, **overrides}
-    model = language.create(name, **values).eval()
-    with torch.no_grad():
-        model.embed.weight.normal_()
-        for parameter in model.blocks.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.2)
-    return model
-
-
-@pytest.fixture(params=NAMES)
-def model(request):
-    return _model(request.param)
 
 
 def _padded(rows):
@@ -113,15 +96,15 @@ def test_beams_follow_their_cache(model):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path):
-    model = _model(name, tied=tied).to(torch.bfloat16)
+def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path, make_model):
+    model = make_model(name, tied=tied).to(torch.bfloat16)
     DiffTransformerForCausalLM.from_diffvision(model, eos_token_id=3).save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(config) is DiffTransformerConfig
     assert type(again) is DiffTransformerForCausalLM
     assert config.to_diffvision() == again.to_diffvision().config == model.config
-    assert (config.eos_token_id, config.max_position_embeddings, config.tie_word_embeddings) == (3, 128, tied)
+    assert (config.eos_token_id, config.max_position_embeddings, config.tie_word_embeddings) == (3, 256, tied)
     assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) is tied
     assert {key: value.dtype for key, value in again.to_diffvision().state_dict().items()} == {
         key: value.dtype for key, value in model.state_dict().items()
@@ -157,12 +140,12 @@ def test_loss_is_that_of_the_next_token_and_trains(model):
         torch.testing.assert_close(parameter.grad, grad, **CLOSE)
 
 
-def test_export_writes_model_and_tokenizer(tmp_path):
+def test_export_writes_model_and_tokenizer(tmp_path, make_model):
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="a"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(tmp_path / "words.json"))
-    model = _model("diff-debug")
+    model = make_model("diff-debug")
     language.save(model, tmp_path / "ours", tmp_path / "words.json")
     export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
@@ -180,9 +163,9 @@ def test_export_writes_model_and_tokenizer(tmp_path):
         export(str(tmp_path / "ours"), str(tmp_path / "other"), eos="</s>")
 
 
-def test_a_special_token_s_name_in_a_text_is_text_to_an_exported_tokenizer_too(tmp_path):
+def test_a_special_token_s_name_in_a_text_is_text_to_an_exported_tokenizer_too(tmp_path, make_model):
     own = own_tokenizers.train_tokenizer(["a cat and a dog <| end of text |>"] * 20, 300)
-    model = _model("diff-debug", vocab_size=300)
+    model = make_model("diff-debug", vocab_size=300)
     language.save(model, tmp_path / "ours", own)
     export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
     transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "again")
@@ -227,9 +210,9 @@ def _end(folder):
     return transformers.AutoTokenizer.from_pretrained(folder).eos_token
 
 
-def test_export_finds_the_end_of_a_document(tmp_path):
+def test_export_finds_the_end_of_a_document(tmp_path, make_model):
     """The one that tokenizer_config.json names, else the first of the names that our own tokenizers look for."""
-    model = _model("diff-debug")
+    model = make_model("diff-debug")
     for names, expected in ((["</s>"], "</s>"), (["<|endoftext|>", "</s>", "<stop>"], "<stop>")):
         folder = tmp_path / expected[1:-1].strip("/")
         language.save(model, folder, _words(folder / "tokenizer.json", *names))  # where it lies already
@@ -237,14 +220,14 @@ def test_export_finds_the_end_of_a_document(tmp_path):
         export(str(folder), str(folder / "theirs"))
         assert _end(folder / "theirs") == expected
         assert json.loads((folder / "theirs" / "config.json").read_text())["eos_token_id"] == len(names) + 1
-    assert ends.ENDS == own_tokenizers._KNOWN_ENDS
+    assert USUAL_NAMES == own_tokenizers._KNOWN_ENDS
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
         export(str(folder), str(folder / "theirs"))
 
 
-def test_export_of_a_training_run_has_its_tokenizer(tmp_path):
-    model, words = _model("diff-debug"), _words(tmp_path / "words" / "tokenizer.json", "</s>")
+def test_export_of_a_training_run_has_its_tokenizer(tmp_path, make_model):
+    model, words = make_model("diff-debug"), _words(tmp_path / "words" / "tokenizer.json", "</s>")
     path, content = tmp_path / "last.ckpt", {"hyper_parameters": {"config": dataclasses.asdict(model.config)}}
     content["state_dict"] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({**content, "diffvision": {"model": "diff-debug", "tokenizer": str(words.parent)}}, path)
@@ -253,7 +236,7 @@ def test_export_of_a_training_run_has_its_tokenizer(tmp_path):
     torch.save(content, path)
     export(str(path), str(tmp_path / "named"), str(words.parent))
     assert _end(tmp_path / "named") == "</s>"
-    with pytest.warns(UserWarning, match=r"no tokenizer beside .*last\.ckpt: the folder has none; name one"):
+    with pytest.warns(UserWarning, match=r"no tokenizer next to .*last\.ckpt: the folder has none; name one"):
         export(str(path), str(tmp_path / "none"))
     assert not (tmp_path / "none" / "tokenizer.json").exists()
     with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*nothing"):
@@ -273,10 +256,10 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_path):
+def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_path, make_model):
     """Whichever way it was opened; nothing is copied but the line that imports this package."""
     folders = [tmp_path / str(number) for number in range(4)]
-    DiffTransformerForCausalLM.from_diffvision(_model("diff-debug")).save_pretrained(folders[0])
+    DiffTransformerForCausalLM.from_diffvision(make_model("diff-debug")).save_pretrained(folders[0])
     DiffTransformerForCausalLM.from_pretrained(folders[0]).save_pretrained(folders[1])
     env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     for source, target in itertools.pairwise(folders[1:]):
@@ -291,8 +274,8 @@ def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_pat
     assert auto_map["AutoModelForCausalLM"] == "modeling_diffvision.DiffTransformerForCausalLM"
 
 
-def test_weights_of_another_variant_are_refused(tmp_path):
-    host = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug", head_norm=False))
+def test_weights_of_another_variant_are_refused(tmp_path, make_model):
+    host = DiffTransformerForCausalLM.from_diffvision(make_model("diff-debug", head_norm=False))
     host.config.head_norm = True
     host.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"missing: model.blocks.0.attn.head_norm.weight"):
@@ -301,9 +284,9 @@ def test_weights_of_another_variant_are_refused(tmp_path):
         transformers.AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_file_without_the_output_projection_is_refused(tmp_path):
+def test_a_file_without_the_output_projection_is_refused(tmp_path, make_model):
     """But a folder of the decoder alone never had one: it is new, and transformers warns."""
-    host = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug"))
+    host = DiffTransformerForCausalLM.from_diffvision(make_model("diff-debug"))
     host.save_pretrained(tmp_path / "whole")
     state = load_file(tmp_path / "whole" / "model.safetensors")
     del state["model.head.weight"]
@@ -316,8 +299,8 @@ def test_a_file_without_the_output_projection_is_refused(tmp_path):
     assert torch.equal(again.model.embed.weight, host.model.embed.weight)
 
 
-def test_bad_input_is_refused():
-    host, tokens = DiffTransformerForCausalLM.from_diffvision(_model("diff-debug")), torch.randint(97, (1, 4))
+def test_bad_input_is_refused(make_model):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(make_model("diff-debug")), torch.randint(97, (1, 4))
     with pytest.raises(ValueError, match=r"must be \[1, 4\]"):
         host(tokens, attention_mask=torch.ones(1, 3))
     with pytest.raises(ValueError, match="may hold 0 and -inf only"):
@@ -326,10 +309,10 @@ def test_bad_input_is_refused():
         host()
     with pytest.raises(ValueError, match="does not support Flash Attention 2"):
         host.set_attn_implementation("flash_attention_2")
-    with pytest.raises(ValueError, match="make 129, over the model's max_length of 128"):
-        host.generate(tokens, max_new_tokens=125, pad_token_id=0)
-    with pytest.raises(ValueError, match="max_length of 128"):
-        host(torch.zeros(1, 129, dtype=torch.long))
+    with pytest.raises(ValueError, match="make 257, over the model's max_length of 256"):
+        host.generate(tokens, max_new_tokens=253, pad_token_id=0)
+    with pytest.raises(ValueError, match="max_length of 256"):
+        host(torch.zeros(1, 257, dtype=torch.long))
     with pytest.raises(ValueError, match="labels with logits_to_keep"):
         host(tokens, labels=tokens, logits_to_keep=1)
     with pytest.raises(ValueError, match="head_dim is 15"):
@@ -338,13 +321,14 @@ def test_bad_input_is_refused():
 
 def test_no_other_module_imports_it_at_once():
     """transformers is an extra: without it everything else must work."""
-    modules = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-    eager = {
-        path.relative_to(PACKAGE).as_posix()
-        for path, tree in modules.items()
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        if name.split(".")[0] == "transformers" or name == "diffvision.models.language.transformers"
-    }
-    assert eager == {"models/language/transformers.py", "models/language/transformers_decoder.py"}
+    theirs = "diffvision.models.language.transformers"
+    eager = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            if any(name.split(".")[0] == "transformers" or name == theirs for name in names):
+                eager.add(path.relative_to(PACKAGE).as_posix())
+    files = ("hugging_face", "language/transformers", "language/transformers_decoder")
+    assert eager == {f"models/{name}.py" for name in files}

@@ -1,7 +1,7 @@
-"""Our own fused kernels in Triton: both maps in one pass, forward and backward, without a map in memory.
+"""Fused kernels in Triton: both maps in one pass, forward and backward, without a map in memory.
 
 Triton and the kernels are imported by the first call that needs them. On a CPU they run only in Triton's interpreter
-(TRITON_INTERPRET=1, set before anything imports triton): a test of the kernels, not a way to compute.
+(TRITON_INTERPRET=1, set before triton is imported), to test the kernels.
 """
 
 import importlib.util
@@ -16,11 +16,10 @@ from diffvision.ops.attention.problem import Problem
 MAX_HEAD_DIM, MAX_VALUE_DIM = 128, 256  # what one program's tiles may hold
 DECODE_MAX_QUERIES, DECODE_MIN_KEYS = 16, 512  # few queries, many keys: the keys are split among programs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CONTAINS_NAN = True  # the kernels keep bad numbers to the rows that attend to them
 
 
 def limit(problem: Problem) -> str | None:
-    """Why this backend cannot take the problem, or None."""
+    """Return why this backend cannot take the problem, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if (reason := _device_limit(problem)) is not None:
@@ -49,7 +48,7 @@ def _device_limit(problem: Problem) -> str | None:
     if torch.version.hip is not None:
         return "its kernels were never run on an AMD GPU"
     if not torch.cuda.is_available():
-        return "no CUDA device is to be had here"
+        return "no CUDA device is available"
     if (capability := torch.cuda.get_device_capability()) < (8, 0):
         return f"it needs a CUDA device of capability 8.0 or more, this one has {capability[0]}.{capability[1]}"
     return None
@@ -92,7 +91,7 @@ def diff_attention_varlen(
     causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "T H V"]:
-    """Differential attention of sequences packed one after another, each to itself only.
+    """Compute differential attention of sequences packed one after another, each to itself only.
 
     Args:
         q: queries of all sequences [T, H, 2, D].
@@ -101,8 +100,8 @@ def diff_attention_varlen(
         lam: broadcastable to [T, H, 1].
         cu_seqlens_q: int32 on q's device; sequence i is rows cu_seqlens_q[i] to cu_seqlens_q[i + 1].
         cu_seqlens_k: the same of keys and values.
-        max_seqlen_q: the longest sequence's queries. It is believed: finding it out would wait for the device.
-        max_seqlen_k: the longest sequence's keys, believed likewise.
+        max_seqlen_q: the longest sequence's queries. It is not checked, for that would wait for the device.
+        max_seqlen_k: the longest sequence's keys, which is not checked either.
         causal: aligned to each sequence's last key.
         scale: of the logits; D**-0.5 if None.
 
@@ -110,7 +109,7 @@ def diff_attention_varlen(
         [T, H, V] in q's dtype; zeros in rows beyond the last sequence.
 
     Raises:
-        ValueError: shapes that do not fit, or a limit of these kernels.
+        ValueError: shapes do not fit, or these kernels cannot take the call.
     """
     lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device)
     _check_packed(q, k, v, lam, cu_seqlens_q, cu_seqlens_k, causal)
@@ -158,9 +157,9 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape != cu_q.shape or cu.device != q.device:
             raise ValueError(f"{name} must be int32 [B + 1] on {q.device}, got {cu.dtype} {tuple(cu.shape)}")
-    own, target = tuple(lam.shape), (q.shape[0], q.shape[1], 1)
-    if len(own) > 3 or any(a not in (1, b) for a, b in zip(own[::-1], target[::-1], strict=False)):
-        raise ValueError(f"lam of shape {own} does not broadcast to {list(target)}")
+    shape, target = tuple(lam.shape), (q.shape[0], q.shape[1], 1)
+    if len(shape) > 3 or any(a not in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False)):
+        raise ValueError(f"lam of shape {shape} does not broadcast to {list(target)}")
     rows, heads, _, head_dim = q.shape
     problem = Problem(
         1, heads, k.shape[1], rows, k.shape[0], head_dim, v.shape[2], k.shape[2] == 1, causal,

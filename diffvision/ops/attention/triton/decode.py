@@ -18,12 +18,12 @@ from torch import Tensor
 MAX_QUERIES = 16
 LOG2E = 1.4426950408889634
 MIN_KEYS = 256  # of a split: fewer would cost more to join than they save
-INTERPRETED_PROCESSORS = 4  # how many programs are worth having where there is no GPU to ask
+INTERPRETED_PROCESSORS = 4  # in place of a GPU's number where there is none
 
 
 @triton.jit
 def _tile(base, rows, rows_ok, stride, stride_inner, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a matrix as [rows, BLOCK], zeros where there are none."""
+    """Load rows of a matrix as [rows, BLOCK], zeros where there are none."""
     columns = tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * stride + columns[None, :] * stride_inner
     return tl.load(pointers, mask=rows_ok[:, None] & (columns < SIZE)[None, :], other=0.0)
@@ -31,7 +31,7 @@ def _tile(base, rows, rows_ok, stride, stride_inner, SIZE: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _add(scores, top, total, product, values, PRECISION: tl.constexpr):
-    """One block of keys into a map's running softmax. Scores are in base 2; -inf is a key not attended to."""
+    """Add one block of keys to a map's running softmax. Scores are in base 2; -inf is a key not attended to."""
     new = tl.maximum(top, tl.max(scores, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)  # no key so far: exp2(-inf - -inf) would be NaN
     weights = tl.exp2(scores - safe[:, None])
@@ -50,7 +50,7 @@ def _split(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both maps' partial softmax over the keys of one split, for the rows (head of the group, query) of one kv head.
+    """Compute both maps' partial softmax over the keys of one split, for the rows (head, query) of one kv head.
 
     tops, totals [splits, 2, R] and products [splits, 2, R, V] in float32; R = B * H * M.
     """
@@ -95,22 +95,15 @@ def _split(
         if CAUSAL:
             allowed = allowed & (keys[None, :] <= queries[:, None] + (N - M))
         if MASK:
-            places = mask + b * mask_b + (heads * mask_h + queries * mask_m)[:, None]
-            allowed = allowed & (tl.load(places + keys.to(tl.int64)[None, :] * mask_n, mask=allowed, other=0) != 0)
-        if CAUSAL or MASK:
-            # A value that some row may not see must not reach it as 0 * NaN: its row of zeros does not, and whoever may
-            # see it finds the NaN in its score.
-            finite = tl.min((tl.abs(values.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-            values = tl.where(finite[:, None], values, 0.0).to(values.dtype)
-            scores1 = tl.where(finite[None, :], scores1, float("nan"))
-            scores2 = tl.where(finite[None, :], scores2, float("nan"))
+            mask_rows = mask + b * mask_b + (heads * mask_h + queries * mask_m)[:, None]
+            allowed = allowed & (tl.load(mask_rows + keys.to(tl.int64)[None, :] * mask_n, mask=allowed, other=0) != 0)
         scores1 = tl.where(allowed, scores1, float("-inf"))
         scores2 = tl.where(allowed, scores2, float("-inf"))
         top1, total1, product1 = _add(scores1, top1, total1, product1, values, PRECISION)
         top2, total2, product2 = _add(scores2, top2, total2, product2, values, PRECISION)
 
-    place = ((b * HK + kv) * G * M + rows).to(tl.int64)
-    one = tl.cast(split, tl.int64) * 2 * R + place
+    row = ((b * HK + kv) * G * M + rows).to(tl.int64)
+    one = tl.cast(split, tl.int64) * 2 * R + row
     tl.store(tops + one, top1, mask=rows_ok)
     tl.store(tops + one + R, top2, mask=rows_ok)
     tl.store(totals + one, total1, mask=rows_ok)
@@ -124,19 +117,19 @@ def _split(
 
 @triton.jit
 def _joined(tops, totals, products, row, R, splits, V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
-    """A map's output of one row from its splits."""
+    """Compute a map's output of one row from its splits."""
     every = tl.arange(0, SPLITS)
-    places = every.to(tl.int64) * 2 * R + row
-    top = tl.load(tops + places, mask=every < splits, other=float("-inf"))
+    offsets = every.to(tl.int64) * 2 * R + row
+    top = tl.load(tops + offsets, mask=every < splits, other=float("-inf"))
     highest = tl.max(top, 0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.load(totals + places, mask=every < splits, other=0.0) * tl.exp2(top - highest), 0)
+    total = tl.sum(tl.load(totals + offsets, mask=every < splits, other=0.0) * tl.exp2(top - highest), 0)
     columns = tl.arange(0, BLOCK_V)
     product = tl.zeros([BLOCK_V], tl.float32)
     for split in tl.range(0, splits):
-        place = tl.cast(split, tl.int64) * 2 * R + row
-        weight = tl.exp2(tl.load(tops + place) - highest)
-        product += weight * tl.load(products + place * V + columns, mask=columns < V, other=0.0)
+        offset = tl.cast(split, tl.int64) * 2 * R + row
+        weight = tl.exp2(tl.load(tops + offset) - highest)
+        product += weight * tl.load(products + offset * V + columns, mask=columns < V, other=0.0)
     return product / tl.where(total == 0.0, 1.0, total)  # a row without any key: 0 / 1
 
 
@@ -145,7 +138,7 @@ def _join(
     tops, totals, products, lam, out, lam_b, lam_h, lam_m, H, M, R, splits,
     V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """out [B, H, M, V] = first map's output - lam * second's, a program a row."""
+    """Write out [B, H, M, V] = first map's output - lam * second's, with a program a row."""
     row = tl.program_id(0).to(tl.int64)
     b, h, i = row // (H * M), row // M % H, row % M
     first = _joined(tops, totals, products, row, R, splits, V, BLOCK_V, SPLITS)
@@ -158,7 +151,7 @@ def _join(
 def decode(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Arguments, shapes and result as `diffvision.ops.diff_attention`, for at most 16 queries and without gradients.
+    """Compute `diffvision.ops.diff_attention` for at most 16 queries and without gradients.
 
     Args:
         q: [B, H, 2, M, D], M <= 16. D <= 128.
@@ -220,7 +213,7 @@ def _(q, k, v, lam, mask, causal, scale):
 def constants(
     dtype: torch.dtype, head_dim: int, value_dim: int, rows: int, *, interpreted: bool = False
 ) -> dict[str, Any]:
-    """Tiles, warps and stages of `_split` that keep its two products in Hopper's registers (a test compiles them)."""
+    """Return tiles, warps and stages of `_split` that keep its two products in Hopper's registers."""
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
     most = 16 if dtype == torch.float32 or block_v > 128 else 32
     held = min(max(16, triton.next_power_of_2(rows)), most)
@@ -242,7 +235,7 @@ def constants(
 
 
 def split_keys(keys: int, programs: int, block: int, processors: int) -> tuple[int, int]:
-    """(splits, keys of each): two programs a processor where the keys allow it; every split but the last is full."""
+    """Return (splits, keys of each): two programs a processor if there are keys; all splits but the last are full."""
     wanted = max(1, min(-(-2 * processors // programs), keys // MIN_KEYS))
     each = -(-max(keys, 1) // wanted // block) * block
     return -(-max(keys, 1) // each), each

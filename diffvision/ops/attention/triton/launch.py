@@ -1,4 +1,4 @@
-"""From tensors to launches: which kernel, which blocks, which arguments. Nothing here looks at a tensor's values.
+"""From tensors to launches: the kernel, its blocks and its arguments, without reading a tensor's values.
 
 A `Launch` is data, so the test that compiles every configuration for Hopper without a GPU reads what a call would run.
 """
@@ -19,7 +19,7 @@ LOG2E = 1.4426950408889634
 
 
 class Sequences(NamedTuple):
-    """Packed sequences: q [1, H, 2, T, D] holds sequence i in rows cu_q[i] to cu_q[i + 1], keys and values likewise."""
+    """Packed sequences: q [1, H, 2, T, D] holds sequence i in rows cu_q[i] to cu_q[i + 1], k and v in those of cu_k."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Checked: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N]."""
+    """Checked tensors: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N]."""
 
     q: Tensor
     k: Tensor
@@ -60,7 +60,7 @@ class Launch(NamedTuple):
             self.kernel[(self.programs,)](**self.arguments, **self.options())
 
     def options(self) -> dict[str, Any]:
-        """Multiplications and additions fused: triton's default, and from 3.9 a warning where it is not spelled out."""
+        """Return the options of a launch; fused multiply-add is triton's default, and from 3.9 a warning if unset."""
         return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "enable_fp_fusion": True}
 
 
@@ -72,9 +72,9 @@ def run(launches: list[Launch], device: torch.device) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """The interpreter computes with numpy, which warns of the overflows and NaN that a GPU passes over in silence.
+    """Silence the interpreter's numpy, which warns of overflows and NaN where a GPU does not.
 
-    They are in pairs that may not attend, and are dropped after; or they are the caller's own.
+    They are in pairs that may not attend, and are dropped afterwards; or they are in the caller's numbers.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -82,7 +82,7 @@ def _silence() -> Iterator[None]:
 
 
 def block(size: int) -> int:
-    """The tile that holds `size` rows or columns: a power of two, 16 at least (a matrix product's smallest side)."""
+    """Return the tile that holds `size` rows or columns: a power of two of at least 16, the smallest in a product."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -100,7 +100,7 @@ def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | N
 
 
 def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: tuple[Tensor, ...]) -> list[Launch]:
-    """Writes grads = (dq, dk, dv) and D2 into deltas[:, :, 1]."""
+    """Return the launches that write grads = (dq, dk, dv), and D2 into deltas[:, :, 1]."""
     dq, dk, dv = grads
     n, d, v, size = _longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()
     tensors = _strided("grad", grad, "bh.m", x) | _strided("dq", dq, "bhpm", x)
@@ -117,7 +117,7 @@ def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: t
 def backward_streaming(
     x: Inputs, grad: Tensor, out: Tensor, o2: Tensor, lse: Tensor, deltas: Tensor, grads: tuple[Tensor, ...]
 ) -> list[Launch]:
-    """Writes grads = (dq, dk, dv) and (D1, D2) into deltas [B, H, 2, M]."""
+    """Return the launches that write grads = (dq, dk, dv), and (D1, D2) into deltas [B, H, 2, M]."""
     dq, dk, dv = grads
     d, v, size = x.q.shape[4], x.v.shape[3], x.q.element_size()
     given = _strided("grad", grad, "bh.m", x) | _lse(lse, x)
@@ -125,7 +125,7 @@ def backward_streaming(
     both = _inputs(x, sums)
     names = ("lam", "cu_q", "H", "M", "V", "BLOCK_V", "BLOCK_M", "VARLEN", "lam_b", "lam_h", "lam_m")
     arguments = {name: both[name] for name in names} | given | _strided("out", out, "bh.m", x)
-    arguments |= {"o2": o2, "result": deltas, "GUARD": x.causal or x.mask is not None}
+    arguments |= {"o2": o2, "result": deltas}
     del arguments["lse"]
     launches = [Launch(streaming.delta, _grid(x, sums, arguments), arguments, sums)]
 
@@ -153,23 +153,23 @@ TOGETHER, APART = [{"KEYS": True, "VALUES": True}], [{"KEYS": True, "VALUES": Fa
 
 
 def rows_limit(d: int, v: int, maps: int, size: int) -> int:
-    """The longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element)."""
+    """Return the longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element)."""
     longest = 256 if block(d) <= 64 else 128  # beyond, keys and values of D 128 crowd out everything else
     return min(longest, _accumulators(longest, size) // max(maps * block(d), block(v)))
 
 
 def rows_passes(n: int, d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
-    """One pass where dk and dv of all keys fit the registers together, else one for dq, dk and one for dv."""
+    """Return one pass where dk and dv of all keys fit the registers together, else one for dq, dk and one for dv."""
     return TOGETHER if block(n) * (maps * block(d) + block(v)) <= _accumulators(block(n), size) else APART
 
 
 def streaming_passes(d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
-    """Likewise for a block of keys; float32's blocks are small enough for both."""
+    """Return the passes over a block of keys as `rows_passes` does; float32's blocks are small enough for one."""
     return TOGETHER if size == 4 or 128 * (maps * block(d) + block(v)) <= _accumulators(128, size) else APART
 
 
 def _accumulators(n: int, size: int) -> int:
-    """Float32 numbers that a program over n keys may add up in: half of its registers; scores take the rest."""
+    """Return how many float32 accumulators a program over n keys has: half of its registers; scores take the rest."""
     if size == 4:
         return 8192
     return 128 * 32 * (4 if n <= 64 else 8)
@@ -210,7 +210,7 @@ def streaming_queries_tiles(d: int, v: int, size: int) -> Tiles:
 
 
 def _tiles(x: Inputs, tiles: Tiles) -> Tiles:
-    """The GPU's tiles; in the interpreter, where only the number of steps costs time, larger ones."""
+    """Return the GPU's tiles, or larger ones in the interpreter, where only the number of steps costs time."""
     return tiles if x.q.device.type != "cpu" else Tiles(64, max(64, tiles.n), 1, 1)
 
 
@@ -226,15 +226,15 @@ def _longest(x: Inputs) -> tuple[int, int]:
 
 
 def _grid(x: Inputs, tiles: Tiles, arguments: dict[str, Any]) -> int:
-    """Programs of a kernel that runs over blocks of queries of every head; also sets its argument `blocks`."""
+    """Count the programs of a kernel over blocks of queries of every head, and set its argument `blocks`."""
     arguments["blocks"] = triton.cdiv(_longest(x)[0], tiles.m)
     return arguments["blocks"] * _sequences(x) * x.q.shape[1]
 
 
 def _strided(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
-    """A tensor and the strides of its axes: `axes` spells them, a dot for an axis that the tensor does not have."""
+    """Return a tensor and the strides of its axes, spelled by `axes` with a dot for an axis that it does not have."""
     strides = dict(zip(axes.replace(".", ""), tensor.stride(), strict=False))
-    if x.packed is not None:  # every sequence starts from the same pointer, at its own row
+    if x.packed is not None:  # every sequence starts from the same pointer, at another row
         strides["b"] = 0
     return {name: tensor} | {f"{name}_{axis}": stride for axis, stride in strides.items()}
 
@@ -254,7 +254,7 @@ def _mask(mask: Tensor | None) -> tuple[dict[str, Any], int]:
 
 
 def _inputs(x: Inputs, tiles: Tiles) -> dict[str, Any]:
-    """What every kernel is told about the inputs."""
+    """Return the arguments of every kernel that describe the inputs."""
     mask, kind = _mask(x.mask)
     m, n = _longest(x)
     d, v = x.q.shape[4], x.v.shape[3]

@@ -7,8 +7,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
 
-# `keep` says what the forward operator leaves for its backward: "nothing" (inference; the kernel is chosen by length
-# when it runs), "rows" (lse, for the whole-row kernels) or "streaming" (lse and the second map's product).
+# `keep` names what the forward operator saves for its backward: "nothing" in inference, where the kernel is chosen by
+# length when it runs; "rows" is lse, for the whole-row kernels; "streaming" is lse and the second map's product.
 
 
 @torch.library.custom_op("diffvision::triton_attention", mutates_args=())
@@ -26,7 +26,7 @@ def attention(
     scale: float,
     keep: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [B, H, M, V], lse [B, H, 2, M] float32, the second map's product [B, H, M, V]); empty what is not kept."""
+    """Return out [B, H, M, V], lse [B, H, 2, M] float32 and the second map's product [B, H, M, V], or empty ones."""
     out, lse, o2 = _forward_empty(q, v, cu_q is not None, keep)
     x = _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale)
     whole = keep == "rows" or (keep == "nothing" and fits_rows(q, k, v, longest_q, longest_k))
@@ -63,7 +63,7 @@ def attention_backward(
     scale: float,
     keep: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, deltas [B, H, 2, M] float32 whose second plane is D2 = -dlam of each row)."""
+    """Return dq, dk, dv and deltas [B, H, 2, M] float32, whose second plane is D2 = -dlam of each row."""
     packed = cu_q is not None
     dq, dk, dv, deltas = _backward_empty(q, k, v, packed)
     x = _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale)
@@ -93,13 +93,13 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad, *_):
     q, k, v, lam, mask, cu_q, cu_k, out, lse, o2 = ctx.saved_tensors
-    nothing = (None,) * 8
+    no_gradients = (None,) * 8
     if grad is None:
-        return None, None, None, None, *nothing
+        return None, None, None, None, *no_gradients
     out = o2 if out is None else out  # unread
     dq, dk, dv, deltas = attention_backward(grad, q, k, v, lam, mask, cu_q, cu_k, out, lse, o2, *ctx.settings)
     dlam = -deltas[:, :, 1, :, None]
-    return dq, dk, dv, dlam.sum_to_size(lam.shape), *nothing
+    return dq, dk, dv, dlam.sum_to_size(lam.shape), *no_gradients
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -108,16 +108,16 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -> bool:
     """Whether the whole-row kernels take the call: short keys, and few enough queries for one program a head.
 
-    Not where a length is symbolic: such a graph must serve every length, and the streaming kernels do.
+    A symbolic length is not short: its graph must serve every length, as the streaming kernels do.
     """
     limit = launch.rows_limit(q.shape[4], v.shape[3], k.shape[2], q.element_size())
     return statically_known_true(longest_k <= limit) and statically_known_true(longest_q <= 1024)
 
 
 def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Results lie [B, M, H, V], so that the layer merges its heads without a copy.
+    """Allocate results in the memory order [B, M, H, V], so that the layer merges its heads without a copy.
 
-    Packed sequences may end before their tensor does: zeros there.
+    Packed sequences may end before their tensor does: it is zeros there.
     """
     batch, heads, _, queries, _ = q.shape
     size = v.shape[3]
@@ -134,7 +134,7 @@ def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tenso
 
 
 def _backward_empty(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients lie as their inputs do, so that projections take them without a copy, but for a scattered last axis."""
+    """Allocate gradients in the memory order of their inputs, unless the last axis is scattered."""
 
     def like(t: Tensor) -> Tensor:
         make = torch.zeros_like if packed else torch.empty_like

@@ -18,7 +18,6 @@ import triton.language as tl
 from diffvision.ops.attention.triton.tiles import (
     allowed_keys,
     allowed_pairs,
-    finite_rows,
     inverse,
     load_lse,
     load_rows,
@@ -39,10 +38,10 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head against all its keys at once.
+    """Compute a block of queries of one head against all its keys at once.
 
-    Tiles lie [keys, queries]. A warp owns 16 rows of a tile: with keys as rows the warps share a query's weights, and
-    64 queries against 256 keys fit the registers twice, which they do not the other way round.
+    Tiles are [keys, queries]. A warp owns 16 rows of a tile: with keys as rows the warps share a query's weights, and
+    64 queries against 256 keys fit the registers twice, unlike the other way round.
     """
     program = tl.program_id(0)
     b, h = (program // blocks // H).to(tl.int64), (program // blocks % H).to(tl.int64)
@@ -69,11 +68,6 @@ def forward(
     if not SHARED:
         k2 = load_rows(k + k_p, 0, keys, k_n, keys_ok, D, BLOCK_D)
     s2 = tl.dot(k2, tl.trans(load_rows(q + q_p, first, rows, q_m, ok, D, BLOCK_D)), input_precision=PRECISION) * scale
-    if CAUSAL or MASK == 2:  # as in streaming.py: bad values move from the product into their key's scores
-        sound = finite_rows(values)
-        values = tl.where(sound[:, None], values, 0.0).to(v.dtype.element_ty)
-        s1 = tl.where(sound[:, None], s1, float("nan"))
-        s2 = tl.where(sound[:, None], s2, float("nan"))
     s1 = tl.where(pairs, s1, float("-inf"))
     s2 = tl.where(pairs, s2, float("-inf"))
     top1 = tl.max(s1, 0)
@@ -103,7 +97,7 @@ def backward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """All queries of the heads of one key/value head. KEYS: dq, dk and D2; VALUES: dv. H counts key/value heads here.
+    """Compute the gradients of one key/value head. KEYS: dq, dk and D2; VALUES: dv. H counts key/value heads here.
 
     With keys as a tile's rows, 16 or 32 queries at a time already fill the tensor cores.
     """
@@ -111,26 +105,17 @@ def backward(
     b, kv = (program // H).to(tl.int64), (program % H).to(tl.int64)
     q_start, M = span(cu_q, b, M, VARLEN)
     k_start, N = span(cu_k, b, N, VARLEN)
-    GUARD: tl.constexpr = CAUSAL or MASK != 0
     keys = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
-    there = keys < N
+    exist = keys < N
     k += b * k_b + kv * k_h + k_start * k_n
     v += b * v_b + kv * v_h + k_start * v_n
-    k1 = load_rows(k, 0, keys, k_n, there, D, BLOCK_D)
+    k1 = load_rows(k, 0, keys, k_n, exist, D, BLOCK_D)
     k2 = k1
     if not SHARED:
-        k2 = load_rows(k + k_p, 0, keys, k_n, there, D, BLOCK_D)
-    if GUARD:  # who attends to a bad key or value has no finite lse: those rows are left out below
-        k1 = tl.where(finite_rows(k1)[:, None], k1, 0.0).to(k.dtype.element_ty)
-        if SHARED:
-            k2 = k1
-        else:
-            k2 = tl.where(finite_rows(k2)[:, None], k2, 0.0).to(k.dtype.element_ty)
+        k2 = load_rows(k + k_p, 0, keys, k_n, exist, D, BLOCK_D)
     if KEYS:
-        values = load_rows(v, 0, keys, v_n, there, V, BLOCK_V)
-        if GUARD:
-            values = tl.where(finite_rows(values)[:, None], values, 0.0).to(v.dtype.element_ty)
+        values = load_rows(v, 0, keys, v_n, exist, V, BLOCK_V)
         dk1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dk2 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if VALUES:
@@ -142,18 +127,13 @@ def backward(
         first = step % blocks * BLOCK_M
         queries = first + rows
         ok = queries < M
-        place = lse + b * lse_b + h * lse_h + q_start
-        lse1, sound1 = load_lse(place, queries, ok)
-        lse2, sound2 = load_lse(place + lse_p, queries, ok)
-        sound = ok
-        if GUARD:
-            sound = sound1 & sound2
-            lse1 = tl.where(sound, lse1, float("inf"))
-            lse2 = tl.where(sound, lse2, float("inf"))
+        lse_h0 = lse + b * lse_b + h * lse_h + q_start
+        lse1 = load_lse(lse_h0, queries, ok)
+        lse2 = load_lse(lse_h0 + lse_p, queries, ok)
         weight = tl.load(lam + b * lam_b + h * lam_h + (q_start + queries).to(tl.int64) * lam_m, mask=ok, other=0.0)
         source = q + b * q_b + h * q_h + q_start * q_m
-        q1 = load_rows(source, first, rows, q_m, sound, D, BLOCK_D)
-        q2 = load_rows(source + q_p, first, rows, q_m, sound, D, BLOCK_D)
+        q1 = load_rows(source, first, rows, q_m, ok, D, BLOCK_D)
+        q2 = load_rows(source + q_p, first, rows, q_m, ok, D, BLOCK_D)
         g = load_rows(grad + b * grad_b + h * grad_h + q_start * grad_m, first, rows, grad_m, ok, V, BLOCK_V)
         mask_h0 = mask
         if MASK != 0:
@@ -189,9 +169,9 @@ def backward(
 
     if KEYS:
         dk += b * dk_b + kv * dk_h + k_start * dk_n
-        store_rows(dk, 0, keys, dk_n, there, dk1 * grad_scale, D, BLOCK_D)
+        store_rows(dk, 0, keys, dk_n, exist, dk1 * grad_scale, D, BLOCK_D)
         if not SHARED:
-            store_rows(dk + dk_p, 0, keys, dk_n, there, dk2 * grad_scale, D, BLOCK_D)
+            store_rows(dk + dk_p, 0, keys, dk_n, exist, dk2 * grad_scale, D, BLOCK_D)
     if VALUES:
         dv += b * dv_b + kv * dv_h + k_start * dv_n
-        store_rows(dv, 0, keys, dv_n, there, dvalues, V, BLOCK_V)
+        store_rows(dv, 0, keys, dv_n, exist, dvalues, V, BLOCK_V)

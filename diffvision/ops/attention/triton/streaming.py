@@ -13,7 +13,6 @@ import triton.language as tl
 from diffvision.ops.attention.triton.tiles import (
     allowed_keys,
     allowed_pairs,
-    finite_rows,
     inverse,
     load_lse,
     load_rows,
@@ -27,7 +26,7 @@ _INTEGERS = ["H", "G", "M", "N", "blocks"]  # not worth a compilation for each d
 
 @triton.jit
 def _online(s, scale, v, top, total, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One key block of one map: weights relative to the running maximum, older sums brought to the new one."""
+    """Add one key block of one map: weights relative to the running maximum, older sums scaled to the new one."""
     new = tl.maximum(top, tl.max(s, 1) * scale)
     base = new
     if MASKED:  # a row that has seen no key yet
@@ -44,7 +43,7 @@ def _forward_blocks(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks from `low` to `high`. MASKED: some pairs may not attend, and foreign NaN must not get across."""
+    """Add the key blocks from `low` to `high`. MASKED: some pairs may not attend."""
     columns = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         keys_ok = None
@@ -58,12 +57,6 @@ def _forward_blocks(
             exist = tl.expand_dims(keys_ok, 0)
             ok = allowed_pairs(mask, queries[:, None], keys, exist, M, N, mask_m, mask_n, CAUSAL, MASK)
             s, factor = s * scale, 1.0
-            if CAUSAL or MASK == 2:
-                # 0 times NaN is NaN: a bad value is taken out of the product and put into the scores of its key, where
-                # those who may not attend to it do not see it.
-                sound = finite_rows(values)
-                values = tl.where(sound[:, None], values, 0.0).to(v.dtype.element_ty)
-                s = tl.where(sound[None, :], s, float("nan"))
             s = tl.where(ok, s, float("-inf"))
         top, total, acc = _online(s, factor, values, top, total, acc, MASKED, PRECISION)
     return top, total, acc
@@ -75,7 +68,7 @@ def _forward_map(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One map's product with the values and its lse; keys before `full` are every query's."""
+    """Return one map's product with the values and its lse; every query attends to the keys before `full`."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -100,7 +93,7 @@ def forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head against all its keys: the second map first, then the first and the difference.
+    """Compute a block of queries of one head: the second map first, then the first and the difference.
 
     Both maps side by side would need two accumulators [M, V], and a tensor core's warp owns 16 rows of a tile whatever
     the number of warps: for V = 256 they do not fit the registers. The second product waits in memory (`o2`, which
@@ -162,9 +155,9 @@ def forward(
 def delta(
     out, o2, grad, lam, cu_q, result, H, M, blocks,
     out_b, out_h, out_m, grad_b, grad_h, grad_m, lam_b, lam_h, lam_m, lse_b, lse_h, lse_p,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr, GUARD: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Row sums D1, D2 of dO times each map's product with V: D2 from the saved one, D1 = rowsum(dO out) + lam D2."""
+    """Compute row sums D1, D2 of dO times each map's product with V: D1 = rowsum(dO out) + lam D2."""
     program = tl.program_id(0)
     b, h = (program // blocks // H).to(tl.int64), (program // blocks % H).to(tl.int64)
     start, M = span(cu_q, b, M, VARLEN)
@@ -174,13 +167,10 @@ def delta(
     rows = tl.arange(0, BLOCK_M)
     queries = first + rows
     ok = queries < M
-    place = b * out_b + h * out_h + start * out_m
-    both = load_rows(out + place, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
-    second = load_rows(o2 + place, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
+    offset = b * out_b + h * out_h + start * out_m
+    both = load_rows(out + offset, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
+    second = load_rows(o2 + offset, first, rows, out_m, ok, V, BLOCK_V).to(tl.float32)
     g = load_rows(grad + b * grad_b + h * grad_h + start * grad_m, first, rows, grad_m, ok, V, BLOCK_V).to(tl.float32)
-    if GUARD:  # a NaN row that nobody asked a gradient of is none of its neighbours' business
-        both = tl.where(g == 0.0, 0.0, both)
-        second = tl.where(g == 0.0, 0.0, second)
     d2 = tl.sum(g * second, 1)
     weight = tl.load(lam + b * lam_b + h * lam_h + (start + queries).to(tl.int64) * lam_m, mask=ok, other=0.0)
     result += b * lse_b + h * lse_h + start
@@ -194,23 +184,18 @@ def _keys_side(
     q_p, q_m, grad_m, lam_m, lse_p, mask_m, mask_n,
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, GUARD: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Query blocks from `low` to `high` into dk and dv. Tiles lie [keys, queries], as both products want them."""
+    """Add query blocks from `low` to `high` to dk and dv. Tiles are [keys, queries], as both products need them."""
     rows = tl.arange(0, BLOCK_M)
     for start in range(low, high, BLOCK_M):
         queries = start + rows
         ok = queries < M
-        lse1, sound1 = load_lse(lse, queries, ok)
-        lse2, sound2 = load_lse(lse + lse_p, queries, ok)
-        sound = ok
-        if GUARD:
-            sound = sound1 & sound2
-            lse1 = tl.where(sound, lse1, float("inf"))
-            lse2 = tl.where(sound, lse2, float("inf"))
+        lse1 = load_lse(lse, queries, ok)
+        lse2 = load_lse(lse + lse_p, queries, ok)
         weight = tl.load(lam + queries.to(tl.int64) * lam_m, mask=ok, other=0.0)
-        q1 = load_rows(q, start, rows, q_m, sound, D, BLOCK_D)
-        q2 = load_rows(q + q_p, start, rows, q_m, sound, D, BLOCK_D)
+        q1 = load_rows(q, start, rows, q_m, ok, D, BLOCK_D)
+        q2 = load_rows(q + q_p, start, rows, q_m, ok, D, BLOCK_D)
         g = load_rows(grad, start, rows, grad_m, ok, V, BLOCK_V)
         p1 = tl.exp2(tl.dot(k1, tl.trans(q1), input_precision=PRECISION) * scale - lse1[None, :])
         p2 = tl.exp2(tl.dot(k2, tl.trans(q2), input_precision=PRECISION) * scale - lse2[None, :])
@@ -225,8 +210,6 @@ def _keys_side(
             dv = tl.dot((p1 - p2).to(g.dtype), g, dv, input_precision=PRECISION)
         if KEYS:
             dp = tl.dot(values, tl.trans(g), input_precision=PRECISION)
-            if MASKED:
-                dp = tl.where(pairs, dp, 0.0)
             d1 = tl.load(deltas + queries, mask=ok, other=0.0)
             d2 = tl.load(deltas + lse_p + queries, mask=ok, other=0.0)
             dk1 = tl.dot((p1 * (dp - d1[None, :])).to(q1.dtype), q1, dk1, input_precision=PRECISION)
@@ -247,7 +230,7 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """dk (KEYS) and dv (VALUES) of a block of keys, over every query of every head that reads them.
+    """Compute dk (KEYS) and dv (VALUES) of a block of keys, over every query of every head that reads them.
 
     H counts key/value heads here.
     """
@@ -258,7 +241,6 @@ def backward_keys(
     first = program % blocks * BLOCK_N
     if first >= N:
         return
-    GUARD: tl.constexpr = CAUSAL or MASK != 0
     columns = tl.arange(0, BLOCK_N)
     keys = first + columns
     k += b * k_b + kv * k_h + k_start * k_n
@@ -301,13 +283,13 @@ def backward_keys(
             dk1, dk2, dvalues = _keys_side(
                 dk1, dk2, dvalues, k1, k2, values, q_h0, grad_h0, lam_h0, lse_h0, deltas_h0, mask_h0, scale,
                 keys, pairs_ok, begin, stop, M, N, q_p, q_m, grad_m, lam_m, lse_p, mask_m, mask_n,
-                D, V, BLOCK_D, BLOCK_V, BLOCK_M, CAUSAL, MASK, SHARED, PRECISION, KEYS, VALUES, GUARD, True,
+                D, V, BLOCK_D, BLOCK_V, BLOCK_M, CAUSAL, MASK, SHARED, PRECISION, KEYS, VALUES, True,
             )  # fmt: skip
         if MASK == 0:
             dk1, dk2, dvalues = _keys_side(
                 dk1, dk2, dvalues, k1, k2, values, q_h0, grad_h0, lam_h0, lse_h0, deltas_h0, mask_h0, scale,
                 keys, pairs_ok, full, M, M, N, q_p, q_m, grad_m, lam_m, lse_p, mask_m, mask_n,
-                D, V, BLOCK_D, BLOCK_V, BLOCK_M, CAUSAL, MASK, SHARED, PRECISION, KEYS, VALUES, GUARD, False,
+                D, V, BLOCK_D, BLOCK_V, BLOCK_M, CAUSAL, MASK, SHARED, PRECISION, KEYS, VALUES, False,
             )  # fmt: skip
     if KEYS:
         store_rows(dk, first, columns, dk_n, keys_ok, dk1 * grad_scale, D, BLOCK_D)
@@ -324,7 +306,7 @@ def _queries_side(
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Key blocks from `low` to `high` into dq."""
+    """Add key blocks from `low` to `high` to dq."""
     columns = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         keys_ok = None
@@ -346,12 +328,6 @@ def _queries_side(
             ok = allowed_pairs(mask, queries[:, None], keys, exist, M, N, mask_m, mask_n, CAUSAL, MASK)
             ds1 = tl.where(ok, ds1, 0.0)
             ds2 = tl.where(ok, ds2, 0.0)
-            if CAUSAL or MASK == 2:  # 0 times NaN again; those who do attend to it have a NaN in ds already
-                k1 = tl.where(finite_rows(k1)[:, None], k1, 0.0).to(k.dtype.element_ty)
-                if SHARED:
-                    k2 = k1
-                else:
-                    k2 = tl.where(finite_rows(k2)[:, None], k2, 0.0).to(k.dtype.element_ty)
         dq1 = tl.dot(ds1.to(k1.dtype), k1, dq1, input_precision=PRECISION)
         dq2 = tl.dot(ds2.to(k1.dtype), k2, dq2, input_precision=PRECISION)
     return dq1, dq2
@@ -366,7 +342,7 @@ def backward_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, SHARED: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head, over all its keys."""
+    """Compute dq of a block of queries of one head, over all its keys."""
     program = tl.program_id(0)
     block = program % blocks
     if CAUSAL:
@@ -391,8 +367,8 @@ def backward_queries(
     q1 = load_rows(q, first, rows, q_m, ok, D, BLOCK_D)
     q2 = load_rows(q + q_p, first, rows, q_m, ok, D, BLOCK_D)
     g = load_rows(grad, first, rows, grad_m, ok, V, BLOCK_V)
-    lse1, _ = load_lse(lse, queries, ok)
-    lse2, _ = load_lse(lse + lse_p, queries, ok)
+    lse1 = load_lse(lse, queries, ok)
+    lse2 = load_lse(lse + lse_p, queries, ok)
     d1 = tl.load(deltas + queries, mask=ok, other=0.0)
     d2 = tl.load(deltas + lse_p + queries, mask=ok, other=0.0)
     weight = tl.load(lam + b * lam_b + h * lam_h + (q_start + queries).to(tl.int64) * lam_m, mask=ok, other=0.0)

@@ -1,4 +1,4 @@
-"""What the kernels share: where a program's sequence lies, tiles read through strides, who may attend to whom."""
+"""Functions that the kernels share: a program's sequence, tiles read through strides, and the mask."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ NO_MASK, KEY_MASK, FULL_MASK = 0, 1, 2
 
 @triton.jit
 def span(cu_seqlens, sequence, length, VARLEN: tl.constexpr):
-    """First row and number of rows of a sequence; without packing every batch element starts at row 0."""
+    """Return first row and number of rows of a sequence; without packing every batch element starts at row 0."""
     if VARLEN:
         start = tl.load(cu_seqlens + sequence)
         return start.to(tl.int64), tl.load(cu_seqlens + sequence + 1) - start
@@ -20,7 +20,7 @@ def span(cu_seqlens, sequence, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def load_rows(base, first, rows, stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows `first + rows` as [rows, BLOCK]; zeros where `ok` is false and beyond SIZE. `ok` None: every row is there.
+    """Load rows `first + rows` as [rows, BLOCK]; zeros where `ok` is false and beyond SIZE. `ok` None: all rows exist.
 
     The block's first row is added to the pointer in 64 bits; inside the block 32 bits are enough.
     """
@@ -50,7 +50,7 @@ def store_rows(base, first, rows, stride, ok, tile, SIZE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def allowed_keys(mask, keys, N, mask_n, MASK: tl.constexpr):
-    """Keys that exist and that key padding leaves, [keys]."""
+    """Return which keys exist and are no padding, [keys]."""
     ok = keys < N
     if MASK == 1:
         ok = ok & (tl.load(mask + keys.to(tl.int64) * mask_n, mask=ok, other=0) != 0)
@@ -59,7 +59,7 @@ def allowed_keys(mask, keys, N, mask_n, MASK: tl.constexpr):
 
 @triton.jit
 def allowed_pairs(mask, queries, keys, keys_ok, M, N, mask_m, mask_n, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """Who may attend to whom. `queries` and `keys` are 2-D, a column and a row or the reverse, as the tile lies."""
+    """Return which pairs may attend; `queries` and `keys` are 2-D, a column and a row or the reverse."""
     ok = keys_ok
     if CAUSAL:
         ok = ok & (keys <= queries + (N - M))
@@ -70,30 +70,20 @@ def allowed_pairs(mask, queries, keys, keys_ok, M, N, mask_m, mask_n, CAUSAL: tl
 
 
 @triton.jit
-def finite_rows(tile):
-    """[rows]: every number of the row is finite."""
-    return tl.min((tl.abs(tile.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-
-
-@triton.jit
 def load_lse(base, rows, ok):
-    """A map's log2-sum-exp2 and which rows are sound.
-
-    +inf stands for rows that do not exist, may attend to nothing (-inf) or hold a NaN: their weights are 0.
-    """
+    """Load a map's log2-sum-exp2; +inf, which makes weights 0, for rows that do not exist or have no key (-inf)."""
     lse = tl.load(base + rows, mask=ok, other=float("inf"))
-    sound = tl.abs(lse) < float("inf")
-    return tl.where(sound, lse, float("inf")), sound
+    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
 def log2_sum(top, total):
-    """top + log2(total), and -inf for a row without any key."""
+    """Return top + log2(total), and -inf for a row without any key."""
     empty = total == 0.0
     return tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
 
 
 @triton.jit
 def inverse(total):
-    """1 / total, and 0 for a row without any key."""
+    """Return 1 / total, and 0 for a row without any key."""
     return tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
