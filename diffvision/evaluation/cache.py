@@ -66,7 +66,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            warnings.warn(f"{path} is damaged or of something else ({error}): it is worked out anew", stacklevel=2)
+            warnings.warn(f"{path} is damaged or of something else ({error}): it is computed anew", stacklevel=2)
             return None
         self.found += 1
         return rows, json.loads(about["note"])
