@@ -66,7 +66,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            warnings.warn(f"{path} is damaged or of something else ({error}): it is computed anew", stacklevel=2)
+            warnings.warn(f"{path} is damaged or of something else ({error}): it is worked out anew", stacklevel=2)
             return None
         self.found += 1
         return rows, json.loads(about["note"])
@@ -89,9 +89,7 @@ class Cache:
         except OSError as error:
             self._writing = False
             reason = error.strerror or error
-            warnings.warn(
-                f"{self.directory} keeps no more pieces ({reason}): the evaluation continues without it", stacklevel=2
-            )
+            warnings.warn(f"{self.directory} keeps nothing more ({reason}): the evaluation continues", stacklevel=2)
 
     def _path(self, identity: str, name: str) -> Path:
         return self.directory / identity / f"{name}{SUFFIX}"

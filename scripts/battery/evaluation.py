@@ -109,13 +109,13 @@ def damaged(how: str) -> str:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert evaluated(cache=True) == expected
-    words = [str(warning.message) for warning in told if "computed anew" in str(warning.message)]
+    words = [str(warning.message) for warning in told if "worked out anew" in str(warning.message)]
     assert len(words) == 1, words
     return short(words[0])
 
 
 for how in ("cut", "empty", "flipped in one bit", "of another piece"):
-    case(f"I2 kept features {how}", "reported, computed anew, the same metrics")(partial(damaged, how))
+    case(f"I2 kept features {how}", "reported, worked out anew, the same metrics")(partial(damaged, how))
 
 
 def limited(call: Callable[[], object], size: int) -> object:
