@@ -8,7 +8,7 @@ import torch
 from diffvision.data.text.tokenizers import Tokenizer
 from diffvision.evaluation.distributed import resolve_device
 from diffvision.models.language.generation import generate
-from diffvision.opening import open_language_model
+from diffvision.opening import open_model
 
 
 def generate_text(
@@ -54,7 +54,7 @@ def generate_text(
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}: it must be -2**63 to 2**64 - 1, as torch's generators take it")
     device = resolve_device(device)
-    opened = open_language_model(model, checkpoint, tokenizer=tokenizer, device=device)
+    opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":
         raise ValueError(f"{model} is a model of transformers': generate with its `generate`")
     language_model: Any = opened.module

@@ -90,7 +90,7 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
         generate_text(f"hf:{tmp_path / 'theirs'}", prompt="a")
     with pytest.raises(ValueError, match="CLIP-debug is a model of images"):
         generate_text("CLIP-debug", prompt="a")
-    with pytest.raises(ValueError, match="diff-debug would have new weights"):
+    with pytest.raises(ValueError, match="diff-debug has new weights"):
         generate_text("diff-debug", prompt="a")
 
 

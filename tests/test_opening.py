@@ -19,7 +19,7 @@ from diffvision.export.folders import save_folder
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.checkpoint import read_checkpoint, read_origin
-from diffvision.opening import labelled, open_image_model, open_language_model, open_model
+from diffvision.opening import labelled, open_model
 from diffvision.opening.texts import HuggingFaceTokenizer
 
 NAME = "DiffCLIP-debug"
@@ -316,14 +316,19 @@ def test_what_names_no_model_is_one_sentence(spec, settings, error, message, hou
 
 
 def test_models_of_the_other_kind_are_refused(house):
+    text, clip = open_model(house / "text"), open_model(house / "clip")
+    assert text.for_text() is text
+    assert clip.for_images() is clip
     with pytest.raises(
-        ValueError, match=r"is a language model: give a model of images, or use `diffvision evaluate-la"
+        ValueError, match=r"is a language model: give one of images, or use `diffvision evaluate-language"
     ):
-        open_image_model(house / "text")
-    with pytest.raises(ValueError, match=r"is a model of images: give a language model, or use `diffvision evaluate`"):
-        open_language_model(house / "clip")
-    with pytest.raises(ValueError, match="diff-debug would have new weights: give --checkpoint"):
-        open_language_model("diff-debug")
+        text.for_images()
+    with pytest.raises(
+        ValueError, match=r"clip is a model of images: give a language model, or use `diffvision evalua"
+    ):
+        clip.for_text()
+    with pytest.raises(ValueError, match="diff-debug has new weights: give --checkpoint"):
+        open_model("diff-debug").for_text()
 
 
 def test_a_file_that_names_a_stranger(house, tmp_path):

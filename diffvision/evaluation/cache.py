@@ -89,9 +89,7 @@ class Cache:
         except OSError as error:
             self._writing = False
             reason = error.strerror or error
-            warnings.warn(
-                f"{self.directory} keeps no more pieces ({reason}): the evaluation continues without it", stacklevel=2
-            )
+            warnings.warn(f"{self.directory} keeps nothing more ({reason}): the evaluation continues", stacklevel=2)
 
     def _path(self, identity: str, name: str) -> Path:
         return self.directory / identity / f"{name}{SUFFIX}"

@@ -18,7 +18,7 @@ from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features, Precision
 from diffvision.models.files import FOLDER
-from diffvision.opening import Model, open_image_model
+from diffvision.opening import Model, open_model
 
 
 class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -130,7 +130,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
 def _opened(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return open_image_model(model, checkpoint, device=device)
+        return open_model(model, checkpoint, device=device).for_images()
 
 
 def _stamp(model: str, checkpoint: str | Path | None) -> Any:

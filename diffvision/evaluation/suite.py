@@ -22,7 +22,7 @@ from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar, check_folder, listed, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
-from diffvision.opening import Model, open_image_model
+from diffvision.opening import Model, open_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -173,7 +173,7 @@ def run(
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
     with process_group(device) as device:
-        opened = open_image_model(model, checkpoint, preprocess=preprocess, device=device)
+        opened = open_model(model, checkpoint, preprocess=preprocess, device=device).for_images()
         for folder, names in planned:
             metrics |= evaluate(
                 opened.module,

@@ -163,11 +163,7 @@ def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str)
     label, rest = labelled(spec)
     opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
     if opened.is_language:
-        if opened.weights is None:
-            raise ValueError(
-                f"{spec} would have new weights: give --checkpoint, or a .ckpt file or folder in its place"
-            )
-        if opened.tokenizer is None:
+        if opened.for_text().tokenizer is None:
             raise ValueError(f"{spec} came without a tokenizer, which reads the text: give --tokenizer")
         # A folder that `diffvision export` wrote is read by transformers; our layers are in it.
         unwrap = getattr(opened.module, "to_diffvision", None)

@@ -83,45 +83,6 @@ def open_model(
     return model
 
 
-def open_image_model(
-    spec: str | Path,
-    checkpoint: str | Path | None = None,
-    *,
-    preprocess: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
-) -> Model:
-    """Open a model that has an image tower, as `open_model` does.
-
-    Raises:
-        FileNotFoundError, ValueError: as `open_model`; a ValueError for a language model.
-    """
-    model = open_model(spec, checkpoint, preprocess=preprocess, device=device)
-    if model.is_language:
-        raise ValueError(f"{spec} is a language model: give a model of images, or use `diffvision evaluate-language`")
-    return model
-
-
-def open_language_model(
-    spec: str | Path,
-    checkpoint: str | Path | None = None,
-    *,
-    tokenizer: str | None = None,
-    device: torch.device | str = "cpu",
-) -> Model:
-    """Open a language model that has weights, as `open_model` does.
-
-    Raises:
-        FileNotFoundError, ValueError: as `open_model`; a ValueError for a model of images, and for a name without a
-            checkpoint.
-    """
-    if checkpoint is None and spec in language.model_names():
-        raise ValueError(f"{spec} would have new weights: give --checkpoint, or a .ckpt file or folder in its place")
-    model = open_model(spec, checkpoint, tokenizer=tokenizer, device=device)
-    if not model.is_language:
-        raise ValueError(f"{spec} is a model of images: give a language model, or use `diffvision evaluate`")
-    return model
-
-
 def labelled(spec: str) -> tuple[str, str]:
     """Split LABEL=SPEC into the model's label in tables and pictures, and the SPEC for `open_model`.
 
@@ -205,7 +166,8 @@ def _unknown(text: str) -> Exception:
     path, (name, _, tag) = Path(text), text.partition(".")
     if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
         return FileNotFoundError(
-            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name"
+            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
+            f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
         )
     if timm.is_model(name):
         return no_such_weights(tag, name, images.timm_tags(name))

@@ -42,41 +42,22 @@ def refuse_code(name: str) -> None:
 
 
 def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open a model of OpenCLIP's by name, `local-dir:` or `hf-hub:`, with its weights."""
     import open_clip
 
     refuse_code(name)
-    weights, path = None, _file(checkpoint)
-    # OpenCLIP reads the arrays of big_vision itself.
-    if path is not None and path.suffix not in (".npz", ".npy"):
-        weights = read_checkpoint(path)
-        check_name(weights.about.get("model"), name, path)
+    path = _file(checkpoint)
+    weights = _open_clip_weights(name, checkpoint, path)
+    if weights is not None:
         preprocess = {**_trained_with(weights), **preprocess}
-    elif path is None and checkpoint is not None:
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if str(checkpoint) not in tags:
-            raise no_such_weights(checkpoint, name, tags)
-    # Our weights are put in here, and so are any for a folder's name, which OpenCLIP would not look at.
+    # OpenCLIP does not know our layouts, and does not look at a checkpoint for a folder's name.
     ours = weights is not None and (weights.lightning or weights.about or int8.holds(weights.state))
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
     config = open_clip.get_model_config(name)
     # SigLIP's bias is set by a run, not by its configuration.
     if state is not None and "logit_bias" in state:
         config["init_logit_bias"] = state["logit_bias"].item()
-    bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
-    quiet = without_warning_of_random_weights() if state is not None else nullcontext()
-    with tensors_only(name), harmless(), quiet:
-        try:
-            module, _, transform = open_clip.create_model_and_transforms(
-                name,
-                pretrained=None if state is not None or checkpoint is None else str(checkpoint),
-                load_weights=state is None,
-                **{f"image_{key}": value for key, value in preprocess.items()},
-                **bias,
-            )
-        except RuntimeError as error:
-            if path is None or "loading state_dict" not in str(error):
-                raise
-            raise _does_not_fit(path, name, error) from error
+    module, transform = _create_open_clip(name, checkpoint, preprocess, config, has_state=state is not None)
     if state is not None:
         _load_state(module, state, path)
     if weights is not None:
@@ -92,6 +73,45 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         weights=_origin_of(name, checkpoint),
         run=run_of(path),
     )
+
+
+def _open_clip_weights(name: str, checkpoint: str | Path | None, path: Path | None) -> Checkpoint | None:
+    """Return what is in a file of weights; None for a tag, and for the arrays of big_vision, which OpenCLIP reads."""
+    import open_clip
+
+    if path is None and checkpoint is not None:
+        tags = open_clip.list_pretrained_tags_by_model(name)
+        if str(checkpoint) not in tags:
+            raise no_such_weights(checkpoint, name, tags)
+    if path is None or path.suffix in (".npz", ".npy"):
+        return None
+    weights = read_checkpoint(path)
+    check_name(weights.about.get("model"), name, path)
+    return weights
+
+
+def _create_open_clip(
+    name: str, checkpoint: str | Path | None, preprocess: dict[str, Any], config: dict[str, Any], *, has_state: bool
+) -> tuple[nn.Module, Any]:
+    """Build the model and its transform; with `has_state` without weights, which are loaded later."""
+    import open_clip
+
+    bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
+    quiet = without_warning_of_random_weights() if has_state else nullcontext()
+    with tensors_only(name), harmless(), quiet:
+        try:
+            module, _, transform = open_clip.create_model_and_transforms(
+                name,
+                pretrained=None if has_state or checkpoint is None else str(checkpoint),
+                load_weights=not has_state,
+                **{f"image_{key}": value for key, value in preprocess.items()},
+                **bias,
+            )
+        except RuntimeError as error:
+            if checkpoint is None or "loading state_dict" not in str(error):
+                raise
+            raise _does_not_fit(Path(checkpoint), name, error) from error
+    return module, transform
 
 
 @contextmanager
@@ -113,6 +133,7 @@ def without_warning_of_random_weights() -> Iterator[None]:
 
 
 def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open a model of timm's by name or `local-dir:`, with its weights."""
     import timm
 
     path = _file(checkpoint)
@@ -124,26 +145,15 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
         args = {key: value for key, value in weights.about.get("model_args", {}).items() if key not in _NOT_BUILT}
         check_sizes(args, f"checkpoint {path}")
     with tensors_only(name), bounded(path or name):
-        if path is None and checkpoint is not None:
-            if str(checkpoint) not in (tags := timm_tags(name)):
-                raise no_such_weights(checkpoint, name, tags)
-            module: Any = timm.create_model(f"{name}.{checkpoint}", pretrained=True)
-        else:
-            # The weights of a folder are those asked for, unless others are.
-            pretrained = weights is None and name.startswith(FOLDER)
-            try:
-                module = timm.create_model(name, pretrained=pretrained, **args)
-            except (TypeError, KeyError, AttributeError) as error:
-                if not args:
-                    raise
-                raise ValueError(f"checkpoint {path} has model_args that build no {name}: {error}") from error
+        module = _create_timm(name, None if weights is not None else checkpoint, path, args)
     if weights is not None:
         _fit_classifier(module, weights.state)
         _load_state(module, weights.state, path)
         check(weights.about, module, f"checkpoint {path}")
     preprocess.pop("resize_mode", None)
     kept = {**timm.data.resolve_model_data_config(module), **trained_with, **preprocess}
-    folder_args = folder_config(Path(name.removeprefix(FOLDER))).get("model_args", {}) if FOLDER in name else {}
+    folder = Path(name.removeprefix(FOLDER)) if name.startswith(FOLDER) else None
+    folder_args = {} if folder is None else folder_config(folder).get("model_args", {})
     return Model(
         name=module.pretrained_cfg["architecture"],
         host="timm",
@@ -154,6 +164,22 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
         weights=_origin_of(name, checkpoint),
         run=run_of(path),
     )
+
+
+def _create_timm(name: str, tag: str | Path | None, path: Path | None, args: dict[str, Any]) -> Any:
+    """Build the model, with the weights of a tag, or with those of a folder unless a file replaces them."""
+    import timm
+
+    if tag is not None:
+        if str(tag) not in (tags := timm_tags(name)):
+            raise no_such_weights(tag, name, tags)
+        return timm.create_model(f"{name}.{tag}", pretrained=True)
+    try:
+        return timm.create_model(name, pretrained=path is None and name.startswith(FOLDER), **args)
+    except (TypeError, KeyError, AttributeError) as error:
+        if not args:
+            raise
+        raise ValueError(f"checkpoint {path} has model_args that build no {name}: {error}") from error
 
 
 def _fit_classifier(module: Any, state: Mapping[str, Tensor]) -> None:

@@ -46,3 +46,19 @@ class Model:
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
         return self.host in ("language", "transformers")
+
+    def for_images(self) -> Model:
+        """Return the model; raise a ValueError if it is a language model."""
+        if self.is_language:
+            raise ValueError(
+                f"{self.name} is a language model: give one of images, or use `diffvision evaluate-language`"
+            )
+        return self
+
+    def for_text(self) -> Model:
+        """Return the model; raise a ValueError if it is one of images, or a language model with new weights."""
+        if not self.is_language:
+            raise ValueError(f"{self.name} is a model of images: give a language model, or use `diffvision evaluate`")
+        if self.weights is None:
+            raise ValueError(f"{self.name} has new weights: give --checkpoint, or a .ckpt file or folder instead of it")
+        return self

@@ -21,14 +21,11 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_
 
 
 def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
+    """Open a language model of ours by name, with the weights of a checkpoint or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a .ckpt file, or the folder of a language model")
-    trained = read_origin(path).model if path.is_file() else None
-    check_name(trained if trained in language.model_names() else None, name, path)
-    model = open_language(path, trained)
+    model = open_language(path, read_origin(path).model if path.is_file() else None)
     check_name(model.name if model.name in language.model_names() else None, name, path)
     return model
 
@@ -67,6 +64,7 @@ def open_transformers_folder(folder: Path) -> Model:
 
 
 def open_transformers(path: str) -> Model:
+    """Open a causal language model of transformers' with its tokenizer, from a folder or the Hub."""
     _import_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,7 +141,7 @@ def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
     if tokenizer is not None:
         words = load_tokenizer(tokenizer)
     elif model.host == "language" and model.weights is not None:
-        file = language.tokenizer_beside(model.weights)
+        file = language.find_tokenizer(model.weights)
         words = None if file is None else load_tokenizer(file)
     vocabulary = cast(Any, model.module).config.vocab_size
     if words is not None and words.vocab_size > vocabulary:

@@ -158,7 +158,7 @@ def test_a_full_disk_is_one_warning(loaded, data, expected, tmp_path, monkeypatc
 
     monkeypatch.setattr(caching, "write_bytes", full)
     with pytest.warns(
-        UserWarning, match="keeps nothing more .No space left on device.: the evaluation goes on"
+        UserWarning, match="keeps nothing more .No space left on device.: the evaluation continues"
     ) as told:
         found = metrics(loaded, data, tasks=["composition"], cache=Cache(tmp_path))
     assert found.items() <= expected.items()

@@ -53,7 +53,7 @@ def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
     made = open_clip.create_model("DiffCLIP-debug").eval()
     torch.save(made.state_dict(), tmp_path / "float.pt")
     export("DiffCLIP-debug", str(tmp_path / "int8.safetensors"), "int8", checkpoint=str(tmp_path / "float.pt"))
-    found = open_model("DiffCLIP-debug", tmp_path / "int8.safetensors").module
+    found = open_model(tmp_path / "int8.safetensors").module
     image = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(found.encode_image(image), int8.quantise(made).encode_image(image))
     assert (tmp_path / "int8.safetensors").stat().st_size < (tmp_path / "float.pt").stat().st_size
@@ -75,6 +75,7 @@ def test_an_exported_vit_in_eight_bits_is_loaded_with_its_own_number_of_classes(
     found = open_model("diff_vit_debug", tmp_path / "int8.safetensors").module
     image = torch.randn(2, *made.pretrained_cfg["input_size"])
     torch.testing.assert_close(found(image), int8.quantise(made)(image))
+    torch.testing.assert_close(open_model(tmp_path / "int8.safetensors").module(image), found(image))
 
 
 def test_a_language_model_in_eight_bits_is_saved_loaded_and_generates(tmp_path, text_model):

@@ -233,7 +233,7 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
         model="diff_vit_debg",
         output=output,
     )
-    refused("diff-debug would have new weights: give --checkpoint", model="diff-debug", output=output)
+    refused("diff-debug has new weights: give --checkpoint", model="diff-debug", output=output)
     refused(
         "no attention of this VisionTransformer can be captured.*diffvision.adapt",
         model="vit_tiny_patch16_224",

@@ -33,7 +33,7 @@ from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
-from diffvision.opening import Model, labelled, open_language_model
+from diffvision.opening import Model, labelled, open_model
 
 PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers
 LENGTHS = (512, 1024, 2048, 4096)
@@ -315,7 +315,7 @@ def run(
         for label, spec in map(labelled, specs):
             if label in results:
                 raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to tell them apart")
-            opened = open_language_model(spec, checkpoint, tokenizer=tokenizer, device=used_device)
+            opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label] = {}
             work = _work(model, options, None if data is None else listed(data), given)

@@ -298,7 +298,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
             {"tasks": "needle", "models": "a,b", "checkpoint": "c"},
             "checkpoint is 'c', and 2 models are given: name each",
         ),
-        ({"tasks": "needle", "models": "diff-debug"}, "diff-debug would have new weights: give --checkpoint"),
+        ({"tasks": "needle", "models": "diff-debug"}, "diff-debug has new weights: give --checkpoint"),
         ({"tasks": "needle", "models": "CLIP-debug"}, "CLIP-debug is a model of images"),
         ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
         ({"tasks": "needle", "models": f"{checkpoint},{checkpoint}"}, "two models are named 'diff-debug'"),
