@@ -1,13 +1,27 @@
 """Differential attention for vision and multimodal learning.
 
 Importing the package registers its models with timm (`timm.create_model("diff_vit_base")`) and OpenCLIP
-(`open_clip.create_model("DiffCLIP-ViT-B-16")`), and does nothing else: no Lightning, no data code.
+(`open_clip.create_model("DiffCLIP-ViT-B-16")`). It imports neither: they are registered when their host is imported, or
+at once where it is imported already.
 """
 
-from diffvision import models
-from diffvision.models.adapt import adapt
-from diffvision.models.replace import replace_attention
+from typing import TYPE_CHECKING
+
+from diffvision.lazy import lazy_names
+from diffvision.registration import register
+
+if TYPE_CHECKING:
+    from diffvision import models
+    from diffvision.models.adapt import adapt
+    from diffvision.models.replace import replace_attention
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "adapt", "models", "replace_attention"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"adapt": "models.adapt", "models": None, "replace_attention": "models.replace"}
+)
+
+register("timm")
+register("open_clip")

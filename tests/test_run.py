@@ -38,7 +38,7 @@ import subprocess, sys
 for code in (
     "import open_clip, timm; print(timm.is_model('diff_vit_debug'), 'DiffCLIP-debug' in open_clip.list_models());"
     "from transformers import AutoConfig; print(type(AutoConfig.for_model('diff_transformer')).__module__)",
-    "import sys; print('diffvision' in sys.modules, sys.was_customized)",
+    "import sys; print('torch' in sys.modules, sys.was_customized)",
 ):
     subprocess.run([sys.executable, "-c", code], check=True)
 """

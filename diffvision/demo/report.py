@@ -15,8 +15,7 @@ from rich.table import Table
 
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.training.fit import fit
-
-PACKAGE = Path(__file__).parent.parent
+from diffvision.training.recipes import recipe
 
 
 @dataclass
@@ -77,19 +76,6 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
     )
     log: Any = cli.trainer.logger
     return Trained(cli.model, time.perf_counter() - start, read_metrics(log.log_dir))
-
-
-def recipe(name: str) -> Path:
-    """A file of configs/, such as "clip/debug.yaml": beside the package in a clone, inside it in a wheel.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    places = [folder / "configs" / name for folder in (PACKAGE.parent, PACKAGE)]
-    for place in places:
-        if place.is_file():
-            return place
-    raise FileNotFoundError(f"the demo's recipe is in neither {places[0]} nor {places[1]}: reinstall diffvision")
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

@@ -1,17 +1,23 @@
 """A model and a folder of images -> {metric: value}; serves training and the command line alike."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import EVALUATIONS, evaluate, run
+from diffvision.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.extractor import FeatureExtractor
+    from diffvision.evaluation.options import Options
+    from diffvision.evaluation.suite import EVALUATIONS, evaluate, run
 
 __all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
 
-
-def __getattr__(name: str) -> Any:
-    """`FeatureExtractor`, which needs scikit-learn, when it is asked for: evaluations during training do not."""
-    if name != "FeatureExtractor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diffvision.evaluation.extractor import FeatureExtractor
-
-    return FeatureExtractor
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "EVALUATIONS": "suite",
+        "FeatureExtractor": "extractor",
+        "Options": "options",
+        "evaluate": "suite",
+        "run": "suite",
+    },
+)

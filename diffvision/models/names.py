@@ -1,22 +1,16 @@
-"""Names of models that a host does not know."""
+"""The error for a model's name that a host does not know."""
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher
-from heapq import nlargest
+
+from diffvision.mistakes import nearest
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
-    """The error to raise for a name that a host does not know, with the three known names that are nearest to it.
+    """Return the error to raise for a name that a host does not know, with the three known names nearest to it.
 
     Args:
         name: as it was given.
         host: who does not have it, such as "timm has no" or "neither OpenCLIP nor timm has a".
         known: all names of that host.
     """
-    matcher = SequenceMatcher(b=name.lower())
-
-    def likeness(other: str) -> float:
-        matcher.set_seq1(other.lower())
-        return matcher.ratio()
-
-    return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nlargest(3, known, likeness))}")
+    return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")

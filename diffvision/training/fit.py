@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -28,6 +30,7 @@ from diffvision.data.images.folders import find_folders
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.text.module import TextData
 from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import (
     DataReport,
@@ -48,6 +51,7 @@ from diffvision.training.durable.run_state import RunState
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
+from diffvision.training.recipes import with_recipes
 from diffvision.training.summary import RunSummary, table
 
 __all__ = [
@@ -79,6 +83,14 @@ TRAINER_DEFAULTS = {
     "enable_model_summary": False,  # RunSummary has a line
     "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "fit"}},
 }
+CLASSES = {
+    "model": pl.LightningModule,
+    "data": pl.LightningDataModule,
+    "trainer.callbacks": pl.Callback,
+    "trainer.logger": Logger,
+    "trainer.strategy": Strategy,
+}
+"""A setting that takes a class -> the base of such classes, so that a mistake is answered with the nearest name."""
 # Lightning's messages that advertise, or repeat what RunSummary says.
 UNSAID = re.compile(
     r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
@@ -92,7 +104,17 @@ SPEAKERS = (
 
 
 class Parser(Refusing, LightningArgumentParser):
-    """Lightning's."""
+    """Lightning's parser, which answers a mistake in one line."""
+
+    def classes(self, setting: str) -> set[str]:
+        base = CLASSES.get(setting)
+        return set() if base is None else {cls.__name__ for cls in _subclasses(base)}
+
+
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -302,9 +324,22 @@ def fit(args: list[str] | None = None) -> FitCLI:
     """Run `fit`, `validate` or `test` as from the command line; returns the CLI with its trainer, model and datamodule.
 
     Args:
-        args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.
+        args: the command line from the subcommand on, as ["fit", "--config", "clip/debug.yaml"]; None: this process's.
     """
     try:
-        return FitCLI(args)
-    except MisconfigurationException as error:  # Lightning's of a setting that it does not take
-        raise ValueError(" ".join(str(error).split())) from error
+        return FitCLI(with_recipes(sys.argv[1:] if args is None else args))
+    except (MisconfigurationException, ValueError) as error:
+        text = _refusal(" ".join(str(error).split()))
+        if text is None and isinstance(error, ValueError):
+            raise
+        raise ValueError(text or " ".join(str(error).split())) from error
+
+
+def _refusal(message: str) -> str | None:
+    """What to say in place of a message of Lightning's that names no setting, or no near name."""
+    if "No supported gpu backend found" in message:
+        return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
+    if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):
+        names = [*StrategyRegistry.available_strategies(), *(cls.__name__ for cls in _subclasses(Strategy))]
+        return f"trainer.strategy is {match[1]!r}, and Lightning has none of that name{did_you_mean(match[1], names)}"
+    return None
