@@ -14,13 +14,21 @@ if TYPE_CHECKING:
     from diffvision import models
     from diffvision.models.adapt import adapt
     from diffvision.models.replace import replace_attention
+    from diffvision.opening import Model, open_model
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "adapt", "models", "replace_attention"]
+__all__ = ["Model", "__version__", "adapt", "models", "open_model", "replace_attention"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"adapt": "models.adapt", "models": None, "replace_attention": "models.replace"}
+    __name__,
+    {
+        "Model": "opening",
+        "adapt": "models.adapt",
+        "models": None,
+        "open_model": "opening",
+        "replace_attention": "models.replace",
+    },
 )
 
 register("timm")

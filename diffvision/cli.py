@@ -132,10 +132,21 @@ def _command(name: str, args: list[str]) -> Any:
 
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
-    # Sources and destinations are given by their position; whatever else is required has its name before it.
-    positional = name.split()[0] in ("data", "export", "push", "convert", "adapt")
+    args = _models_first(name, command, args)
     with limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(command, args=limited, prog=f"diffvision {name}", as_positional=positional, parser_class=Parser)
+        return auto_cli(command, args=limited, prog=f"diffvision {name}", as_positional=True, parser_class=Parser)
+
+
+def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return the arguments with several models in a row as one list; raise a ValueError for a model after `--model`."""
+    first = next(iter(inspect.signature(command).parameters), "")
+    if first in ("model", "models"):
+        if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
+            raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
+        count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
+        if first == "models" and count > 1:
+            return [json.dumps(args[:count]), *args[count:]]
+    return args
 
 
 def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:

@@ -34,9 +34,9 @@ from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import documents_of
 from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.evaluation.language.documents import rows_of
 from diffvision.evaluation.language.heads import head_statistics
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.loading import rows_of
 from diffvision.evaluation.language.many_shot import many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.outliers import outliers

@@ -29,11 +29,11 @@ def checkpoint(tmp_path, tokenizer):
 
 
 def test_prints_what_it_returns(checkpoint, capsys):
-    text = generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0)
+    text = generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0)
     assert capsys.readouterr().out == f"the cat{text}\n"
     assert len(text) > 10
-    assert generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0) == text
-    assert generate_text(checkpoint, "the cat", max_new_tokens=40, temperature=1.0, seed=1) != text
+    assert generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0) == text
+    assert generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0, seed=1) != text
 
 
 def test_characters_of_several_tokens_are_printed_whole(checkpoint, tokenizer, capsys, monkeypatch):
@@ -47,7 +47,7 @@ def test_characters_of_several_tokens_are_printed_whole(checkpoint, tokenizer, c
             assert "\ufffd" not in capsys.readouterr().out
 
     monkeypatch.setattr("diffvision.generate.generate", fake)
-    assert generate_text(checkpoint, "x") == "日本 café\n"
+    assert generate_text(checkpoint, prompt="x") == "日本 café\n"
 
 
 def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path, tokenizer, capsys):
@@ -56,25 +56,25 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
     path = tmp_path / "last.ckpt"
     content = {"state_dict": state, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}
     torch.save(content, path)
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json beside .*last\.ckpt: name the tokenizer"):
-        generate_text(str(path), "a")
-    own = generate_text(checkpoint, "the cat", max_new_tokens=9, temperature=0.0)
-    assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json next to .*last\.ckpt: give --tokenizer"):
+        generate_text(str(path), prompt="a")
+    own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
+    assert generate_text(str(path), prompt="the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
     torch.save({**content, "diffvision": {"model": "diff-debug", "tokenizer": checkpoint}}, path)
-    assert generate_text(str(path), "the cat", max_new_tokens=9, temperature=0.0) == own
+    assert generate_text(str(path), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
 
 
 def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
     with pytest.raises(ValueError, match="the prompt is empty"):
-        generate_text(checkpoint, "")
+        generate_text(checkpoint, prompt="")
     with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, and 60 new ones make .*max_length of 64"):
-        generate_text(checkpoint, "the cat " * 9, max_new_tokens=60)
+        generate_text(checkpoint, prompt="the cat " * 9, max_new_tokens=60)
     train_tokenizer([Path(__file__).read_text(encoding="utf-8")], 310).save(tmp_path)
-    with pytest.raises(ValueError, match=r"the tokenizer has a vocabulary of 310 and the checkpoint .* one of 300"):
-        generate_text(checkpoint, "a", tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model .* 300: give the"):
+        generate_text(checkpoint, prompt="a", tokenizer=str(tmp_path))
     assert capsys.readouterr().out == ""
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        generate_text(str(tmp_path / "nothing"), "a", tokenizer=checkpoint)
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        generate_text(str(tmp_path / "nothing"), prompt="a", tokenizer=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
 )
 def test_a_setting_that_this_machine_has_not_is_one_error(settings, message, checkpoint, capsys):
     with pytest.raises(ValueError, match=message):
-        generate_text(checkpoint, "a", **settings)
+        generate_text(checkpoint, prompt="a", **settings)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
 def test_any_seed_that_torch_takes(seed, checkpoint, capsys):
-    assert generate_text(checkpoint, "the cat", max_new_tokens=3, seed=seed, device="auto") is not None
+    assert generate_text(checkpoint, prompt="the cat", max_new_tokens=3, seed=seed, device="auto") is not None
 
 
 def test_no_cuda_is_one_error(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device 'cuda' is not here: give auto, cpu, or cuda where torch finds a GPU"):
-        generate_text(checkpoint, "a", device="cuda")
+        generate_text(checkpoint, prompt="a", device="cuda")

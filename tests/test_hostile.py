@@ -40,9 +40,9 @@ from diffvision.data.shards.sources import Shard, find_shards
 from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.data.text.tokens import TokenShards
-from diffvision.evaluation.loading import load
 from diffvision.generate import generate_text
 from diffvision.models import language
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
@@ -170,7 +170,7 @@ def test_configurations_of_the_other_commands_import_nothing(module, tmp_path, c
     refused(["evaluate-language", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}", "--allow")
     hostile.write_text("model: CLIP-debug\ndata: x\n" + options)
     refused(["evaluate", f"--config={hostile}"], capsys, f"'{module}.Thing' in {hostile}")
-    refused(["evaluate", "--model=CLIP-debug", f"--options={module}.Thing", "--data=x"], capsys)
+    refused(["evaluate", "CLIP-debug", f"--options={module}.Thing", "--data=x"], capsys)
     hostile.write_text("model: CLIP-debug\ndata: x\npreprocess:\n" + options.replace("options", "  mean"))
     refused(["evaluate", f"--config={hostile}"], capsys)
     assert module not in sys.modules
@@ -311,9 +311,9 @@ def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     told = "checkpoints are not loaded from URLs; download it, compare its sha256"
     refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", told)
     refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", told)
-    refused(["generate", f"--checkpoint={url}", "--prompt=a"], capsys, told)
+    refused(["generate", url, "--prompt=a"], capsys, told)
     for call in (
-        lambda: load("CLIP-debug", url),
+        lambda: open_model("CLIP-debug", url),
         lambda: language.load(url),
         lambda: language.load(Path(url)),
         lambda: language.tokenizer_beside(url),
@@ -347,8 +347,8 @@ def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, tr
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path = hostile_weights(tmp_path / "x.ckpt", trace, layout)
     for call in (
-        lambda: load("CLIP-debug", path),
-        lambda: load("diff_vit_debug", path),
+        lambda: open_model("CLIP-debug", path),
+        lambda: open_model("diff_vit_debug", path),
         lambda: language.load(path),
         lambda: generate_text(str(path), "a"),
     ):
@@ -375,7 +375,7 @@ def test_a_checkpoint_s_own_instantiator_is_not_asked(module, shards, tmp_path):
     with pytest.raises(ValueError, match="checkpoint"):
         language.load(path)
     with pytest.raises(ValueError, match="checkpoint"):
-        load("CLIP-debug", path)
+        open_model("CLIP-debug", path)
     assert module not in sys.modules
 
 
@@ -400,11 +400,11 @@ def test_a_directory_of_shards_is_not_unpickled(shards, tmp_path, trace, capsys)
 
 def test_commands_tell_of_a_hostile_checkpoint(shards, tmp_path, trace, capsys):
     path = hostile_weights(tmp_path / "x.ckpt", trace, "zip")
-    refused(["generate", f"--checkpoint={path}", "--prompt=a"], capsys, "more than tensors and plain values")
+    refused(["generate", str(path), "--prompt=a"], capsys, "more than tensors and plain values")
     text = tmp_path / "t.txt"
     text.write_text("a b c")
     refused(
-        ["evaluate-language", f"--checkpoint={path}", "--tasks=perplexity", f"--data={text}", "--device=cpu"],
+        ["evaluate-language", str(path), "--tasks=perplexity", f"--data={text}", "--device=cpu"],
         capsys,
         "more than tensors and plain values",
     )
@@ -418,7 +418,7 @@ def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = coded_openclip_folder(tmp_path / "model", trace)
-    for call in (load, ContrastiveModule):
+    for call in (open_model, ContrastiveModule):
         with pytest.raises(ValueError, match="has trust_remote_code, which would run code"):
             call(f"local-dir:{folder}")
 
@@ -429,7 +429,7 @@ def test_an_openclip_folder_s_pickles_are_not_run(tmp_path, trace):
     config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     hostile_weights(folder / "open_clip_pytorch_model.bin", trace, "zip")
-    for call in (load, ContrastiveModule):
+    for call in (open_model, ContrastiveModule):
         with pytest.raises(ValueError, match="are damaged, or hold Python objects"):
             call(f"local-dir:{folder}")
 
@@ -441,7 +441,7 @@ def test_a_hugging_face_folder_s_code_is_not_run(tokenizer, tmp_path, trace, mon
     folder = hugging_face_folder(tmp_path / "model", trace, tokenizer)
     (tmp_path / "t.txt").write_text("a b c")
     words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, "trust_remote_code", "which is not run")
+    refused(["evaluate-language", f"hf:{folder}", *words], capsys, "trust_remote_code", "which is not run")
 
 
 def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
@@ -454,7 +454,7 @@ def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
     hostile_weights(folder / "pytorch_model.bin", trace, "zip")
     (tmp_path / "t.txt").write_text("a b c")
     words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, f"hf:{folder}", "hold Python objects")
+    refused(["evaluate-language", f"hf:{folder}", *words], capsys, f"hf:{folder}", "hold Python objects")
 
 
 # ---- shards --------------------------------------------------------------------------------------------------------
@@ -668,10 +668,10 @@ def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, ca
         ["export", "{0}", "{1}/out"],
         ["convert", "{0}", "{1}/out", "--to=diffclip"],
         ["adapt", "local-dir:{0}", "{1}/out"],
-        ["inspect", "--model=local-dir:{0}", "--output={1}/out"],
-        ["evaluate-language", "--checkpoint={0}", "--tasks=perplexity", "--data={1}/t.txt"],
-        ["evaluate-language", "--checkpoint=hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"],
-        ["generate", "--checkpoint={0}", "--prompt=a"],
+        ["inspect", "local-dir:{0}", "--output={1}/out"],
+        ["evaluate-language", "{0}", "--tasks=perplexity", "--data={1}/t.txt"],
+        ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"],
+        ["generate", "{0}", "--prompt=a"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -733,9 +733,9 @@ def test_a_tar_of_old_as_weights(tmp_path, capsys, shards):
     old_tar(folder / "pytorch_model.bin")
     (tmp_path / "t.txt").write_text("a b c")
     words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"--checkpoint=hf:{folder}", *words], capsys, f"the weights of hf:{folder} are")
+    refused(["evaluate-language", f"hf:{folder}", *words], capsys, f"the weights of hf:{folder} are")
     path = old_tar(tmp_path / "x.pt")
-    for call in (lambda: load("CLIP-debug", path), lambda: load("diff_vit_debug", path)):
+    for call in (lambda: open_model("CLIP-debug", path), lambda: open_model("diff_vit_debug", path)):
         with pytest.raises(ValueError, match=r"checkpoint .*x\.pt is damaged or no checkpoint"):
             call()
     for call in (
@@ -753,11 +753,11 @@ def test_a_tar_of_old_in_a_folder(host, tmp_path):
         config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
         (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
         old_tar(tmp_path / "open_clip_pytorch_model.bin")
-        calls = (load, ContrastiveModule)
+        calls = (open_model, ContrastiveModule)
     else:
         (tmp_path / "config.json").write_text(json.dumps({"architecture": "diff_vit_debug", "num_classes": 2}))
         old_tar(tmp_path / "pytorch_model.bin")
-        calls = (load, lambda name: ClassificationModule(name, num_classes=2))
+        calls = (open_model, lambda name: ClassificationModule(name, num_classes=2))
     for call in calls:
         with pytest.raises(ValueError, match=r"are damaged, or hold Python objects|does not load, damaged"):
             call(f"local-dir:{tmp_path}")

@@ -19,11 +19,12 @@ from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
 from diffvision.evaluation.language import figures as panels
-from diffvision.evaluation.language.loading import Subject, read_texts, tokenised
+from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
 from diffvision.evaluation.output import write_bytes
 from diffvision.models.language.generation import generate
+from diffvision.opening import Model
 
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
@@ -103,10 +104,10 @@ def _train_and_evaluate(
         f"--trainer.val_check_interval={STEPS // 4}",
         "--trainer.limit_val_batches=4",
     )
-    own = trained.module.model
-    work = Work(Subject(MODELS[model], own, words, own.config.max_length), OPTIONS, documents, num_bytes)
-    metrics = evaluate_language(work, ["perplexity", "needle", "outliers"])
-    return trained.run(model, seed, "tokens", metrics, _sample(own, words))
+    module = trained.module.model
+    made = Model(MODELS[model], "language", module, tokenizer=words, max_length=module.config.max_length)
+    metrics = evaluate_language(Work(made, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+    return trained.run(model, seed, "tokens", metrics, _sample(module, words))
 
 
 def _sample(model: Any, words: Tokenizer) -> str:

@@ -16,8 +16,8 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from diffvision.data.images.decode import BadSample, decode_image, to_rgb
 from diffvision.evaluation.distributed import found_device
 from diffvision.evaluation.features import Features, Precision
-from diffvision.evaluation.loading import Loaded, load
 from diffvision.models.files import FOLDER
+from diffvision.opening import Model, open_image_model
 
 
 class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
@@ -27,9 +27,10 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
     when it is first needed, and shared by all extractors of a process that ask for the same one.
 
     Args:
-        model: name of a timm or OpenCLIP model, ours or any other, or a folder as local-dir:PATH.
-        checkpoint: as `diffvision evaluate` takes it: a file of weights or a tag of pretrained ones; with None the
-            weights are those of the folder, or random ones.
+        model: as `diffvision.open_model` takes it: a name of timm's or OpenCLIP's, ours or any other, a folder, or a
+            .ckpt of a training run.
+        checkpoint: of a name: a file of weights or a tag of pretrained ones; without it, the weights of a name are
+            random ones.
         tower: "image", or "text" (OpenCLIP) for strings.
         normalize: make every feature one long, as the cosines of CLIP want them.
         batch_size: images or texts that are computed together.
@@ -103,18 +104,18 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give a whole number")
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}: give a number of at least 1")
-        loaded = _loaded(
+        opened = _opened(
             self.model,
             self.checkpoint,
             found_device(self.device),
             self.random_state,
             _stamp(self.model, self.checkpoint),
         )
-        if self.tower == "text" and loaded.tokenizer is None:
+        if self.tower == "text" and opened.tokenizer is None:
             raise ValueError(
                 f"{self.model!r} is an image model of timm's, without a text tower: give an OpenCLIP model"
             )
-        return Features(loaded.model, loaded.transform, loaded.tokenizer, precision=self.precision)
+        return Features(opened.module, opened.transform, opened.tokenizer, precision=self.precision)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -125,15 +126,15 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Loaded:
+def _opened(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return load(model, checkpoint, device=device)
+        return open_image_model(model, checkpoint, device=device)
 
 
 def _stamp(model: str, checkpoint: str | Path | None) -> Any:
-    """What changes when the weights' files do."""
-    given = [Path(str(place)) for place in (model.removeprefix(FOLDER), checkpoint) if place is not None]
+    """Return what changes when the files of the weights do."""
+    given = [Path(str(path)) for path in (str(model).removeprefix(FOLDER), checkpoint) if path is not None]
     files = [file for path in given for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(files))
 

@@ -18,11 +18,11 @@ from diffvision.evaluation.distributed import process_group, rank_and_world
 from diffvision.evaluation.features import Features, Precision
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
-from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar, check_folder, listed, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
+from diffvision.opening import Model, open_image_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,8 +127,8 @@ def expand(tasks: Iterable[str]) -> list[str]:
 
 
 def run(
-    *,
     model: str,
+    *,
     data: str | list[str],
     checkpoint: str | None = None,
     tasks: str | list[str] | None = None,
@@ -146,10 +146,10 @@ def run(
     Under torchrun the images are shared among the processes.
 
     Args:
-        model: an OpenCLIP model's name or local-dir:PATH, or for classification and the probes a timm model's name;
-            ours or any other.
+        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or any other
+            (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
-        checkpoint: file of weights (OpenCLIP's, timm's, or a training run's), or a tag of pretrained weights.
+        checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
         tasks: zero_shot, retrieval, composition, classification (by the model's own classifier), linear_probe, few_shot
             (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that it fits.
             By default the first three.
@@ -173,14 +173,14 @@ def run(
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
     with process_group(device) as device:
-        loaded = load(model, checkpoint, preprocess=preprocess, device=device)
+        opened = open_image_model(model, checkpoint, preprocess=preprocess, device=device)
         for folder, names in planned:
             metrics |= evaluate(
-                loaded.model,
+                opened.module,
                 folder,
                 names,
-                transform=loaded.transform,
-                tokenizer=loaded.tokenizer,
+                transform=opened.transform,
+                tokenizer=opened.tokenizer,
                 batch_size=batch_size,
                 num_workers=num_workers,
                 device=device,
@@ -190,19 +190,23 @@ def run(
                 cache=kept,
             )
         if rank_and_world()[0] == 0:
-            _tell(metrics, model, checkpoint, output)
+            _report(metrics, opened, model, checkpoint, output)
             if kept is not None:
                 print(kept)
     return metrics
 
 
-def _tell(metrics: dict[str, float], model: str, checkpoint: str | None, output: str | None) -> None:
+def _report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
+    """Print the table, and write the records. A file of weights is recorded as the checkpoint of its model's name."""
     from rich.console import Console
 
-    weights = checkpoint or ("its own weights" if ":" in model else "untrained weights")
-    Console().print(table(metrics, f"{model}, {weights}"))
+    model, weights = spec, checkpoint or ""
+    if checkpoint is None and opened.weights == spec and Path(spec).is_file():
+        model, weights = opened.name, spec
+    shown = weights or ("untrained weights" if opened.weights is None else "the model's weights")
+    Console().print(table(metrics, f"{model}, {shown}"))
     if output is not None:
-        write_records(records(metrics, model=model, pretrained=checkpoint or ""), output)
+        write_records(records(metrics, model=model, pretrained=weights), output)
 
 
 def plan(

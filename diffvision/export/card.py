@@ -18,8 +18,8 @@ from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.export.citations import bibtex
 from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
-from diffvision.export.source import Source
 from diffvision.nn import AttentionLayer
+from diffvision.opening import Model
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
@@ -53,21 +53,21 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=20)[0]))""",
 }
 
 
-def write_card(folder: Path, source: Source, license: str | None = None) -> None:
+def write_card(folder: Path, model: Model, license: str | None = None) -> None:
     """Writes README.md, and loss.png and lambda.png where a run tells them, into a model's folder.
 
     Args:
         license: of the weights, as the Hub names it; left out if None, for nobody else can say it.
     """
-    history = History() if source.run is None else read_history(source.run, source.path)
+    history = History() if model.run is None else read_history(model.run, Path(model.weights or ""))
     pictures = draw(history)
     for name, png in pictures.items():
         (folder / name).write_bytes(png)
-    (folder / "README.md").write_text(model_card(source, history, license, pictures), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(model, history, license, pictures), encoding="utf-8")
 
 
 def model_card(
-    source: Source, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
+    model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
 ) -> str:
     """The text of README.md: what is known of a model, and nothing else.
 
@@ -77,22 +77,22 @@ def model_card(
         pictures: as `draw` gives them, which lie beside the card.
     """
     history = history or History()
-    towers = attention_layers(source.model)
-    head: dict[str, Any] = {"library_name": LIBRARY[source.host], "pipeline_tag": TASK[source.host]}
+    towers = attention_layers(model.module)
+    head: dict[str, Any] = {"library_name": LIBRARY[model.host], "pipeline_tag": TASK[model.host]}
     head["tags"] = ["diffvision", *(["differential-attention"] if variants(towers) - {"standard"} else [])]
     if license is not None:
         head["license"] = license
     sections = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {text(source.name)}",
-        describe(source, towers),
-        _load(source, towers),
+        f"# {text(model.name)}",
+        describe(model, towers),
+        _load(model, towers),
         *_results(history, pictures),
-        *_lambda(source.model, pictures),
+        *_lambda(model.module, pictures),
         *_data(history),
         *_training(history),
-        _versions(source),
-        *_citations(source, towers),
+        _versions(model),
+        *_citations(model, towers),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -111,12 +111,12 @@ def draw(history: History) -> dict[str, bytes]:
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
-def _load(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> str:
+def _load(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     needs = "This folder is all that it takes."
-    code = LOAD[source.host]
+    code = LOAD[model.host]
     if towers:
         needs = (
-            f"{LIBRARY[source.host]} knows the architecture after the import of the package diffvision, which fetches "
+            f"{LIBRARY[model.host]} knows the architecture after the import of the package diffvision, which fetches "
             "nothing and runs no code of this repository."
         )
     else:
@@ -208,12 +208,12 @@ def _listed(settings: Any) -> str | None:
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
 
 
-def _versions(source: Source) -> str:
-    packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[source.host]
+def _versions(model: Model) -> str:
+    packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[model.host]
     told = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
     return f"## Versions\n\nWritten with {', '.join(told)}, Python {platform.python_version()}."
 
 
-def _citations(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:
-    if entries := bibtex(variants(towers), source.name, source.host):
+def _citations(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:
+    if entries := bibtex(variants(towers), model.name, model.host):
         yield f"## Sources\n\n```bibtex\n{entries}\n```"

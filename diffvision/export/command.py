@@ -1,33 +1,19 @@
-"""`diffvision export`: a trained model -> what other programs load. The model is read once; a format writes it."""
+"""`diffvision export`: a trained model -> what other programs load. `FORMATS` is the table of what can be written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from diffvision.export import folders, int8, onnx, program
-from diffvision.export.source import Host, Source, read_source
+from diffvision.export.finite import open_finite
+from diffvision.export.options import Options
 from diffvision.models.files import check_free, written_whole
+from diffvision.opening import Host, Model
 
 HOSTS: tuple[Host, ...] = ("open_clip", "timm", "language")
 To = Literal["openclip", "timm", "huggingface", "program", "onnx", "int8"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a format may want beyond the model; those it does not know it leaves alone.
-
-    Attributes:
-        tokenizer: of a language model: tokenizer.json, or a directory that holds one.
-        eos: of a language model: the token that ends a document.
-        license: of the weights, for the model card, as the Hub names it.
-    """
-
-    tokenizer: str | None = None
-    eos: str | None = None
-    license: str | None = None
 
 
 class Format(NamedTuple):
@@ -35,13 +21,13 @@ class Format(NamedTuple):
 
     Attributes:
         what: it is.
-        write: (source, destination, options) -> None; the destination is not there yet, and is a folder or a file as
+        write: (model, destination, options) -> None; the destination is not there yet, and is a folder or a file as
             the format is. It may raise ValueError for models that it is not for.
         hosts: whose models it is for.
     """
 
     what: str
-    write: Callable[[Source, Path, Options], None]
+    write: Callable[[Model, Path, Options], None]
     hosts: tuple[Host, ...]
 
 
@@ -57,42 +43,48 @@ DEFAULTS: dict[Host, str] = {"open_clip": "openclip", "timm": "timm", "language"
 
 
 def export(
-    source: str,
+    model: str,
     destination: str,
     to: To | None = None,
     *,
-    model: str | None = None,
+    checkpoint: str | None = None,
     tokenizer: str | None = None,
     eos: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Writes a trained model as what other programs load. A failure leaves nothing behind.
+    """Write a trained model as what other programs load. A failure leaves nothing behind.
 
     Args:
-        source: a checkpoint of `diffvision fit`, a folder of OpenCLIP, timm or a language model, or a file of weights.
+        model: a .ckpt of `diffvision fit`, the folder of an OpenCLIP, timm or language model, another file of weights
+            that records its model, or a name with `checkpoint`.
         destination: what to write; it must not be there yet.
         to: the format; by default the folder of the model's own host: openclip, timm or (text) huggingface. Of any
             model: program (torch.export), onnx, or int8 (weights in eight bits).
-        model: of a file that does not say it: the name of its model.
+        checkpoint: of a name: a file of weights, or a tag of pretrained ones.
         tokenizer: of a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
         eos: of a language model: the token that ends a document; by default what its tokenizer says.
         license: of the weights, for the model card (apache-2.0, mit, cc-by-4.0, ...).
 
     Raises:
-        FileNotFoundError, ValueError: no such source, or one that is damaged or does not say what it is; weights that
-            are not finite; a format that is not for this model; a destination that is there.
+        FileNotFoundError, ValueError: no such model, or one that is damaged or does not say what it is; weights that
+            are new or not finite; a format that is not for this model; a destination that exists.
     """
     target = Path(destination)
     if to is not None and to not in FORMATS:
         raise ValueError(f"to is {to!r}: choose one of {', '.join(FORMATS)}")
     check_free(target)
-    found = read_source(source, model)
-    name = to or DEFAULTS[found.host]
+    opened = open_finite(model, checkpoint)
+    if opened.host not in DEFAULTS:
+        raise ValueError(
+            f"{model} is a model of {opened.host} already: to write it otherwise, make it ours first with "
+            "`diffvision convert --to language`"
+        )
+    name = to or DEFAULTS[opened.host]
     form = FORMATS[name]
-    if found.host not in form.hosts:
-        possible = ", ".join(other for other, row in FORMATS.items() if found.host in row.hosts)
-        raise ValueError(f"{source} is a model of {found.host}, and {name} is not for it: choose one of {possible}")
+    if opened.host not in form.hosts:
+        possible = ", ".join(other for other, row in FORMATS.items() if opened.host in row.hosts)
+        raise ValueError(f"{model} is a model of {opened.host}, and {name} is not for it: choose one of {possible}")
     options = Options(tokenizer=tokenizer, eos=eos, license=license)
     with written_whole(target) as made:
-        form.write(found, made, options)
-    print(f"{source} is {found.name}: wrote {target}, {form.what}")
+        form.write(opened, made, options)
+    print(f"{model} is {opened.name}: wrote {target}, {form.what}")

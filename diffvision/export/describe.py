@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from diffvision.export.source import Source
 from diffvision.nn import AttentionLayer, DiffAttention
 from diffvision.nn.dex import DexAttention
+from diffvision.opening import Model
 
 KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": "A language model"}
 
@@ -36,14 +36,14 @@ def fence(content: str, least: int = 3) -> str:
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
 
 
-def describe(source: Source, towers: Mapping[str, list[AttentionLayer]]) -> str:
+def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     """A sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
     own = " with differential attention" if variants(towers) - {"standard"} else ""
-    rows = {"parameters": f"{sum(p.numel() for p in source.model.parameters()):,}", **_sizes(source)}
+    rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
     table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
-    return f"{KIND[source.host]}{own}.\n\n| | |\n|---|---|\n{table}"
+    return f"{KIND[model.host]}{own}.\n\n| | |\n|---|---|\n{table}"
 
 
 def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
@@ -67,14 +67,14 @@ def _variant(layer: AttentionLayer) -> str:
     return "dex" if isinstance(layer, DexAttention) else layer.variant
 
 
-def _sizes(source: Source) -> dict[str, str]:
-    config, preprocess = source.config, source.preprocess
-    if source.host == "language":
+def _sizes(model: Model) -> dict[str, str]:
+    config, preprocess = model.config, model.preprocess
+    if model.host == "language":
         return {"vocabulary": f"{config['vocab_size']:,}", "longest text": f"{config['max_length']:,} tokens"}
     size = preprocess.get("input_size", (3, *_pair(preprocess.get("size", ()))))
     normalised = f"mean {list(preprocess['mean'])}, std {list(preprocess['std'])}"
     rows = {"image": f"{' x '.join(map(str, size[1:]))} pixels, {normalised}"}
-    if source.host == "timm":
+    if model.host == "timm":
         rows["classes"] = str(config["num_classes"])
     else:
         rows["text"] = f"{config['text_cfg'].get('context_length', 77)} tokens"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from safetensors.torch import save_file
@@ -15,13 +16,12 @@ from torch import nn
 
 from diffvision.data.images.folders import find_folders, lines_of
 from diffvision.export.card import write_card
-from diffvision.export.source import Source, hugging_face_classes, refuse_not_finite
+from diffvision.export.finite import refuse_not_finite
+from diffvision.export.options import Options
 from diffvision.models.architecture import metadata
 from diffvision.models.convert import layouts
 from diffvision.models.files import check_free, written_whole
-
-if TYPE_CHECKING:
-    from diffvision.export.command import Options
+from diffvision.opening import Model
 
 OPEN_CLIP = (layouts.CONFIG, layouts.WEIGHTS)
 TIMM = ("config.json", "model.safetensors")
@@ -67,33 +67,42 @@ def save_folder(
             (made / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_open_clip(source: Source, destination: Path, options: Options) -> None:
+def write_open_clip(model: Model, destination: Path, options: Options) -> None:
     """The format "openclip"."""
-    save_folder(
-        source.model, destination, config=source.config, preprocess=source.preprocess, tokenizer=source.tokenizer
-    )
-    write_card(destination, source, options.license)
+    save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, tokenizer=model.tokenizer)
+    write_card(destination, model, options.license)
 
 
-def write_timm(source: Source, destination: Path, options: Options) -> None:
+def write_timm(model: Model, destination: Path, options: Options) -> None:
     """The format "timm"."""
-    save_folder(source.model, destination, config=source.config, preprocess=source.preprocess, more=_labels(source))
-    write_card(destination, source, options.license)
+    save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, more=_labels(model))
+    write_card(destination, model, options.license)
 
 
-def write_hugging_face(source: Source, destination: Path, options: Options) -> None:
+def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
     """The format "huggingface", of a language model."""
     write = hugging_face_classes().write
-    write(source.model, str(source.path), str(destination), options.tokenizer, eos=options.eos)
-    write_card(destination, source, options.license)
+    write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
+    write_card(destination, model, options.license)
 
 
-def _labels(source: Source) -> dict[str, Any]:
+def hugging_face_classes() -> Any:
+    """Return the module `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is
+    missing."""
+    try:
+        return importlib.import_module("diffvision.models.language.transformers")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("diffvision"):
+            raise
+        raise ValueError(f"huggingface needs {error.name}: pip install 'diffvision[hf]'") from None
+
+
+def _labels(model: Model) -> dict[str, Any]:
     """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
-    if source.run is None:
+    if model.run is None:
         return {}
     try:
-        config = yaml.safe_load((source.run / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((model.run / "config.yaml").read_text(encoding="utf-8"))
         folder = config["data"]["init_args"]["evaluation"]
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
         return {}
@@ -101,7 +110,7 @@ def _labels(source: Source) -> dict[str, Any]:
     if not names:
         with suppress(ValueError):  # shards, or nothing any more
             names = [name for evaluated in find_folders(str(folder)) for name in evaluated.classnames]
-    return {"label_names": names} if len(names) == source.config["num_classes"] else {}
+    return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 
 
 def _save_open_clip(

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import save_file
 
-from diffvision.evaluation.loading import PREPROCESS
+from diffvision.export.options import Options
 from diffvision.models import int8, language
 from diffvision.models.architecture import metadata
-
-if TYPE_CHECKING:
-    from diffvision.export.command import Options
-    from diffvision.export.source import Source
+from diffvision.opening import Model
+from diffvision.opening.weights import PREPROCESS
 
 
-def write_int8(source: Source, destination: Path, options: Options) -> None:
+def write_int8(model: Model, destination: Path, options: Options) -> None:
     """The format "int8": a .safetensors file to be loaded as the checkpoint of the model's name; of text, a folder.
 
     Raises:
         ValueError: torchao is not installed; a destination of another name.
     """
-    if source.host == "language":
-        model: Any = int8.quantise(source.model)
-        language.save(model, destination, options.tokenizer or language.tokenizer_beside(source.path))
+    if model.host == "language":
+        quantised: Any = int8.quantise(model.module)
+        language.save(quantised, destination, options.tokenizer or language.tokenizer_beside(str(model.weights)))
         return
     if destination.suffix != ".safetensors":
         raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")
-    state = int8.split(int8.quantise(source.model).state_dict())
+    state = int8.split(int8.quantise(model.module).state_dict())
     plain = {name: value.detach().cpu().clone().contiguous() for name, value in state.items()}
-    model_cfg = source.config if source.host == "open_clip" else None
-    save_file(plain, destination, metadata=metadata(source.model, model_cfg, _about(source)))
+    model_cfg = model.config if model.host == "open_clip" else None
+    save_file(plain, destination, metadata=metadata(model.module, model_cfg, _about(model)))
 
 
-def _about(source: Source) -> dict[str, Any]:
-    """What `load` wants of a file: as a training run writes it down."""
-    about: dict[str, Any] = {} if source.path.is_dir() else {"model": source.name}  # a folder's model goes by its path
-    if source.host == "timm":
-        return about | {"preprocess": source.preprocess, "model_args": source.config}
-    return about | {"preprocess": {key: source.preprocess[key] for key in PREPROCESS if key in source.preprocess}}
+def _about(model: Model) -> dict[str, Any]:
+    """Return what `open_model` reads in a file, as a training run records it. A folder's model goes by its path."""
+    about: dict[str, Any] = {} if Path(str(model.weights)).is_dir() else {"model": model.name}
+    if model.host == "timm":
+        return about | {"preprocess": model.preprocess, "model_args": model.config}
+    return about | {"preprocess": {key: model.preprocess[key] for key in PREPROCESS if key in model.preprocess}}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from diffvision.export.graphs import Graph, graphs
+from diffvision.export.options import Options
 from diffvision.export.program import export_program
-
-if TYPE_CHECKING:
-    from diffvision.export.command import Options
-    from diffvision.export.source import Source
+from diffvision.opening import Model
 
 NEEDED = ("onnx", "onnxscript")
 
@@ -46,11 +44,11 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
         raise ValueError(f"onnx finds fault with {file}: {str(error).splitlines()[0]}") from error
 
 
-def write_onnx(source: Source, destination: Path, options: Options) -> None:
+def write_onnx(model: Model, destination: Path, options: Options) -> None:
     """The format "onnx": a folder with a .onnx file for each graph."""
     check_installed()
     destination.mkdir()
-    for name, graph in graphs(source.model, name=source.name, preprocess=source.preprocess).items():
+    for name, graph in graphs(model.module, name=model.name, preprocess=model.preprocess).items():
         save_onnx(graph, destination / f"{name}.onnx")
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.export import Dim, ExportedProgram
 
 from diffvision.evaluation.language.scoring import evaluating
 from diffvision.export.graphs import Graph, graphs
+from diffvision.export.options import Options
+from diffvision.opening import Model
 from diffvision.ops import attention_backend
-
-if TYPE_CHECKING:
-    from diffvision.export.command import Options
-    from diffvision.export.source import Source
 
 ABOUT = "about.json"
 
@@ -52,8 +49,8 @@ def save_program(program: ExportedProgram, file: str | Path, about: Mapping[str,
     torch.export.save(program, file, extra_files={ABOUT: json.dumps(dict(about or {}), indent=2)})
 
 
-def write_programs(source: Source, destination: Path, options: Options) -> None:
+def write_programs(model: Model, destination: Path, options: Options) -> None:
     """The format "program": a folder with a .pt2 file for each graph."""
     destination.mkdir()
-    for name, graph in graphs(source.model, name=source.name, preprocess=source.preprocess).items():
+    for name, graph in graphs(model.module, name=model.name, preprocess=model.preprocess).items():
         save_program(export_program(graph), destination / f"{name}.pt2", graph.about)

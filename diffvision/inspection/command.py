@@ -2,55 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from diffvision.analysis.attention import image_trunk
+from diffvision.analysis.layers import KINDS, no_layers
 from diffvision.evaluation.distributed import found_device
 from diffvision.inspection import inputs
+from diffvision.inspection.hugging_face import is_hugging_face
 from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
-from diffvision.inspection.subjects import Subject, check_model, subjects_of
 from diffvision.inspection.summary import as_json
+from diffvision.opening import Model, labelled, open_model
 
 MOST = 8  # pictures, and captions or texts
+KIND = {
+    "open_clip": "an image-text model",
+    "timm": "an image model",
+    "language": "a language model",
+    "transformers": "a language model",
+}
 
 
 def inspect(
+    model: str,
     *,
     output: str,
-    model: str | None = None,
     checkpoint: str | None = None,
     image: str | list[str] | None = None,
     text: str | list[str] | None = None,
     versus: str | None = None,
-    versus_checkpoint: str | None = None,
     mask: str | list[str] | None = None,
     answer: str | list[str] | None = None,
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Looks inside of a model, or of two side by side: attention maps, what answers a caption, and numbers by layer.
+    """Look inside of a model, or of two side by side: attention maps, what answers a caption, and numbers by layer.
 
-    Writes index.html, which holds all, its pictures as PNG, and statistics.json. A language model is given by
-    --checkpoint alone.
+    It writes index.html, which holds all, its pictures as PNG, and statistics.json.
 
     Args:
+        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or with
+            differential attention of timm's (`diffvision.open_model` has the whole grammar); LABEL= before it names it
+            on the page.
         output: folder for it: new, empty, or one of an earlier inspection, which is replaced.
-        model: an OpenCLIP model's name or local-dir:PATH, or a timm model's name, ours or with attention of timm's that
-            is differential.
-        checkpoint: file of weights of the model; without a model, a language model as `evaluate-language` takes it.
+        checkpoint: of a name, where no other model is given: a file of weights or a tag of pretrained ones.
         image: files (one, or a list in brackets); by default digits that are drawn here.
         text: captions of an image-text model, shown on every image, or texts of a language model (one, or a list in
             brackets); by default those of the drawn images, or a number among words.
-        versus: a second model of the same kind; the same one, if only its checkpoint is given.
-        versus_checkpoint: file of its weights.
+        versus: a second model of the same kind.
         mask: files of the images' sizes, white where the object is, for the share of attention outside of it.
         answer: of each text of a language model, its words that answer it, for the share of attention on others.
-        tokenizer: of a language model, where none lies with the checkpoint.
+        tokenizer: of a language model, where none lies next to the weights.
         device: auto, cpu, cuda, cuda:1, ...
 
     Raises:
@@ -61,21 +69,21 @@ def inspect(
     folder = Path(output)
     check_output(folder)
     _check_counts(pictures, texts)
-    subjects = subjects_of(model, checkpoint, versus, versus_checkpoint, tokenizer, found_device(device))
-    shown = _shown(subjects, pictures, texts, masks, answers)
-    inspect_models(subjects, *shown, folder)
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=found_device(device))
+    shown = _shown(models, pictures, texts, masks, answers)
+    inspect_models(models, *shown, folder)
 
 
 def inspect_models(
-    subjects: Sequence[Subject],
+    models: Sequence[Model],
     pictures: Sequence[inputs.Picture],
     passages: Sequence[inputs.Passage],
     output: str | Path,
 ) -> None:
-    """The same of models at hand, such as adapted ones.
+    """Look inside of models that are open already, such as adapted ones, as `inspect` does.
 
     Args:
-        subjects: one or two of one kind, with names of their own.
+        models: one or two of one kind, with different names.
         pictures: for models of images; each with its own captions, or with all passages.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
@@ -85,37 +93,91 @@ def inspect_models(
     """
     folder = Path(output)
     check_output(folder)
-    for subject in subjects:
-        check_model(subject)
+    for model in models:
+        check_model(model)
     seen = {one.name: {picture.name: inputs.as_seen(picture, one.transform) for picture in pictures if one.transform}
-            for one in subjects}  # fmt: skip
+            for one in models}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
     with _progress() as watch:
-        looks = {one.name: list(_looks(one, pictures, by_title, seen[one.name], watch)) for one in subjects}
+        looks = {one.name: list(_looks(one, pictures, by_title, seen[one.name], watch)) for one in models}
         made = sections(looks, seen, by_title, lambda: watch("figures"))
-    title = " and ".join(one.name for one in subjects)
+    title = " and ".join(one.name for one in models)
     files = {f"{figure.name}.png": figure.png for section in made for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(subjects), made).encode()
+    files["index.html"] = page(f"Inside of {title}", _about(models), made).encode()
     write(folder, files, as_json(looks))
-    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json beside it")
+    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
 
 def _looks(
-    subject: Subject,
+    model: Model,
     pictures: Sequence[inputs.Picture],
     passages: Mapping[str, inputs.Passage],
     seen: Mapping[str, inputs.Seen],
     watch: Callable[[str], None],
 ) -> Iterator[Look]:
     def layer() -> None:
-        watch(subject.name)
+        watch(model.name)
 
     for picture in pictures:
-        told = [passages[name] for name in picture.captions or passages] if subject.tokenizer is not None else []
-        yield look_at_image(subject.model, seen[picture.name], picture.name, told, layer)
+        captions = [passages[name] for name in picture.captions or passages] if model.tokenizer is not None else []
+        yield look_at_image(model.module, seen[picture.name], picture.name, captions, layer)
     for passage in passages.values():
-        look = look_at_text if subject.transform is None else look_at_caption
-        yield look(subject.model, passage, layer)
+        look = look_at_text if model.transform is None else look_at_caption
+        yield look(model.module, passage, layer)
+
+
+# ---- the models ----------------------------------------------------------------------------------------------------
+
+
+def open_models(
+    model: str, checkpoint: str | None = None, versus: str | None = None, *, tokenizer: str | None, device: str
+) -> list[Model]:
+    """Open one model, or two of one kind with different names, that have attention to look at.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`.
+        ValueError: a checkpoint with two models; models of two kinds, or twice the same; no attention that can be seen.
+    """
+    if versus is not None and checkpoint is not None:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and two models are given: name each by its file")
+    if versus == model:
+        raise ValueError(f"versus is the model itself, {model}: give another, or another checkpoint")
+    models = [_open(spec, checkpoint, tokenizer, device) for spec in (model, versus) if spec is not None]
+    if len({one.name for one in models}) < len(models):
+        models = [
+            dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
+        ]
+    if len({KIND[one.host] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KIND[one.host]}" for one in models)
+        raise ValueError(f"{kinds}: models of one kind are compared")
+    for one in models:
+        check_model(one)
+    return models
+
+
+def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str) -> Model:
+    label, rest = labelled(spec)
+    opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
+    if opened.is_language:
+        if opened.weights is None:
+            raise ValueError(
+                f"{spec} would have new weights: give --checkpoint, or a .ckpt file or folder in its place"
+            )
+        if opened.tokenizer is None:
+            raise ValueError(f"{spec} came without a tokenizer, which reads the text: give --tokenizer")
+        # A folder that `diffvision export` wrote is read by transformers; our layers are in it.
+        unwrap = getattr(opened.module, "to_diffvision", None)
+        return dataclasses.replace(opened, name=label, module=opened.module if unwrap is None else unwrap())
+    return dataclasses.replace(opened, name=label if rest != spec else opened.name.rpartition("/")[2])
+
+
+def check_model(model: Model) -> None:
+    """Raise a ValueError, before any work, if there is no attention in a model to look at."""
+    layers = any(isinstance(module, KINDS) for module in model.module.modules())
+    if not layers and not is_hugging_face(model.module):
+        raise ValueError(f"{model.name}: {no_layers(model.module)}")
+    if model.transform is not None:
+        image_trunk(model.module)
 
 
 # ---- what is given -------------------------------------------------------------------------------------------------
@@ -134,19 +196,21 @@ def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def _shown(
-    subjects: Sequence[Subject], images: list[str], texts: list[str], masks: list[str], answers: list[str]
+    models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
 ) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
-    first = subjects[0]
+    first = models[0]
     if first.transform is None:
         if images or masks:
             raise ValueError(f"images are given, and {first.name} is a language model: give texts")
         if answers and not texts:
             raise ValueError("answers are given without texts: give --text")
         if not texts:
-            return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in subjects)
-        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in subjects)
+            return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in models)
+        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
-        raise ValueError(f"answers are given, and {first.name} is {first.kind}: they are for language models' texts")
+        raise ValueError(
+            f"answers are given, and {first.name} is {KIND[first.host]}: they are for language models' texts"
+        )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
     if masks and not images:
@@ -157,7 +221,7 @@ def _shown(
     texts = texts or ([] if images else [caption for picture in pictures for caption in picture.captions])
     if images or texts != [caption for picture in pictures for caption in picture.captions]:
         pictures = [inputs.Picture(one.name, one.image, one.region) for one in pictures]
-    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in subjects)
+    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in models)
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
@@ -172,9 +236,10 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 # ---- what is written -----------------------------------------------------------------------------------------------
 
 
-def _about(subjects: Sequence[Subject]) -> list[str]:
+def _about(models: Sequence[Model]) -> list[str]:
     lines = [
-        f"{one.name}: {one.kind}, {sum(p.numel() for p in one.model.parameters()):,} parameters" for one in subjects
+        f"{one.name}: {KIND[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        for one in models
     ]
     return [
         *lines,

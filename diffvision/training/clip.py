@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.images.captions import text_only
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.evaluation.loading import PREPROCESS, refuse_code, without_warning_of_random_weights
 from diffvision.evaluation.suite import evaluate
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
+from diffvision.opening.images import refuse_code, without_warning_of_random_weights
+from diffvision.opening.weights import PREPROCESS
 from diffvision.training.durable.finite import spread
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule

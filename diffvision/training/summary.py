@@ -109,11 +109,11 @@ def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str)
     data: Any = getattr(trainer, "datamodule", None)
     folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
     folders = [folders] if isinstance(folders, str) else list(folders)
-    given = ["--checkpoint", checkpoint, "--data", ",".join(folders) or "FOLDER"]
+    given = [checkpoint, "--data", ",".join(folders) or "FOLDER"]
     if isinstance(module, ContrastiveModule):
-        return ["diffvision", "evaluate", "--model", module.name, *given]
+        return ["diffvision", "evaluate", *given]
     if isinstance(module, ClassificationModule) and folders and all(_is_labelled(folder) for folder in folders):
-        return ["diffvision", "evaluate", "--model", module.name, *given, "--tasks", "classification"]
+        return ["diffvision", "evaluate", *given, "--tasks", "classification"]
     if isinstance(module, LanguageModule) and folders and all(Path(folder).exists() for folder in folders):
         return ["diffvision", "evaluate-language", *given, "--tasks", "perplexity"]
     config = _near(str(Path(trainer.log_dir or ".", "config.yaml")))

@@ -32,8 +32,8 @@ from diffvision.data.shards.index import shard_index
 from diffvision.data.shards.sources import Shard
 from diffvision.data.shards.verify import sha256_of
 from diffvision.data.shards.writer import write_manifest, write_tar
-from diffvision.evaluation.loading import load
 from diffvision.models import language
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 
@@ -268,7 +268,7 @@ def member_bomb_in_webdataset() -> str:
 # --- pickles in checkpoints ---
 
 READERS: dict[str, Callable[[str], object]] = {
-    "evaluate": lambda path: load("CLIP-debug", path),
+    "evaluate": lambda path: open_model("CLIP-debug", path),
     "generate": language.load,
     "ContrastiveModule": lambda path: ContrastiveModule("CLIP-debug", pretrained=path),
     "ClassificationModule": lambda path: ClassificationModule(
@@ -358,7 +358,7 @@ for flag in ("--ckpt_path", "--model.pretrained"):
 @payload("OpenCLIP folder with trust_remote_code", "refused")
 def coded_openclip() -> str:
     folder = coded_openclip_folder(Path("model").absolute(), TRACE.absolute())
-    return short(raised(lambda: load(f"local-dir:{folder}"), "trust_remote_code"))
+    return short(raised(lambda: open_model(f"local-dir:{folder}"), "trust_remote_code"))
 
 
 def coded_hugging_face(tokenizer: bool) -> str:

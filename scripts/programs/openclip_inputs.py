@@ -9,7 +9,7 @@ import open_clip
 import torch
 
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
-from diffvision.evaluation.loading import read_checkpoint
+from diffvision.models.checkpoint import read_checkpoint
 
 NAMES = open_clip.IMAGENET_CLASSNAMES
 

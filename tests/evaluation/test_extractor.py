@@ -16,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.utils import estimator_checks
 
 from diffvision.evaluation import FeatureExtractor
-from diffvision.evaluation.loading import load
+from diffvision.opening import open_model
 
 VIT, CLIP = "diff_vit_debug", "DiffCLIP-debug"
 CHECKS = (  # those of scikit-learn's that need no table of numbers
@@ -46,10 +46,10 @@ def test_images_in_any_form_are_the_model_s_own_features(digits, tmp_path):
     assert found.shape == (5, 64)
     assert found.dtype == np.float32
     torch.manual_seed(0)
-    loaded = load(VIT)
+    loaded = open_model(VIT)
     with torch.no_grad():
-        own = loaded.model.forward_head(
-            loaded.model.forward_features(torch.stack([loaded.transform(image) for image in images])), pre_logits=True
+        own = loaded.module.forward_head(
+            loaded.module.forward_features(torch.stack([loaded.transform(image) for image in images])), pre_logits=True
         )
     np.testing.assert_allclose(found, own.numpy(), rtol=1e-4, atol=1e-5)
     mixed = [tmp_path / "digit.png", digits[0][1], digits[0][2] / 255, np.asarray(images[3]), images[4].convert("L")]
@@ -63,7 +63,7 @@ def test_texts_and_their_images_share_a_space(digits):
     texts = FeatureExtractor(CLIP, tower="text", batch_size=2).fit_transform(np.array(["a cat", "two", "three"]))
     images = FeatureExtractor(CLIP).fit_transform(digits[0][:2])
     assert texts.shape[1] == images.shape[1]
-    loaded = load(CLIP)
+    loaded = open_model(CLIP)
     torch.manual_seed(0)
     model = open_clip.create_model(CLIP).eval()
     with torch.no_grad():

@@ -15,9 +15,9 @@ from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.distributed import process_group
-from diffvision.evaluation.loading import load
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import evaluate, run
+from diffvision.opening import open_model
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -162,13 +162,13 @@ def test_an_unknown_device_is_named(device):
 
 def test_two_numbers_of_a_mean_are_refused():
     with pytest.raises(ValueError, match=r"preprocess.mean is \[0.5, 0.5\]: give three"):
-        load("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
+        open_model("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
-    torch.save(load("CLIP-debug").model.state_dict(), tmp_path / "clip.pt")
+    torch.save(open_model("CLIP-debug").module.state_dict(), tmp_path / "clip.pt")
     with pytest.raises(ValueError, match=r"clip.pt does not fit the model DiffCLIP-debug"):
-        load("DiffCLIP-debug", tmp_path / "clip.pt")
+        open_model("DiffCLIP-debug", tmp_path / "clip.pt")
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(ValueError, match="damaged or no checkpoint"):
-        load("DiffCLIP-debug", tmp_path / "text.pt")
+        open_model("DiffCLIP-debug", tmp_path / "text.pt")

@@ -11,11 +11,11 @@ from PIL import Image
 
 from diffvision.cli import main
 from diffvision.data.shards.writer import write_shards
-from diffvision.evaluation.loading import load
 from diffvision.export import adapted, save_folder
 from diffvision.models import language
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.nn import ATTENTION
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
@@ -54,7 +54,7 @@ def address(folder):
 
 
 def read(folder):
-    return language.load(folder) if folder.name.startswith("language") else load(f"local-dir:{folder}").model
+    return language.load(folder) if folder.name.startswith("language") else open_model(f"local-dir:{folder}").module
 
 
 def inputs(kind):
@@ -134,9 +134,9 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights: give --weights"),
-        (["nothing", "out", "--weights=x"], "neither OpenCLIP nor timm has a model 'nothing'"),
-        (["{language}", "out", "--weights=x"], "is a model with weights: leave weights out"),
+        (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights: give --checkpoint"),
+        (["nothing", "out", "--checkpoint=x"], "neither OpenCLIP, timm nor diffvision has a model 'nothing'"),
+        (["{language}", "out", "--checkpoint=x"], "is a model with weights: leave checkpoint out"),
         (["{classifier}", "out", "--method=v2", "--heads=0"], "heads and data choose the heads of method 'dex'"),
         (["{classifier}", "out", "--method=dex", "--heads=most"], "heads is 'most': give all, entropy:0.5, or numbers"),
         (["{classifier}", "out", "--method=dex", "--heads=entropy:2"], "share is 2.0: it is a part"),

@@ -16,8 +16,9 @@ from diffvision import adapt
 from diffvision.analysis.figures import Curve
 from diffvision.export.card import LOAD, attention_layers, model_card, write_card
 from diffvision.export.citations import bibtex
+from diffvision.export.finite import open_finite
 from diffvision.export.history import History, published, read_history
-from diffvision.export.source import Source, read_source
+from diffvision.opening import Model
 
 
 def test_the_card_of_a_run(exported):
@@ -52,7 +53,7 @@ def test_the_license_is_the_users_to_set(exported):
 
 
 def test_without_a_run_nothing_is_invented(exported, tmp_path):
-    write_card(tmp_path, read_source(exported / "vision"))
+    write_card(tmp_path, open_finite(exported / "vision"))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     text = (tmp_path / "README.md").read_text()
     headings = [line for line in text.splitlines() if line.startswith("## ")]
@@ -71,11 +72,11 @@ def test_the_lines_that_load_it_run(exported, tmp_path, monkeypatch, capsys, kin
     assert "tensor" in capsys.readouterr().out
 
 
-def test_models_of_others(tmp_path):
+def test_models_of_others():
     """timm's own: no import of this package, no lambda; adapted: what it became."""
     model = timm.create_model("plain_vit_debug")
     kept = timm.data.resolve_model_data_config(model)
-    source = Source(tmp_path, "timm", "vit_other", model, {"num_classes": 1000}, kept)
+    source = Model("vit_other", "timm", model, {"num_classes": 1000}, preprocess=kept)
     text = model_card(source)
     assert "differential" not in text.partition("## Versions")[0].replace("library", "")
     adapt(model, "v2")
@@ -83,8 +84,8 @@ def test_models_of_others(tmp_path):
     assert "| attention | v2, 4 layers of 4 heads of 16 |" in text
     assert "ye2026differential" in text
     assert "| layer | lambda |" not in text  # it depends on the token
-    plain = Source(tmp_path, "timm", "test_vit", timm.create_model("test_vit"), {"num_classes": 1000}, kept)
-    assert not attention_layers(plain.model)
+    plain = Model("test_vit", "timm", timm.create_model("test_vit"), {"num_classes": 1000}, preprocess=kept)
+    assert not attention_layers(plain.module)
     assert "import diffvision" not in model_card(plain)
     assert "import diffvision" in LOAD["timm"]
 
@@ -115,7 +116,7 @@ def test_evaluations_beside_the_run(runs, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     history = read_history(tmp_path, tmp_path / "best.ckpt")
     assert history.config == {}
-    text = model_card(read_source(runs.paths["vision"]), history)
+    text = model_card(open_finite(runs.paths["vision"]), history)
     assert "| zeroshot_classification | digits | acc1 | 0.7500 |" in text
     assert "acc5" not in text
 
@@ -145,7 +146,7 @@ def test_sources_follow_the_layers():
 
 
 def test_the_language_models_card(runs):
-    text = model_card(read_source(runs.paths["text"]))
+    text = model_card(open_finite(runs.paths["text"]))
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "| vocabulary | 20 |" in text
     assert torch.is_tensor(runs.text.head_weight)
@@ -178,7 +179,7 @@ class _Tags(HTMLParser):
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_card_shows_what_it_is_given(hostile, exported, tmp_path):
     """Names and values of configurations, runs and models are text, in the card as the Hub renders it."""
-    source = read_source(exported / "vision")
+    source = open_finite(exported / "vision")
     preprocess = {**source.preprocess, "mean": [hostile]}
     config = {
         "model": {"init_args": {"model": hostile, "pretrained": hostile, "optimizer": {hostile: hostile}}},

@@ -12,25 +12,25 @@ import torch
 
 from diffvision import cli
 from diffvision.export.command import DEFAULTS, FORMATS, To, export
-from diffvision.export.source import read_source
+from diffvision.export.finite import open_finite
 from diffvision.models import language
 
 
 def test_every_source_is_read(runs, exported, tmp_path):
-    clip = read_source(runs.paths["clip"])
+    clip = open_finite(runs.paths["clip"])
     assert (clip.host, clip.name, clip.run) == ("open_clip", "DiffCLIP-debug", runs.folder / "clip")
     assert clip.preprocess["interpolation"] == "bilinear"
-    vision = read_source(runs.paths["vision"])
+    vision = open_finite(runs.paths["vision"])
     assert (vision.host, vision.name, vision.config["num_classes"]) == ("timm", "diff_vit_debug", 3)
     assert vision.preprocess["input_size"][1:] == [48, 48]
-    text = read_source(runs.paths["text"])
+    text = open_finite(runs.paths["text"])
     assert (text.host, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
-    assert read_source(exported / "vision").name == "diff_vit_debug"
-    assert read_source(f"local-dir:{exported / 'clip'}").run is None
+    assert open_finite(exported / "vision").name == "diff_vit_debug"
+    assert open_finite(f"local-dir:{exported / 'clip'}").run is None
     language.save(runs.text, tmp_path / "text")
-    assert read_source(tmp_path / "text").name == "diff-debug"
+    assert open_finite(tmp_path / "text").name == "diff-debug"
     torch.save(timm.create_model("diff_vit_debug", num_classes=4).state_dict(), tmp_path / "weights.pt")
-    named = read_source(tmp_path / "weights.pt", "diff_vit_debug")
+    named = open_finite("diff_vit_debug", tmp_path / "weights.pt")
     assert named.config == {"num_classes": 4}
 
 
@@ -53,13 +53,13 @@ def test_a_language_model_becomes_hugging_faces(runs, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, runs.text(tokens))
     assert "library_name: transformers" in (tmp_path / "folder" / "README.md").read_text()
-    assert read_source(tmp_path / "folder").name == "diff-debug"
+    assert open_finite(tmp_path / "folder").name == "diff-debug"
 
 
 def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(FileNotFoundError, match=r"no file or folder nowhere"):
-        export("nowhere", str(out))
+    with pytest.raises(FileNotFoundError, match=r"no file or folder ./nowhere"):
+        export("./nowhere", str(out))
     with pytest.raises(ValueError, match=r"is a model of timm, and openclip is not for it: choose one of .*timm"):
         export(str(runs.paths["vision"]), str(out), "openclip")
     with pytest.raises(ValueError, match=r"to is 'gguf': choose one of openclip"):
@@ -67,12 +67,16 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
     with pytest.raises(ValueError, match=r"directory of a run: give one of .* checkpoints/ \(best.ckpt\)"):
         export(str(runs.folder / "clip"), str(out))
     torch.save(runs.vision.model.state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"does not say of which model: name it with --model"):
+    with pytest.raises(ValueError, match=r"does not say of which model: give the model's name first"):
         export(str(tmp_path / "weights.pt"), str(out))
     with pytest.raises(ValueError, match=r"does not fit the model"):
-        export(str(tmp_path / "weights.pt"), str(out), model="CLIP-debug")
-    with pytest.raises(ValueError, match=r"model is 'x', but .* is a folder, which says its own"):
-        export(str(runs.folder), str(out), model="x")
+        export("CLIP-debug", str(out), checkpoint=str(tmp_path / "weights.pt"))
+    with pytest.raises(
+        ValueError, match=r"checkpoint is 'x', but .*best.ckpt is a model with weights: leave checkpoint out"
+    ):
+        export(str(runs.paths["clip"]), str(out), checkpoint="x")
+    with pytest.raises(ValueError, match=r"diff_vit_debug has new weights: give --checkpoint"):
+        export("diff_vit_debug", str(out))
     with pytest.raises(ValueError, match=r"https://.* would be fetched"):
         export("https://example.org/model.ckpt", str(out))
     assert not out.exists()

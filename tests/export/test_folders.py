@@ -10,8 +10,8 @@ import timm
 import torch
 from PIL import Image
 
-from diffvision.evaluation.loading import load
 from diffvision.export import save_folder
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 
@@ -53,10 +53,10 @@ def test_timm_loads_the_run(runs, exported, image):
 
 def test_ours_load_them_too(runs, exported, image):
     for kind, module in (("clip", runs.clip), ("vision", runs.vision)):
-        loaded = load(f"local-dir:{exported / kind}")
+        loaded = open_model(f"local-dir:{exported / kind}")
         assert torch.equal(loaded.transform(image), module.eval_transform(image))
         state = module.model.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in loaded.model.state_dict().items())
+        assert all(torch.equal(value, state[name]) for name, value in loaded.module.state_dict().items())
 
 
 def test_training_starts_from_them(runs, exported):
@@ -74,9 +74,9 @@ def test_training_starts_from_them(runs, exported):
 def test_a_checkpoint_beside_a_folder_is_the_one_taken(exported, tmp_path):
     for kind in ("clip", "vision"):
         name = f"local-dir:{exported / kind}"
-        state = {key: value + 1 for key, value in load(name).model.state_dict().items()}
+        state = {key: value + 1 for key, value in open_model(name).module.state_dict().items()}
         safetensors.torch.save_file(state, tmp_path / f"{kind}.safetensors")
-        again = load(name, tmp_path / f"{kind}.safetensors").model.state_dict()
+        again = open_model(name, tmp_path / f"{kind}.safetensors").module.state_dict()
         assert all(torch.equal(value, state[key]) for key, value in again.items())
 
 
@@ -100,8 +100,8 @@ def test_siglip_keeps_its_bias(tmp_path):
     checkpoint = {"state_dict": {f"model.{k}": v for k, v in module.model.state_dict().items()}}
     module.on_save_checkpoint(checkpoint)
     torch.save({"pytorch-lightning_version": "2.6.6", **checkpoint}, tmp_path / "last.ckpt")
-    loaded = load("CLIP-debug", tmp_path / "last.ckpt")
-    save_folder(loaded.model, tmp_path / "folder", config=loaded.config)
+    loaded = open_model("CLIP-debug", tmp_path / "last.ckpt")
+    save_folder(loaded.module, tmp_path / "folder", config=loaded.config)
     assert open_clip.create_model(f"local-dir:{tmp_path / 'folder'}").logit_bias.item() == -3.5
 
 
@@ -120,11 +120,11 @@ def test_bad_input_leaves_nothing(tmp_path):
 
 def test_folders_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
-        load(f"local-dir:{tmp_path / 'nothing'}")
+        open_model(f"local-dir:{tmp_path / 'nothing'}")
     with pytest.raises(
-        ValueError, match=r"has no open_clip_config.json, and no config.json that names an architecture"
+        ValueError, match=r"has no open_clip_config.json, and no config.json of timm, transformers or a language"
     ):
-        load(f"local-dir:{tmp_path}")
+        open_model(f"local-dir:{tmp_path}")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
-        load(f"local-dir:{tmp_path}")
+        open_model(f"local-dir:{tmp_path}")

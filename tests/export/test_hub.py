@@ -96,7 +96,7 @@ def test_folders_that_do_not_load_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"has a configuration and no weights"):
         push(str(folder), "someone/digits")
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config.json that names an architecture"):
+    with pytest.raises(ValueError, match=r"no config.json of timm, transformers or a language"):
         push(str(folder), "someone/digits")
     with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
         push(str(tmp_path / "nothing"), "someone/digits")
@@ -125,7 +125,7 @@ def test_without_a_token_a_name_or_a_network(folder, monkeypatch):
 
 def test_private_means_private(folder):
     Api.public = True
-    with pytest.raises(ValueError, match=r"someone/digits is there already, and public"):
+    with pytest.raises(ValueError, match=r"someone/digits exists already and is public"):
         push(str(folder), "someone/digits", private=True)
     assert [call[0] for call in Api.asked] == ["create_repo"]
 

@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 
-from diffvision.evaluation.loading import load
 from diffvision.export.command import export
 from diffvision.models import int8, language
 from diffvision.models.convert import convert
 from diffvision.models.language.generation import generate
+from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 
@@ -52,13 +52,13 @@ def test_torchs_fused_attention_keeps_its_weights():
 def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
     made = open_clip.create_model("DiffCLIP-debug").eval()
     torch.save(made.state_dict(), tmp_path / "float.pt")
-    export(str(tmp_path / "float.pt"), str(tmp_path / "int8.safetensors"), "int8", model="DiffCLIP-debug")
-    found = load("DiffCLIP-debug", tmp_path / "int8.safetensors").model
+    export("DiffCLIP-debug", str(tmp_path / "int8.safetensors"), "int8", checkpoint=str(tmp_path / "float.pt"))
+    found = open_model("DiffCLIP-debug", tmp_path / "int8.safetensors").module
     image = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(found.encode_image(image), int8.quantise(made).encode_image(image))
     assert (tmp_path / "int8.safetensors").stat().st_size < (tmp_path / "float.pt").stat().st_size
     with pytest.raises(ValueError, match=r"int8.safetensors is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
-        load("CLIP-debug", tmp_path / "int8.safetensors")
+        open_model("CLIP-debug", tmp_path / "int8.safetensors")
     with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
         export(str(tmp_path / "int8.safetensors"), str(tmp_path / "onnx"), "onnx")
     with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
@@ -71,8 +71,8 @@ def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
 def test_an_exported_vit_in_eight_bits_is_loaded_with_its_own_number_of_classes(tmp_path):
     made = timm.create_model("diff_vit_debug", num_classes=7).eval()
     torch.save(made.state_dict(), tmp_path / "float.pt")
-    export(str(tmp_path / "float.pt"), str(tmp_path / "int8.safetensors"), "int8", model="diff_vit_debug")
-    found = load("diff_vit_debug", tmp_path / "int8.safetensors").model
+    export("diff_vit_debug", str(tmp_path / "int8.safetensors"), "int8", checkpoint=str(tmp_path / "float.pt"))
+    found = open_model("diff_vit_debug", tmp_path / "int8.safetensors").module
     image = torch.randn(2, *made.pretrained_cfg["input_size"])
     torch.testing.assert_close(found(image), int8.quantise(made)(image))
 
@@ -108,7 +108,7 @@ def test_decoding_a_few_rows_on_many_threads_takes_quantised_weights():
 def test_bad_input_is_one_clear_error(tmp_path, monkeypatch):
     torch.save(timm.create_model("diff_vit_debug").state_dict(), tmp_path / "float.pt")
     with pytest.raises(ValueError, match=r"destination vit is to be one file: let its name end in \.safetensors"):
-        export(str(tmp_path / "float.pt"), str(tmp_path / "vit"), "int8", model="diff_vit_debug")
+        export("diff_vit_debug", str(tmp_path / "vit"), "int8", checkpoint=str(tmp_path / "float.pt"))
     with pytest.raises(ValueError, match="ReLU has no linear layer"):
         int8.quantise(torch.nn.ReLU())
     weight = torch.zeros(4, 2, dtype=torch.int8)

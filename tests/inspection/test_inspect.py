@@ -14,7 +14,7 @@ from diffvision.analysis.layers import opened_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
 from diffvision.inspection import command, inputs, inspect
-from diffvision.inspection.subjects import subjects_of
+from diffvision.inspection.command import open_models
 from diffvision.models import language
 
 VOID = {"meta", "img"}
@@ -77,7 +77,7 @@ def pair(tmp_path_factory, photo):
     """A CLIP and a DiffCLIP side by side."""
     output = tmp_path_factory.mktemp("inspected") / "pair"
     given = f"--image {photo}/square.png --mask {photo}/mask.png --versus CLIP-debug --output {output}".split()
-    assert cli.main(["inspect", "--model", "DiffCLIP-debug", "--text", "- a yellow square, on <black>", *given]) == 0
+    assert cli.main(["inspect", "DiffCLIP-debug", "--text", "- a yellow square, on <black>", *given]) == 0
     return output
 
 
@@ -146,7 +146,7 @@ def checkpoint(tmp_path_factory):
 def test_language_models(checkpoint, tmp_path):
     output = tmp_path / "text"
     given = ["--text", "the cat sat on the mat and the", "--answer", "cat sat", "--output", str(output)]
-    assert cli.main(["inspect", "--checkpoint", str(checkpoint / "diff"), *given]) == 0
+    assert cli.main(["inspect", str(checkpoint / "diff"), *given]) == 0
     _, models = written(output)
     ((look,),) = models.values()
     tokens = len(inputs.passages(["the cat sat on the mat and the"], [], _tokenizer(checkpoint), 32)[0].words)
@@ -162,11 +162,11 @@ def test_language_models(checkpoint, tmp_path):
 def test_a_language_model_that_was_exported(checkpoint, tmp_path):
     pytest.importorskip("transformers")
     export(str(checkpoint / "diff"), str(tmp_path / "theirs"))
-    (subject,) = subjects_of(None, f"hf:{tmp_path / 'theirs'}", None, None, None, "cpu")
-    (passage,) = inputs.passages(["the cat sat"], [], subject.tokenizer, subject.max_length)
-    layers = [layer.maps for layer in opened_layers(subject.model, {"tokens": passage.tokens[None]})]
-    (own,) = subjects_of(None, str(checkpoint / "diff"), None, None, None, "cpu")
-    for layer, other in zip(layers, opened_layers(own.model, {"tokens": passage.tokens[None]}), strict=True):
+    (model,) = open_models(f"hf:{tmp_path / 'theirs'}", tokenizer=None, device="cpu")
+    (passage,) = inputs.passages(["the cat sat"], [], model.tokenizer, model.max_length)
+    layers = [layer.maps for layer in opened_layers(model.module, {"tokens": passage.tokens[None]})]
+    (own,) = open_models(str(checkpoint / "diff"), tokenizer=None, device="cpu")
+    for layer, other in zip(layers, opened_layers(own.module, {"tokens": passage.tokens[None]}), strict=True):
         torch.testing.assert_close(layer.applied, other.maps.applied)
 
 
@@ -217,12 +217,13 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
     output = str(tmp_path / "new")
     (tmp_path / "file").write_text("x")
     diff, photos = str(checkpoint / "diff"), [str(photo / "square.png")]
-    refused("nothing to inspect: give --model", output=output)
     refused("is a file: name a folder", model="diff_vit_debug", output=str(tmp_path / "file"))
     refused(
-        "neither OpenCLIP nor timm has a model 'diff_vit_debg'.*diff_vit_debug", model="diff_vit_debg", output=output
+        "neither OpenCLIP, timm nor diffvision has a model 'diff_vit_debg'.*diff_vit_debug",
+        model="diff_vit_debg",
+        output=output,
     )
-    refused("is a language model: give its --checkpoint alone", model="diff-debug", output=output)
+    refused("diff-debug would have new weights: give --checkpoint", model="diff-debug", output=output)
     refused("no attention that can be opened.*replace_attention", model="vit_tiny_patch16_224", output=output)
     refused(
         "image .*file cannot be read.*JPEG, PNG or WebP",
@@ -247,18 +248,21 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
         output=output,
     )
     refused("versus is the model itself", model="diff_vit_debug", versus="diff_vit_debug", output=output)
-    refused("a model of images, beside a language model", checkpoint=diff, versus="CLIP-debug", output=output)
-    refused("images are given, and diff is a language model", checkpoint=diff, image=photos, output=output)
+    refused(
+        "diff is a language model and CLIP-debug is an image-text model", model=diff, versus="CLIP-debug", output=output
+    )
+    refused("and two models are given: name each by its file", model=diff, versus="x", checkpoint="y", output=output)
+    refused("images are given, and diff is a language model", model=diff, image=photos, output=output)
     refused(
         "has .* tokens, more than the 32 of the model's context: cut it",
-        checkpoint=diff,
+        model=diff,
         text="the cat " * 40,
         output=output,
     )
-    refused("answer 'horse' is not in the text", checkpoint=diff, text="the cat", answer="horse", output=output)
-    refused("2 answers for 1 texts", checkpoint=diff, text="the cat", answer=["the", "cat"], output=output)
-    refused("answers are given without texts", checkpoint=diff, answer="cat", output=output)
-    refused("no checkpoint", checkpoint=str(tmp_path / "none"), output=output)
+    refused("answer 'horse' is not in the text", model=diff, text="the cat", answer="horse", output=output)
+    refused("2 answers for 1 texts", model=diff, text="the cat", answer=["the", "cat"], output=output)
+    refused("answers are given without texts", model=diff, answer="cat", output=output)
+    refused("no file or folder", model=str(tmp_path / "none"), output=output)
     assert not (tmp_path / "new").exists()
 
 

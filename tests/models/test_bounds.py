@@ -7,14 +7,13 @@ import pytest
 import timm
 import torch
 
-from diffvision.evaluation.language.hugging_face import load_hugging_face
-from diffvision.evaluation.loading import load
+from diffvision.export.finite import open_finite
 from diffvision.export.folders import save_folder
-from diffvision.export.source import read_source
 from diffvision.models import language
 from diffvision.models.bounds import bounded
 from diffvision.models.convert import convert
 from diffvision.models.language.configuration import LanguageConfig
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
@@ -34,7 +33,7 @@ def test_a_language_folder(field, value, tmp_path):
     language.save(language.create("diff-debug"), tmp_path / "text")
     edit(tmp_path / "text" / "config.json", lambda c: c.update({field: value}))
     told = rf"{field} is {value}: it must be a whole number from 1 to [\d,]+"
-    for call in (language.load, read_source, lambda folder: LanguageModule(f"local-dir:{folder}")):
+    for call in (language.load, open_finite, lambda folder: LanguageModule(f"local-dir:{folder}")):
         with pytest.raises(ValueError, match=told):
             call(tmp_path / "text")
 
@@ -63,15 +62,15 @@ def test_a_folder_of_transformers(tmp_path):
     small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
     config = transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    load_hugging_face(str(tmp_path / "llama"))
+    open_model(tmp_path / "llama")
     file = tmp_path / "llama" / "config.json"
     edit(file, lambda c: c.update(num_hidden_layers=30_000_000))
-    for call in (load_hugging_face, lambda folder: convert(folder, str(tmp_path / "out"), to="language")):
+    for call in (open_model, lambda folder: convert(folder, str(tmp_path / "out"), to="language")):
         with pytest.raises(ValueError, match=r"num_hidden_layers 30,000,000, above 4,096|depth is 30000000"):
             call(str(tmp_path / "llama"))
     edit(file, lambda c: c.update(num_hidden_layers=1, hidden_size=1 << 20))
     with pytest.raises(ValueError, match=r"describes a model of more than [\d,]+ parameters .* bytes of weights"):
-        load_hugging_face(str(tmp_path / "llama"))
+        open_model(tmp_path / "llama")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_an_openclip_folder(tower, field, value, tmp_path):
     save_folder(open_clip.create_model("CLIP-debug"), tmp_path / "clip", config=config)
     edit(tmp_path / "clip" / "open_clip_config.json", lambda c: c["model_cfg"][tower].update({field: value}))
     told = rf"open_clip_config\.json has model_cfg\.{tower}\.{field} {value:,}, above|describes a model of more than"
-    for call in (load, ContrastiveModule):
+    for call in (open_model, ContrastiveModule):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{tmp_path / 'clip'}")
 
@@ -101,7 +100,7 @@ def test_a_timm_folder_and_a_checkpoint(field, value, tmp_path):
     save_folder(timm.create_model("diff_vit_debug", num_classes=3), tmp_path / "vit", config={})
     edit(tmp_path / "vit" / "config.json", lambda c: c["model_args"].update({field: value}))
     told = rf"config\.json has model_args\.{field} {value:,}, above|describes a model of more than"
-    for call in (load, lambda name: ClassificationModule(name, num_classes=3)):
+    for call in (open_model, lambda name: ClassificationModule(name, num_classes=3)):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{tmp_path / 'vit'}")
     module = ClassificationModule("diff_vit_debug", num_classes=3)
@@ -110,7 +109,7 @@ def test_a_timm_folder_and_a_checkpoint(field, value, tmp_path):
     module.on_save_checkpoint(content)
     torch.save(content, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=rf"x\.ckpt has {field} {value:,}, above|describes a model of more than"):
-        load("diff_vit_debug", tmp_path / "x.ckpt")
+        open_model("diff_vit_debug", tmp_path / "x.ckpt")
 
 
 def test_a_configuration_of_fit():
@@ -124,7 +123,7 @@ def test_models_as_they_are_fit_in(tmp_path):
     """Half precision, eight bits and models that are known by name are not refused; nothing is left behind."""
     model = timm.create_model("vit_tiny_patch16_224", depth=2).half()
     save_folder(model, tmp_path / "vit", config={"depth": 2})
-    load(f"local-dir:{tmp_path / 'vit'}")
+    open_model(f"local-dir:{tmp_path / 'vit'}")
     with pytest.raises(ValueError, match="is not JSON"), bounded(tmp_path / "vit"):
         raise ValueError("it is not JSON")
     torch.nn.Linear(1 << 13, 1 << 13, device="meta")

@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save, save_file
 
 from diffvision import adapt
 from diffvision.evaluation import FeatureExtractor
-from diffvision.evaluation.language.loading import load_subject
-from diffvision.evaluation.loading import load
+from diffvision.export.finite import open_finite
 from diffvision.export.folders import save_folder
-from diffvision.export.source import read_source
 from diffvision.models import language, vision
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference, recorded
 from diffvision.models.convert import convert
+from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.durable.resume import compare
@@ -68,13 +67,13 @@ def other_vit(monkeypatch):
 
 def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_clip):
     path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
-    load(CLIP, path)
-    read_source(path)
+    open_model(CLIP, path)
+    open_finite(path)
     other_clip()
     told = r"text_cfg\.block_type 'diffvision:v1:lambda_init=0\.8' there and 'diffvision:v1:lambda_init=0\.2' here"
     for call in (
-        lambda: load(CLIP, path),
-        lambda: read_source(path),
+        lambda: open_model(CLIP, path),
+        lambda: open_finite(path),
         lambda: FeatureExtractor(CLIP, path).fit([]),
         lambda: compare(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same"),
         lambda: ContrastiveModule(CLIP).on_load_checkpoint(torch.load(path, weights_only=True)),
@@ -85,11 +84,11 @@ def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_c
 
 def test_a_vit_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_vit):
     path = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "x.ckpt")
-    load(VIT, path)
+    open_model(VIT, path)
     other_vit()
     for call in (
-        lambda: load(VIT, path),
-        lambda: read_source(path),
+        lambda: open_model(VIT, path),
+        lambda: open_finite(path),
         lambda: compare(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same"),
     ):
         with pytest.raises(ValueError, match=r"blocks\.1\.attn\.lambda_init 0\.35\d* there and 0\.2 here"):
@@ -100,7 +99,7 @@ def test_arguments_of_the_run_build_its_model_again(tmp_path):
     """evaluate builds timm's models as they were trained; fit is given its arguments, and compares them."""
     module = ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5, "drop_path_rate": 0.1})
     path = checkpoint(module, tmp_path / "x.ckpt")
-    assert load(VIT, path).model.blocks[1].attn.lambda_init == 0.5
+    assert open_model(VIT, path).module.blocks[1].attn.lambda_init == 0.5
     same = ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5})  # dropout is no architecture
     compare(str(path), same, world_size=1, ranks="same")
     told = r"cannot resume from .*x\.ckpt: .* lambda_init 0\.5 there and None here, .* 0\.5 there and 0\.2"
@@ -123,13 +122,13 @@ def test_older_files_load_with_a_note(tmp_path):
     told = "does not record its architecture, as files of older versions: settings that are in no weight"
     path = without_architecture(checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt"))
     with pytest.warns(UserWarning, match=told) as noted:
-        load(CLIP, path)
+        open_model(CLIP, path)
     assert len(noted) == 1
     with pytest.warns(UserWarning, match=told):
         compare(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same")
     path = without_architecture(checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt"))
     with pytest.warns(UserWarning, match=told):
-        load(VIT, path)
+        open_model(VIT, path)
     # a language checkpoint of any version has its configuration, which is compared as before
     path = without_architecture(checkpoint(LanguageModule(TEXT), tmp_path / "z.ckpt"))
     language.load(path)
@@ -146,9 +145,9 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
     folder = tmp_path / "clip"
     config = open_clip.get_model_config(CLIP)
     save_folder(open_clip.create_model(CLIP), folder, config=config)
-    load(f"local-dir:{folder}")
+    open_model(f"local-dir:{folder}")
     edit(folder / "open_clip_config.json", lambda c: c["model_cfg"]["text_cfg"].update(pool_type="first"))
-    for call in (load, ContrastiveModule):
+    for call in (open_model, ContrastiveModule):
         with pytest.raises(ValueError, match="pool_type 'argmax' there and 'first' here"):
             call(f"local-dir:{folder}")
     edit(
@@ -156,7 +155,7 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
         lambda c: c["model_cfg"]["text_cfg"].update(pool_type="argmax", block_type="diffvision:v1:lambda_init=0.2"),
     )
     told = r"block_type .*lambda_init=0\.8' there|lambda_init 0\.8 there and 0\.2 here"
-    for call in (load, ContrastiveModule, lambda name: read_source(name.removeprefix("local-dir:"))):
+    for call in (open_model, ContrastiveModule, lambda name: open_finite(name.removeprefix("local-dir:"))):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{folder}")
     with pytest.raises(ValueError, match=r"with lambda_init 0\.2, and DiffCLIP"):
@@ -166,11 +165,11 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
 def test_a_timm_folder_whose_configuration_was_changed(tmp_path):
     folder = tmp_path / "vit"
     save_folder(timm.create_model(VIT, num_classes=3), folder, config={})
-    load(f"local-dir:{folder}")
+    open_model(f"local-dir:{folder}")
     ClassificationModule(f"local-dir:{folder}", num_classes=7, model_args={"img_size": 64})  # both may be others
     edit(folder / "config.json", lambda c: c["model_args"].update(lambda_init=0.3))
     with pytest.raises(ValueError, match=r"lambda_init .* there and 0\.3 here"):
-        load(f"local-dir:{folder}")
+        open_model(f"local-dir:{folder}")
     with pytest.raises(ValueError, match=r"lambda_init .* there and 0\.3 here"):
         ClassificationModule(f"local-dir:{folder}", num_classes=3)
 
@@ -179,7 +178,7 @@ def test_the_file_of_a_folder_given_as_weights_of_a_name(tmp_path):
     model = timm.create_model(VIT, num_classes=3, lambda_init=0.5)
     save_folder(model, tmp_path / "vit", config={"lambda_init": 0.5})
     with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and None here"):
-        load(VIT, tmp_path / "vit" / "model.safetensors")
+        open_model(VIT, tmp_path / "vit" / "model.safetensors")
     with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and 0\.2"):
         ClassificationModule(
             VIT, num_classes=3, model_args={"checkpoint_path": str(tmp_path / "vit" / "model.safetensors")}
@@ -194,8 +193,8 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
     told = r"lambda_init 'depth' there and 0\.3 here, .*rotary_theta 10000\.0 there and 500\.0 here"
     for call in (
         language.load,
-        read_source,
-        lambda folder: load_subject(str(folder)),
+        open_finite,
+        lambda folder: open_model(str(folder)),
         lambda f: LanguageModule(f"local-dir:{f}"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -228,9 +227,9 @@ def test_adapted_models_are_what_they_were_saved_as(method, tmp_path):
     model = adapt(plain, method)
     config = {key: model._model_args[key] for key in ("base", "method")}
     save_folder(model, tmp_path / "vit", config=config)
-    load(f"local-dir:{tmp_path / 'vit'}")
+    open_model(f"local-dir:{tmp_path / 'vit'}")
     path = checkpoint(ClassificationModule(f"local-dir:{tmp_path / 'vit'}", num_classes=3), tmp_path / "x.ckpt")
-    load(f"local-dir:{tmp_path / 'vit'}", path)
+    open_model(f"local-dir:{tmp_path / 'vit'}", path)
     text = adapt(language.create("transformer-debug"), method)
     language.save(text, tmp_path / "text")
     language.load(tmp_path / "text")
@@ -278,20 +277,20 @@ def test_a_record_that_is_none(tmp_path):
     for fine in ({"layers": {"visual": None}}, {}):
         content["diffvision"][KEY] = fine
         torch.save(content, path)
-        load(CLIP, path)
+        open_model(CLIP, path)
     for wrong in ({KEY: {"layers": 3, "config": []}}, {KEY: {"layers": [1]}}, {"preprocess": None}, {"model_args": 1}):
         torch.save(content | {"diffvision": wrong}, path)
         with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt has .* of type \w+, not a dictionary"):
-            load(CLIP, path)
+            open_model(CLIP, path)
     torch.save(content | {"diffvision": [1]}, path)
     with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt has a list under diffvision, not a dictionary"):
-        load(CLIP, path)
+        open_model(CLIP, path)
     path = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt")
     content = torch.load(path, weights_only=True)
     content["diffvision"]["model_args"] = {"depth": "x"}
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args that build no diff_vit_debug"):
-        read_source(path)
+        open_finite(path)
 
 
 @pytest.mark.filterwarnings("ignore:no tokenizer beside")
@@ -306,14 +305,14 @@ def test_a_transformers_folder_whose_configuration_was_changed(name, here, tmp_p
     language.save(model, tmp_path / "ours")
     export(str(tmp_path / "ours"), str(folder))
     tokens = torch.randint(3, 200, (1, 7))
-    assert torch.equal(load_subject(f"hf:{folder}").model(tokens).logits, model.eval()(tokens))
-    assert read_source(folder).model.config == language.config(TEXT)  # as many key/value heads as heads
+    assert torch.equal(open_model(f"hf:{folder}").module(tokens).logits, model.eval()(tokens))
+    assert open_finite(folder).module.config == language.config(TEXT)  # as many key/value heads as heads
     assert {file.suffix for file in folder.iterdir()} == {".json", ".py", ".safetensors"}
     edit(folder / "config.json", lambda values: values.update({name: here}))
     ours = {"rms_norm_eps": "norm_eps"}.get(name, name)
     for call in (
-        lambda: load_subject(f"hf:{folder}"),
-        lambda: read_source(folder),
+        lambda: open_model(f"hf:{folder}"),
+        lambda: open_finite(folder),
         lambda: transformers.AutoModel.from_pretrained(folder),
     ):
         with pytest.raises(
@@ -323,4 +322,4 @@ def test_a_transformers_folder_whose_configuration_was_changed(name, here, tmp_p
     # a folder that transformers wrote records nothing
     weights = folder / "model.safetensors"
     weights.write_bytes(save(load_file(weights), {"format": "pt"}))
-    assert isinstance(load_subject(f"hf:{folder}").model, DiffTransformerForCausalLM)
+    assert isinstance(open_model(f"hf:{folder}").module, DiffTransformerForCausalLM)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffvision.evaluation.language.loading import json_lines
+from diffvision.evaluation.language.documents import json_lines
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, constrained_choices, unseen
 

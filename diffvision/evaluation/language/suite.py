@@ -21,16 +21,8 @@ from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.language import figures
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
+from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.loading import (
-    Reading,
-    Subject,
-    load_subject,
-    read_documents,
-    read_texts,
-    rows_of,
-    tokenised,
-)
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
@@ -40,6 +32,7 @@ from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
+from diffvision.opening import Model, labelled, open_language_model
 
 PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # that tokenizers are told apart by
 LENGTHS = (512, 1024, 2048, 4096)
@@ -49,7 +42,7 @@ LENGTHS = (512, 1024, 2048, 4096)
 class Work:
     """A model, and what it is to be evaluated on and how."""
 
-    subject: Subject
+    model: Model
     options: LanguageOptions = field(default_factory=LanguageOptions)
     documents: Sequence[Tensor] = ()  # int64 [N] each
     num_bytes: int | None = None  # of their text
@@ -63,24 +56,24 @@ class Work:
         Raises:
             ValueError: options.window is over what it can read.
         """
-        longest = self.subject.max_length
+        longest = self.model.max_length
         if self.options.window is None:
             return min(longest or 2048, 2048)
         if longest is not None and self.options.window > longest:
             raise ValueError(
-                f"window is {self.options.window}, over the {longest} tokens that {self.subject.name} reads: give less"
+                f"window is {self.options.window}, over the {longest} tokens that {self.model.name} reads: give less"
             )
         return self.options.window
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of contexts with needles; ValueError for one over what the model can read."""
-        longest = self.subject.max_length or max(LENGTHS)
+        longest = self.model.max_length or max(LENGTHS)
         if self.options.lengths is None:
             return tuple(length for length in LENGTHS if length <= longest) or (longest,)
         if over := [length for length in self.options.lengths if length > longest]:
             raise ValueError(
-                f"lengths has {over[0]}, over the {longest} tokens that {self.subject.name} reads: give smaller ones"
+                f"lengths has {over[0]}, over the {longest} tokens that {self.model.name} reads: give smaller ones"
             )
         return self.options.lengths
 
@@ -105,7 +98,7 @@ class LanguageEvaluation(NamedTuple):
 
 def _perplexity(work: Work) -> dict[str, float]:
     return perplexity(
-        work.subject.model,
+        work.model.module,
         work.documents,
         window=work.window,
         stride=work.options.stride,
@@ -117,7 +110,7 @@ def _perplexity(work: Work) -> dict[str, float]:
 
 def _position_nll(work: Work) -> dict[str, float]:
     return position_nll(
-        work.subject.model,
+        work.model.module,
         work.documents,
         length=work.window,
         points=work.options.points,
@@ -129,12 +122,12 @@ def _position_nll(work: Work) -> dict[str, float]:
 def _associative_recall(work: Work) -> dict[str, float]:
     options, frequent = work.options, None
     if options.frequent_text is not None:
-        tokenizer: Any = work.subject.tokenizer
+        tokenizer: Any = work.model.tokenizer
         texts = read_documents([options.frequent_text], tokenizer, _reading(options))
         training = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
         frequent = frequent_bigrams(map(torch.tensor, training), options.frequent_count)
     return associative_recall(
-        work.subject.model,
+        work.model.module,
         work.documents,
         window=work.window,
         frequent=frequent,
@@ -148,8 +141,8 @@ def _needle(work: Work) -> dict[str, float]:
     for pair in work.options.needles:
         needles, queries = needle_pair(pair)
         found = needle(
-            work.subject.model,
-            work.subject.tokenizer,
+            work.model.module,
+            work.model.tokenizer,
             lengths=work.lengths,
             depths=work.options.depths,
             needles=needles,
@@ -167,8 +160,8 @@ def _needle(work: Work) -> dict[str, float]:
 def _attention_mass(work: Work) -> dict[str, float]:
     needles, queries = needle_pair(work.options.needles[-1])
     return attention_mass(
-        work.subject.model,
-        work.subject.tokenizer,
+        work.model.module,
+        work.model.tokenizer,
         length=min(work.lengths),
         depths=work.options.depths,
         needles=needles,
@@ -181,18 +174,18 @@ def _attention_mass(work: Work) -> dict[str, float]:
 
 
 def _many_shot(work: Work) -> dict[str, float]:
-    options, subject = work.options, work.subject
+    options, model = work.options, work.model
     tasks = work.tasks or _mappings(options)
     shared: dict[str, Any] = {
-        "max_length": subject.max_length,
+        "max_length": model.max_length,
         "batch_size": options.batch_size,
         "seed": options.seed,
         "progress": work.progress,
     }
-    metrics = many_shot(subject.model, subject.tokenizer, tasks, shots=options.shots, **shared)
+    metrics = many_shot(model.module, model.tokenizer, tasks, shots=options.shots, **shared)
     orders = order_robustness(
-        subject.model,
-        subject.tokenizer,
+        model.module,
+        model.tokenizer,
         tasks,
         shots=options.order_shots,
         permutations=options.permutations,
@@ -206,7 +199,7 @@ def _mappings(options: LanguageOptions) -> list[Task]:
 
 
 def _outliers(work: Work) -> dict[str, float]:
-    return outliers(work.subject.model, rows_of(work.documents, work.window), progress=work.progress)
+    return outliers(work.model.module, rows_of(work.documents, work.window), progress=work.progress)
 
 
 def _quantization(work: Work) -> dict[str, float]:
@@ -216,7 +209,7 @@ def _quantization(work: Work) -> dict[str, float]:
         return _mean([value for key, value in found.items() if key.endswith("/accuracy")])
 
     return quantization(
-        work.subject.model,
+        work.model.module,
         rows_of(work.documents, work.window),
         bits=work.options.bits,
         granularity=work.options.granularity,
@@ -249,8 +242,8 @@ def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
         ValueError: an unknown task; documents or a tokenizer missing; what the evaluations raise.
     """
     check(tasks, has_documents=bool(work.documents))
-    if work.subject.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads == "tokenizer" for task in tasks):
-        raise ValueError(f"{work.subject.name} came without a tokenizer: give one, such as a tokenizer.json")
+    if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads == "tokenizer" for task in tasks):
+        raise ValueError(f"{work.model.name} came without a tokenizer: give one, such as a tokenizer.json")
     return {
         f"{task}/{metric}": value
         for task in tasks
@@ -268,10 +261,11 @@ def check(tasks: Iterable[str], *, has_documents: bool) -> None:
 
 
 def run(
+    models: str | list[str],
     *,
-    checkpoint: str | list[str],
     tasks: str | list[str],
     data: str | list[str] | None = None,
+    checkpoint: str | None = None,
     output: str | None = None,
     cache: str | None = None,
     tokenizer: str | None = None,
@@ -283,15 +277,16 @@ def run(
     """Evaluates language models, prints a table, and writes a JSON and a picture for each task.
 
     Args:
-        checkpoint: folders or .ckpt files of ours, or hf:PATH (a list, or separated by commas), each with NAME= before
-            it if wanted; several are shown in one picture.
+        models: .ckpt files or folders of language models, or hf:PATH for transformers' (one after the other, or
+            separated by commas), each with LABEL= before it if wanted; several are shown in one picture.
         tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
             (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer.
+        checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended goes on with the next.
-        tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies with the checkpoint.
+        tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: likewise, what many_shot asks.
         device: auto, cpu, cuda, cuda:1, ...
@@ -303,6 +298,9 @@ def run(
         check_folder(output)
     if cache is not None:
         check_folder(cache, "cache")
+    specs = listed(models)
+    if checkpoint is not None and len(specs) > 1:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
     given: list[Task] = []
@@ -312,16 +310,17 @@ def run(
         given = _mappings(options)  # which refuses, before anything is loaded, what the words do not suffice for
     results: dict[str, dict[str, float]] = {}
     kept = None if cache is None else Cache(cache)
-    with process_group(device) as place:
-        for path in listed(checkpoint):
-            subject = load_subject(path, tokenizer=tokenizer, device=place)
-            if subject.name in results:
-                raise ValueError(f"two checkpoints are named {subject.name!r}: write NAME=PATH to tell them apart")
-            results[subject.name] = {}
-            work = _work(subject, options, None if data is None else listed(data), given)
-            follows = {} if kept is None else _all_that_counts(work, place)
+    with process_group(device) as used_device:
+        for label, spec in map(labelled, specs):
+            if label in results:
+                raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to tell them apart")
+            opened = open_language_model(spec, checkpoint, tokenizer=tokenizer, device=used_device)
+            model = dataclasses.replace(opened, name=label)
+            results[label] = {}
+            work = _work(model, options, None if data is None else listed(data), given)
+            identity = {} if kept is None else _identity(work, used_device)
             for name in names:
-                results[subject.name] |= _evaluated(work, name, kept, follows)
+                results[label] |= _evaluated(work, name, kept, identity)
                 if output is not None:
                     write_numbers(name, results, options, output)
     _show(results)
@@ -331,27 +330,27 @@ def run(
     return results
 
 
-def _evaluated(work: Work, task: str, cache: Cache | None, follows: dict[str, Any]) -> dict[str, float]:
+def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, float]:
     """A task's metrics, from the cache where it has them."""
     if cache is None:
         return evaluate_language(work, [task])
-    identity = digest(task=task, **follows)
+    identity = digest(task=task, **shared)
     if (piece := cache.load(identity, task)) is not None:
-        print(f"{work.subject.name}: {task} is found in {cache.directory}", file=sys.stderr)
+        print(f"{work.model.name}: {task} is found in {cache.directory}", file=sys.stderr)
         return piece[1]
     metrics = evaluate_language(work, [task])
     cache.save(identity, task, {}, metrics)
     return metrics
 
 
-def _all_that_counts(work: Work, device: str) -> dict[str, Any]:
-    """What a task's metrics follow from, beside its name."""
-    subject, options = work.subject, work.options
-    tokenizer = subject.tokenizer
+def _identity(work: Work, device: str) -> dict[str, Any]:
+    """Return what the metrics of all tasks depend on."""
+    model, options = work.model, work.options
+    tokenizer = model.tokenizer
     return {
-        "model": model_digest(subject.model),
+        "model": model_digest(model.module),
         "tokenizer": None if tokenizer is None else [tokenizer.vocab_size, tokenizer.encode(PROBE)],
-        "max_length": subject.max_length,
+        "max_length": model.max_length,
         "documents": tensor_digest(work.documents),
         "num_bytes": work.num_bytes,
         "tasks": repr(work.tasks),
@@ -376,17 +375,17 @@ def write_picture(task: str, results: figures.Results, output: str | Path) -> No
     write_bytes(Path(output) / f"{task}.png", LANGUAGE_EVALUATIONS[task].picture(_of_task(results, task)))
 
 
-def _work(subject: Subject, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:
+def _work(model: Model, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:
     if data is None:
-        return Work(subject, options, tasks=tasks, progress=bar)
-    if subject.tokenizer is None:
-        raise ValueError(f"{subject.name} came without a tokenizer, which reads the data: give one")
+        return Work(model, options, tasks=tasks, progress=bar)
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} came without a tokenizer, which reads the data: give one")
     reading = _reading(options)
-    texts = read_documents(data, subject.tokenizer, reading)
-    documents, num_bytes = tokenised(texts, subject.tokenizer, options.tokens)
+    texts = read_documents(data, model.tokenizer, reading)
+    documents, num_bytes = tokenised(texts, model.tokenizer, options.tokens)
     if reading.account.bad:
         print(f"of the data, {reading.account.summary()}", file=sys.stderr)
-    return Work(subject, options, documents, num_bytes, tasks, bar)
+    return Work(model, options, documents, num_bytes, tasks, bar)
 
 
 def _reading(options: LanguageOptions) -> Reading:

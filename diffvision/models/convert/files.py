@@ -28,7 +28,7 @@ from diffvision.models.convert.layers import check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
     WEIGHTS,
-    Source,
+    Weights,
     weight_files,
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
@@ -60,10 +60,10 @@ def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None 
         raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
 
 
-def _to_openclip(source: Source, target: Path, options: Options) -> None:
+def _to_openclip(source: Weights, target: Path, options: Options) -> None:
     if options.tower is not None and not is_model(options.tower):
         raise ValueError(f"tower is {options.tower!r}, which timm does not know: register it before, or name another")
-    config, state = diffclip.from_diffclip(source.weights, tower=options.tower, lambda_init=options.lambda_init)
+    config, state = diffclip.from_diffclip(source.state, tower=options.tower, lambda_init=options.lambda_init)
     model = _check_diffclip(config, state, f"{source.path} looks like diffclip, and", options.lambda_init)
     target.mkdir()
     values = {"model_cfg": config, "preprocess_cfg": diffclip.PREPROCESS}
@@ -71,8 +71,8 @@ def _to_openclip(source: Source, target: Path, options: Options) -> None:
     _save(state, target / WEIGHTS, metadata(model, config))
 
 
-def _to_diffclip(source: Source, target: Path, options: Options) -> None:
-    weights = diffclip.to_diffclip(source.weights)
+def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
+    weights = diffclip.to_diffclip(source.state)
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} is an OpenCLIP model without V1 attention in both towers, which DiffCLIP has")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
@@ -82,7 +82,7 @@ def _to_diffclip(source: Source, target: Path, options: Options) -> None:
             f"{source.path} cannot be had as diffclip, whose code would compute something else: {few(other)}"
         )
     depth = "lambda_init=depth" in config["text_cfg"]["block_type"]
-    model = _check_diffclip(config, source.weights, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
+    model = _check_diffclip(config, source.state, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
     if about := recorded(source.path / WEIGHTS):
         check(about, model, str(source.path / WEIGHTS), config)
     if target.suffix == ".safetensors":
@@ -102,11 +102,11 @@ def _check_diffclip(
     return model
 
 
-def _mapped(source: Source, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
+def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
     if source.layout == "diffvision":
         _refuse_other_lambda(source.path)
-    made = by(source.weights)
-    check_layers(source.weights if source.layout == "diffvision" else made, str(source.path))
+    made = by(source.state)
+    check_layers(source.state if source.layout == "diffvision" else made, str(source.path))
     _save(made, target)
 
 
@@ -124,7 +124,7 @@ def _refuse_other_lambda(path: Path) -> None:
             )
 
 
-def _to_language(source: Source, target: Path, options: Options) -> None:
+def _to_language(source: Weights, target: Path, options: Options) -> None:
     theirs = {name: value for file in weight_files(source.path) for name, value in read_state(file).items()}
     values = read_json(source.path / "config.json")
     try:
@@ -145,7 +145,7 @@ def _to_language(source: Source, target: Path, options: Options) -> None:
     language.save(model, target, tokenizer if tokenizer.is_file() else None)
 
 
-def _to_hugging_face(source: Source, target: Path, options: Options) -> None:
+def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
     model = language.load(source.path)
     int8.refuse(model.state_dict(), str(source.path))
     values, state = hugging_face.to_hugging_face(model.config, model.state_dict())
@@ -172,7 +172,7 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     return {} if end not in vocabulary else {"eos_token_id": vocabulary[end], "pad_token_id": vocabulary[end]}
 
 
-CONVERSIONS: dict[tuple[str, str], Callable[[Source, Path, Options], None]] = {
+CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {
     ("diffclip", "openclip"): _to_openclip,
     ("openclip", "diffclip"): _to_diffclip,
     ("timm", "diffvision"): partial(_mapped, by=timm.from_timm),

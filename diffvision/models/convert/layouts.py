@@ -35,15 +35,15 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Source:
+class Weights:
     """Weights of a known layout. A folder's are read when they are converted."""
 
     path: Path
     layout: str
-    weights: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
 
 
-def recognise(source: str | Path) -> Source:
+def recognise(source: str | Path) -> Weights:
     """Which layout a file or folder is of, by the names of its weights or its configuration.
 
     Raises:
@@ -55,7 +55,7 @@ def recognise(source: str | Path) -> Source:
     if path.suffix == ".ckpt" and path.is_file():
         try:
             language.load(path, "meta")
-            return Source(path, "language", {})
+            return Weights(path, "language", {})
         except ValueError:
             pass  # of another kind of training, whose weights tell
     weights = read_state(path)
@@ -67,7 +67,7 @@ def recognise(source: str | Path) -> Source:
             f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of no layout that is known: none has the "
             f"names of DiffCLIP, of timm's or unilm's differential attention, or of ours{near}"
         )
-    return Source(path, layout, weights)
+    return Weights(path, layout, weights)
 
 
 def recognised(weights: Mapping[str, Tensor]) -> str | None:
@@ -107,19 +107,19 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _folder(path: Path) -> Source:
+def _folder(path: Path) -> Weights:
     if (path / CONFIG).is_file():
         file = path / WEIGHTS
         if not file.is_file():
             raise FileNotFoundError(f"{path} has a {CONFIG} and no {WEIGHTS}: save the model with its weights")
-        return Source(path, "openclip", read_state(file))
+        return Weights(path, "openclip", read_state(file))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is a folder without {CONFIG} and without config.json: name a folder of a model")
     values = read_json(path / "config.json")
     if values.get("diffvision") == "language":
-        return Source(path, "language", {})
+        return Weights(path, "language", {})
     if values.get("model_type") in hugging_face.MODEL_TYPES.values():
-        return Source(path, "huggingface", {})
+        return Weights(path, "huggingface", {})
     known = ", ".join(hugging_face.MODEL_TYPES.values())
     raise ValueError(
         f"{path} is of model_type {values.get('model_type')!r}, of no layout that is known: transformers' {known}, and "

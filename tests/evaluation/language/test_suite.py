@@ -18,9 +18,8 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language import figures
-from diffvision.evaluation.language.loading import (
+from diffvision.evaluation.language.documents import (
     Reading,
-    load_subject,
     read_documents,
     read_texts,
     rows_of,
@@ -37,6 +36,7 @@ from diffvision.evaluation.language.suite import (
 )
 from diffvision.evaluation.output import check_folder
 from diffvision.models import language
+from diffvision.opening import open_model
 from diffvision.training.language import LanguageModule
 
 SMALL = LanguageOptions(
@@ -80,7 +80,7 @@ def home(tmp_path_factory):
 def results(home):
     """Every task of two models, and the files."""
     return run(
-        checkpoint=[f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
+        [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
         tasks=list(LANGUAGE_EVALUATIONS),
         data=str(home / "texts"),
         output=str(home / "out"),
@@ -114,19 +114,19 @@ def test_every_task_writes_numbers_and_a_picture(results, home):
 
 
 def test_a_model_by_itself_gives_the_same(results, home):
-    subject = load_subject(str(home / "diff-debug"))
-    work = Work(subject, SMALL)
+    model = open_model(str(home / "diff-debug"))
+    work = Work(model, SMALL)
     metrics = evaluate_language(work, ["needle"])
     assert metrics == {key: value for key, value in results["diff-debug"].items() if key.startswith("needle/")}
-    plain = Work(subject, LanguageOptions())
+    plain = Work(model, LanguageOptions())
     assert (plain.window, plain.lengths) == (128, (128,))
     task = Task([Example("a", "x"), Example("b", "y")], [Example("c", "y")])
-    own = evaluate_language(Work(subject, LanguageOptions(shots=(2,), order_shots=2), tasks=[task]), ["many_shot"])
+    own = evaluate_language(Work(model, LanguageOptions(shots=(2,), order_shots=2), tasks=[task]), ["many_shot"])
     assert own["many_shot/chance"] == 0.5
 
 
 def test_finished_tasks_are_kept_and_found_by_all_that_they_follow_from(results, home, tmp_path, monkeypatch, capsys):
-    settings = {"checkpoint": str(home / "diff-debug"), "data": str(home / "texts"), "cache": str(tmp_path)}
+    settings = {"models": str(home / "diff-debug"), "data": str(home / "texts"), "cache": str(tmp_path)}
     settings |= {"device": "cpu", "options": SMALL}
     first = run(**settings, tasks=["perplexity"])
     assert first["diff-debug"].items() <= results["diff-debug"].items()
@@ -139,7 +139,7 @@ def test_finished_tasks_are_kept_and_found_by_all_that_they_follow_from(results,
     assert run(**settings, tasks="perplexity") == first
     assert f"diff-debug: perplexity is found in {tmp_path}" in capsys.readouterr().err
     for other in (
-        {"checkpoint": str(home / "transformer-debug")},
+        {"models": str(home / "transformer-debug")},
         {"options": dataclasses.replace(SMALL, window=20)},
         {"data": str(home / "texts" / "b.txt")},
         {"tasks": "position_nll"},
@@ -157,7 +157,7 @@ def test_what_is_not_finite_is_null(tmp_path):
 
 def test_needles_in_a_haystack_of_ones_own(home, tmp_path):
     (tmp_path / "hay.txt").write_text("Straw is dry. Straw is light. Straw is gold.")
-    work = Work(load_subject(str(home / "diff-debug")), LanguageOptions(haystack=str(tmp_path / "hay.txt")))
+    work = Work(open_model(str(home / "diff-debug")), LanguageOptions(haystack=str(tmp_path / "hay.txt")))
     assert next(work.form.haystack(random.Random(0))).startswith("Straw is")
     assert FORMS["text"].needle == work.form.needle
 
@@ -237,7 +237,7 @@ def test_shards_are_read_by_their_key_and_token_shards_are_the_same_documents(co
 
 def test_documents_that_cannot_be_used_are_told_and_limited(home, corpus, capsys):
     root, _, texts = corpus
-    given = {"checkpoint": str(home / "diff-debug"), "tasks": "perplexity", "device": "cpu"}
+    given = {"models": str(home / "diff-debug"), "tasks": "perplexity", "device": "cpu"}
     with pytest.raises(
         BadDataError, match=r"1 documents cannot be used: the limit is 1.00% of 1 .*(.|\n)*member 'txt'"
     ):
@@ -258,17 +258,17 @@ def test_the_tokenizer_beside_a_checkpoint_of_training_is_found(home, tmp_path):
     checkpoint = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, tmp_path / "last.ckpt")
-    assert load_subject(str(tmp_path / "last.ckpt")).tokenizer.vocab_size == 400
+    assert open_model(str(tmp_path / "last.ckpt")).tokenizer.vocab_size == 400
     other = train_tokenizer(["of another text"], 300)
     other.save(tmp_path)
-    assert load_subject(str(tmp_path / "last.ckpt")).tokenizer.fingerprint == other.fingerprint
+    assert open_model(str(tmp_path / "last.ckpt")).tokenizer.fingerprint == other.fingerprint
 
 
 def test_an_output_that_cannot_be_is_refused_before_anything_runs(home, tmp_path):
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(ValueError, match=r"output is .*, and .*file is a file: name a folder"):
-            run(checkpoint="nothing", tasks="needle", output=str(output))
+            run("nothing", tasks="needle", output=str(output))
     check_folder(tmp_path / "new" / "folder")
     assert not (tmp_path / "new").exists()
 
@@ -279,13 +279,13 @@ def test_a_hugging_face_model_beside_ours(home, tmp_path, results):
     config = transformers.LlamaConfig(vocab_size=400, max_position_embeddings=64, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     tokenizer = str(home / "diff-debug" / "tokenizer.json")
-    subject = load_subject(f"hf:{tmp_path / 'llama'}", tokenizer=tokenizer)
-    assert (subject.name, subject.max_length) == ("llama", 64)
-    documents, num_bytes = tokenised(read_texts([home / "texts"]), subject.tokenizer, 100)
-    assert evaluate_language(Work(subject, SMALL, documents, num_bytes), ["perplexity", "outliers"])
-    assert load_subject(f"hf:{tmp_path / 'llama'}").tokenizer is None
+    model = open_model(f"hf:{tmp_path / 'llama'}", tokenizer=tokenizer)
+    assert (model.name, model.max_length) == ("llama", 64)
+    documents, num_bytes = tokenised(read_texts([home / "texts"]), model.tokenizer, 100)
+    assert evaluate_language(Work(model, SMALL, documents, num_bytes), ["perplexity", "outliers"])
+    assert open_model(f"hf:{tmp_path / 'llama'}").tokenizer is None
     with pytest.raises(ValueError, match="transformers finds no causal language model"):
-        load_subject(f"hf:{home / 'texts'}")
+        open_model(f"hf:{home / 'texts'}")
 
 
 def test_bad_commands_are_refused_before_anything_runs(home):
@@ -294,23 +294,23 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"tasks": "speed"}, "unknown task 'speed'"),
         ({"tasks": "needle,perplexity"}, "perplexity needs text: give data"),
         ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
-        ({"tasks": "needle", "checkpoint": f"{checkpoint},{checkpoint}"}, "two checkpoints are named 'diff-debug'"),
+        ({"tasks": "needle", "models": f"{checkpoint},{checkpoint}"}, "two models are named 'diff-debug'"),
         ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
         ({"tasks": "many_shot", "options": LanguageOptions(classes=2, queries=23)}, "queries is 23: .* at most 22"),
         ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
     ]:
-        given = {"checkpoint": checkpoint, "options": SMALL, "device": "cpu", **settings}
+        given = {"models": checkpoint, "options": SMALL, "device": "cpu", **settings}
         with pytest.raises(ValueError, match=message):
             run(**given)
     with pytest.raises(ValueError, match="window is 500, over the 128 tokens that diff-debug reads"):
-        _ = Work(load_subject(checkpoint), LanguageOptions(window=500)).window
+        _ = Work(open_model(checkpoint), LanguageOptions(window=500)).window
     small = language.create("diff-debug", vocab_size=100)
     language.save(small, home / "small")
-    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model of .* 100"):
-        load_subject(str(home / "small"), tokenizer=checkpoint)
-    assert load_subject(str(home / "small")).tokenizer is None
-    with pytest.raises(ValueError, match="small came without a tokenizer"):
-        evaluate_language(Work(load_subject(str(home / "small"))), ["needle"])
+    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model .* 100"):
+        open_model(str(home / "small"), tokenizer=checkpoint)
+    assert open_model(str(home / "small")).tokenizer is None
+    with pytest.raises(ValueError, match="diff-debug came without a tokenizer"):
+        evaluate_language(Work(open_model(str(home / "small"))), ["needle"])
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_bad_options_are_named(settings, message):
 
 def test_checkpoints_of_lightning_have_equals_signs(home):
     with pytest.raises(FileNotFoundError, match=r"epoch=3-step=100\.ckpt"):
-        load_subject("runs/epoch=3-step=100.ckpt")
+        open_model("runs/epoch=3-step=100.ckpt")
 
 
 def test_pictures_colour_each_model():

@@ -1,4 +1,7 @@
-"""What is evaluated and on what: models, tokenizers and documents from where they are kept."""
+"""Documents that language models are evaluated on: read from files, folders and shards, and cut into rows of tokens.
+
+Models and their tokenizers come from `diffvision.opening`.
+"""
 
 from __future__ import annotations
 
@@ -9,66 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import COMPRESSED, PLAIN
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
-from diffvision.data.text.tokenizers import BadText, check_text, load_tokenizer
+from diffvision.data.text.tokenizers import BadText, check_text
 from diffvision.data.text.tokens import TokenShards, are_tokens
-from diffvision.evaluation.language.hugging_face import load_hugging_face
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.models import language
-
-HUGGING_FACE = "hf:"
-_LENGTHS = ("max_length", "max_position_embeddings", "n_positions", "max_seq_len")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model in evaluation mode and what belongs to it."""
-
-    name: str
-    model: nn.Module
-    tokenizer: Any | None  # encode, decode, vocab_size, eos_id; None where none came with the model
-    max_length: int | None  # tokens that it can read; None where it does not say
-
-
-def load_subject(checkpoint: str, *, tokenizer: str | None = None, device: torch.device | str = "cpu") -> Subject:
-    """The model of a checkpoint.
-
-    Args:
-        checkpoint: a folder or .ckpt file of ours, or `hf:PATH` for a Hugging Face causal language model; `NAME=`
-            before it names the model in tables and pictures (by default the path's last part).
-        tokenizer: a file or name as `data.text.tokenizers.load_tokenizer` takes, where none came with the model
-            or another is wanted. Ours have one where `language.tokenizer_beside` finds it.
-        device: where to.
-
-    Raises:
-        FileNotFoundError, ValueError: as the loaders; a tokenizer with more tokens than the model.
-    """
-    name, path = _named(checkpoint)
-    own: Any = None
-    model: nn.Module
-    if path.startswith(HUGGING_FACE):
-        model, own = load_hugging_face(path.removeprefix(HUGGING_FACE))
-    else:
-        model = language.load(path)
-        beside = None if tokenizer is not None else language.tokenizer_beside(path)
-        own = None if beside is None else load_tokenizer(beside)
-    own = load_tokenizer(tokenizer) if tokenizer is not None else own
-    config: Any = model.config
-    if own is not None and own.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {own.vocab_size} tokens and the model of {path} {config.vocab_size}: give the "
-            "tokenizer that it was trained with"
-        )
-    # transformers keeps generation's max_length in configurations of old: only ours means the context by it
-    names = _LENGTHS if isinstance(model, language.LanguageModel) else _LENGTHS[1:]
-    length = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return Subject(name, model.to(device).eval(), own, length)
 
 
 @dataclass(frozen=True)
@@ -203,15 +156,6 @@ def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
             f"the documents have {len(stream)} tokens, not one row of {length}: give more text or a smaller window"
         )
     return stream[: count * length].view(count, length)
-
-
-def _named(checkpoint: str) -> tuple[str, str]:
-    """(name, path) of NAME=PATH or PATH; Lightning's own paths have = in them ("epoch=3-step=100.ckpt")."""
-    name, given, path = checkpoint.partition("=")
-    if given and "/" not in name and not Path(checkpoint).exists():
-        return name, path
-    last = Path(checkpoint.removeprefix(HUGGING_FACE))
-    return (last.stem if last.suffix == ".ckpt" else last.name) or "model", checkpoint
 
 
 def _are_shards(path: Path) -> bool:

@@ -1,0 +1,41 @@
+"""What must hold before a model is written: it has weights, in float, and all of them are finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from diffvision.models import int8
+from diffvision.opening import Model, open_model
+
+
+def open_finite(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
+    """Open a model to be written, as `open_model` does.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`.
+        ValueError: the weights are new ones, in eight bits, or not finite.
+    """
+    model = open_model(spec, checkpoint)
+    if model.weights is None:
+        raise ValueError(f"{spec} has new weights: give --checkpoint, a file of weights or a tag of pretrained ones")
+    int8.refuse(model.module.state_dict(), model.weights)
+    refuse_not_finite(model.module, model.weights)
+    return model
+
+
+def refuse_not_finite(module: nn.Module, what: str) -> None:
+    """Raise a ValueError for weights that are NaN or infinite, as half precision makes of what is above 65,504."""
+    wrong = {
+        name: value
+        for name, value in module.state_dict().items()
+        if value.is_floating_point() and not torch.isfinite(value).all()
+    }
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise ValueError(
+            f"{len(wrong)} tensors of {what} are not finite, the first {name} ({value.dtype}): a run that diverged, or "
+            "values above half precision's 65,504; take an earlier checkpoint, or save the weights in float32"
+        )

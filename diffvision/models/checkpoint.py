@@ -1,0 +1,145 @@
+"""Files of weights in the usual layouts, and what they record of their model, read without running what is in them.
+
+Models are built of them in `diffvision.opening`; layouts of other libraries are in `models.convert`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffvision.models import int8
+from diffvision.models.architecture import KEY, METADATA, recorded
+from diffvision.models.files import unreadable
+
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is in a file of weights.
+
+    Attributes:
+        state: the weights by the model's names.
+        lightning: whether a training run of ours wrote the file.
+        about: what was recorded with the weights, {"model": name, "preprocess": {...}, ...}; empty for other files.
+    """
+
+    state: dict[str, Tensor]
+    lightning: bool
+    about: dict[str, Any]
+
+
+class Origin(NamedTuple):
+    """Which model a file of weights says it is of.
+
+    Attributes:
+        model: the name that the run was given; None where the file records none.
+        language: whether it is a checkpoint of our language training.
+    """
+
+    model: str | None
+    language: bool
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Read the weights in a file of any of the usual layouts.
+
+    Nothing is unpickled but tensors, plain values and an argparse.Namespace of them, in which timm's train.py keeps its
+    arguments. Where a file holds averaged weights they are the ones taken (Lightning's EMA keeps them as `state_dict`,
+    timm's as `state_dict_ema`). Prefixes that wrappers add to the names are taken off.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, holds more than tensors and plain values, or holds no tensors by name.
+    """
+    path = Path(path)
+    content, about = _read(path)
+    lightning = "pytorch-lightning_version" in content
+    for key in _NESTED:
+        if isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    prefixes = ("module.", "_orig_mod.", *(("model.", "_orig_mod.") if lightning else ()))
+    state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if not state:
+        raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
+    return Checkpoint(int8.joined(state), lightning, about)
+
+
+def read_origin(path: str | Path) -> Origin:
+    """Read which model a file of weights is of, without reading the weights.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        name = recorded(path).get("model")
+        return Origin(name if isinstance(name, str) else None, language=False)
+    content, about = _read(path, "meta")
+    hyper = content.get("hyper_parameters")
+    config = hyper.get("config") if isinstance(hyper, dict) else None
+    name = about.get("model")
+    is_language = isinstance(config, dict) and {"variant", "depth"} <= config.keys()
+    return Origin(name if isinstance(name, str) else None, is_language)
+
+
+def _read(path: Path, map_location: str = "cpu") -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return the dictionary in a file, and what was recorded with its weights."""
+    try:
+        if path.suffix == ".safetensors":
+            content, about = _read_safetensors(path)
+        else:
+            with harmless():
+                content = torch.load(path, map_location=map_location, weights_only=True)
+            ours = isinstance(content, dict) and "pytorch-lightning_version" in content
+            about = content.get("diffvision", {}) if ours else {}
+    except FileNotFoundError:
+        raise
+    # A file that is no checkpoint can fail torch's reader in any way.
+    except Exception as error:
+        raise unreadable(path, error) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"checkpoint {path} holds a {type(content).__name__}: give a file with a state_dict")
+    _check_about(path, about)
+    return content, about
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return the weights, and what `diffvision export` recorded with them."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    return weights, about
+
+
+def _check_about(path: Path, about: Any) -> None:
+    """Raise a ValueError if what was recorded with weights is not of the types that are written."""
+    if not isinstance(about, dict):
+        raise ValueError(f"checkpoint {path} has a {type(about).__name__} under diffvision, not a dictionary: damaged")
+    built = about.get(KEY)
+    parts = {f"{KEY}.{name}": part for name, part in built.items()} if isinstance(built, dict) else {}
+    dictionaries = {name: about[name] for name in ("model_args", "preprocess", KEY) if name in about} | parts
+    for name, part in dictionaries.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"checkpoint {path} has {name} of type {type(part).__name__}, not a dictionary: damaged")
+
+
+def harmless() -> torch.serialization.safe_globals:
+    """Return a context that allows torch to unpickle an argparse.Namespace too, as timm does."""
+    return torch.serialization.safe_globals([argparse.Namespace])
+
+
+def _without(prefixes: tuple[str, ...], name: str) -> str:
+    for prefix in prefixes:
+        name = name.removeprefix(prefix)
+    return name

@@ -1,0 +1,282 @@
+"""`open_model`, which opens any model that one line of text can name, and how such a line is read.
+
+Every command and function that takes a model takes it in this grammar. How a host's model is built is in `images.py`
+and `texts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from diffvision.models import language
+from diffvision.models.architecture import check, recorded
+from diffvision.models.bounds import bounded
+from diffvision.models.checkpoint import read_origin
+from diffvision.models.files import FOLDER, refuse_urls
+from diffvision.models.names import unknown_model
+from diffvision.opening import images, texts
+from diffvision.opening.model import Host, Model
+from diffvision.opening.weights import (
+    CONFIG,
+    HUB,
+    PREPROCESS,
+    SUFFIXES,
+    folder_config,
+    no_such_weights,
+    refuse_checkpoint,
+)
+
+HUGGING_FACE = "hf:"
+_OPEN_CLIP = "open_clip_config.json"
+_IN_FOLDERS = (".safetensors", ".bin", ".pt", ".pth")  # the weights that OpenCLIP and timm look for
+
+
+def open_model(
+    spec: str | Path,
+    checkpoint: str | Path | None = None,
+    *,
+    preprocess: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """Open a model with its weights, transform and tokenizer.
+
+    Args:
+        spec: which model:
+            NAME            of an OpenCLIP or timm model (NAME.TAG: with timm's weights of that tag), ours included, or
+                            of a language model of ours;
+            PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
+                            OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
+            local-dir:PATH  such a folder, as timm and OpenCLIP call it;
+            hf-hub:ID       OpenCLIP's model on the Hugging Face Hub;
+            hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
+            A name wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
+        checkpoint: for a name or a folder of images: a file of weights (.pt, .ckpt or .safetensors: OpenCLIP's, timm's
+            or our training's), or a tag of pretrained weights that the host knows and downloads. Without it the weights
+            of a name are new ones. Where averaged weights (EMA) are in the file, they are taken.
+        preprocess: mean, std, interpolation or resize_mode (OpenCLIP only) where they differ from the model's. Those
+            that a training run recorded come before the model's.
+        tokenizer: for a language model: a tokenizer.json, its folder or a name of tiktoken's. By default the one next
+            to the weights, or the one of the training.
+        device: where the model is put.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: an unknown name, tag or setting; weights that do not fit, that do not say their model, or that hold
+            more than tensors and plain values; a model with code.
+    """
+    _check_preprocess(preprocess)
+    model = _open(spec, checkpoint, dict(preprocess or {}))
+    if model.is_language:
+        if preprocess:
+            raise ValueError(f"preprocess is for images, and {spec} is a language model: leave preprocess out")
+        model = texts.with_tokenizer(model, tokenizer)
+    elif tokenizer is not None:
+        raise ValueError(f"tokenizer is {tokenizer!r}: that is for language models; {spec} has its own")
+    model.module.to(device).eval()
+    return model
+
+
+def open_image_model(
+    spec: str | Path,
+    checkpoint: str | Path | None = None,
+    *,
+    preprocess: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """Open a model that has an image tower, as `open_model` does.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; a ValueError for a language model.
+    """
+    model = open_model(spec, checkpoint, preprocess=preprocess, device=device)
+    if model.is_language:
+        raise ValueError(f"{spec} is a language model: give a model of images, or use `diffvision evaluate-language`")
+    return model
+
+
+def open_language_model(
+    spec: str | Path,
+    checkpoint: str | Path | None = None,
+    *,
+    tokenizer: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """Open a language model that has weights, as `open_model` does.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; a ValueError for a model of images, and for a name without a
+            checkpoint.
+    """
+    if checkpoint is None and spec in language.model_names():
+        raise ValueError(f"{spec} would have new weights: give --checkpoint, or a .ckpt file or folder in its place")
+    model = open_model(spec, checkpoint, tokenizer=tokenizer, device=device)
+    if not model.is_language:
+        raise ValueError(f"{spec} is a model of images: give a language model, or use `diffvision evaluate`")
+    return model
+
+
+def labelled(spec: str) -> tuple[str, str]:
+    """Split LABEL=SPEC into the model's label in tables and pictures, and the SPEC for `open_model`.
+
+    Without a label it is the last part of the path, without `.ckpt`. Lightning's paths have = in them
+    ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
+    """
+    label, given, rest = spec.partition("=")
+    if given and not set("/:") & set(label) and not Path(spec).exists():
+        return label, rest
+    last = Path(spec.removeprefix(FOLDER).removeprefix(HUB).removeprefix(HUGGING_FACE))
+    return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
+
+
+def folder_host(folder: str | Path) -> Host:
+    """Return whose model a folder holds, by its configuration.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the folder is of a run, or its configuration is of no host that is known.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {str(folder)!r}: give the folder of a model")
+    if (folder / _OPEN_CLIP).is_file():
+        return "open_clip"
+    config = folder_config(folder)
+    if config.get("diffvision") == "language":
+        return "language"
+    if "architecture" in config:
+        return "timm"
+    if "model_type" in config:
+        return "transformers"
+    if (folder / "checkpoints").is_dir():
+        files = ", ".join(sorted(file.name for file in (folder / "checkpoints").glob("*.ckpt"))) or "none"
+        raise ValueError(f"{folder} is the directory of a run: give one of the files in its checkpoints/ ({files})")
+    raise ValueError(
+        f"{folder} has no {_OPEN_CLIP}, and no {CONFIG} of timm, transformers or a language model of ours: give a "
+        "folder that OpenCLIP, timm, transformers or `diffvision export` wrote"
+    )
+
+
+def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    text = str(spec)
+    if "://" in text:
+        refuse_urls(text, "model")
+    refuse_urls(checkpoint, "checkpoint")
+    if not isinstance(spec, Path):
+        if text.startswith(HUGGING_FACE):
+            refuse_checkpoint(checkpoint, text)
+            return texts.open_transformers(text.removeprefix(HUGGING_FACE))
+        if text.startswith(FOLDER):
+            return _open_folder(text, checkpoint, preprocess)
+        if _is_name(text):
+            return _open_name(text, checkpoint, preprocess)
+        refuse_urls(text, "model")
+    path = Path(spec)
+    if path.is_dir():
+        return _open_folder(f"{FOLDER}{spec}", checkpoint, preprocess)
+    if path.is_file():
+        refuse_checkpoint(checkpoint, text)
+        return _open_file(path, preprocess)
+    raise _unknown(text)
+
+
+def _is_name(text: str) -> bool:
+    import open_clip
+    import timm
+
+    if text.startswith(HUB) or text in open_clip.list_models() or text in language.model_names():
+        return True
+    name, dot, _ = text.partition(".")
+    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
+    return timm.is_model(name) and (not dot or timm.models.is_model_pretrained(text) or name == "adapted_vit")
+
+
+def _unknown(text: str) -> Exception:
+    """Return the error for what is neither a name nor a path."""
+    import open_clip
+    import timm
+
+    path, (name, _, tag) = Path(text), text.partition(".")
+    if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
+        return FileNotFoundError(
+            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name"
+        )
+    if timm.is_model(name):
+        return no_such_weights(tag, name, images.timm_tags(name))
+    known = [*open_clip.list_models(), *timm.list_models(), *language.model_names()]
+    return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", known)
+
+
+def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    import open_clip
+
+    if name in language.model_names():
+        return texts.open_language_name(name, checkpoint)
+    if name.startswith(HUB) or name in open_clip.list_models():
+        return images.open_open_clip(name, checkpoint, preprocess)
+    base, dot, tag = name.partition(".")
+    if checkpoint is None and dot and base != "adapted_vit":
+        return images.open_timm(base, tag, preprocess)
+    return images.open_timm(name, checkpoint, preprocess)
+
+
+def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open the folder of a `local-dir:` name."""
+    folder = Path(name.removeprefix(FOLDER))
+    host = folder_host(folder)
+    if host == "language" or host == "transformers":
+        refuse_checkpoint(checkpoint, str(folder))
+        return texts.open_language(folder) if host == "language" else texts.open_transformers_folder(folder)
+    opened = images.open_timm if host == "timm" else images.open_open_clip
+    with bounded(name), _whole_folder(folder, checkpoint):
+        model = opened(name, checkpoint, preprocess)
+    if checkpoint is None and (about := recorded(name)):
+        check(about, model.module, name, model.config if host == "open_clip" else None)
+    return model
+
+
+def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
+    """Open a file of weights that records its model."""
+    name, is_language = read_origin(path)
+    if is_language:
+        return texts.open_language(path, name)
+    if name is None:
+        raise ValueError(
+            f"{path} holds weights, and does not say of which model: give the model's name first, and the file as "
+            f"--checkpoint {path}"
+        )
+    if name.startswith(FOLDER):
+        return _open_folder(name, path, preprocess)
+    if not _is_name(name):
+        raise ValueError(f"{path} is of the model {name!r}, which is not known here: {_unknown(name)}")
+    return _open_name(name, path, preprocess)
+
+
+@contextmanager
+def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]:
+    """Refuse a folder without weights, for which OpenCLIP takes random ones, and report as one ValueError what the host
+    says of a folder that does not load."""
+    if checkpoint is None and not any(path.suffix in _IN_FOLDERS for path in folder.iterdir()):
+        raise ValueError(
+            f"{folder} has a configuration and no weights ({', '.join(_IN_FOLDERS)}): save the model with them"
+        )
+    try:
+        yield
+    except (RuntimeError, SafetensorError, TypeError, KeyError, AssertionError) as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[:3])
+        raise ValueError(f"{folder} does not load, damaged or not one model's: {first[:500]}") from error
+
+
+def _check_preprocess(preprocess: Mapping[str, Any] | None) -> None:
+    unknown = set(preprocess or {}) - set(PREPROCESS)
+    if unknown:
+        raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
+    for key in ("mean", "std"):
+        if (values := (preprocess or {}).get(key)) is not None and len(values) != 3:
+            raise ValueError(f"preprocess.{key} is {values}: give three numbers, for red, green and blue")

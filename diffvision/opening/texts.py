@@ -1,0 +1,154 @@
+"""Language models: ours, and transformers' causal ones, with their tokenizers.
+
+transformers is imported only when one of its models is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.models import language
+from diffvision.models.bounds import bounded
+from diffvision.models.checkpoint import read_origin
+from diffvision.models.files import tensors_only
+from diffvision.opening.model import Model
+from diffvision.opening.weights import check_name, folder_config, run_of
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_length, which generation uses
+
+
+def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
+    if checkpoint is None:
+        return _language_model(language.create(name), name)
+    path = Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a .ckpt file, or the folder of a language model")
+    trained = read_origin(path).model if path.is_file() else None
+    check_name(trained if trained in language.model_names() else None, name, path)
+    model = open_language(path, trained)
+    check_name(model.name if model.name in language.model_names() else None, name, path)
+    return model
+
+
+def open_language(path: Path, trained: str | None = None) -> Model:
+    """Open a checkpoint of ours; `trained` is the name that its run recorded."""
+    return _language_model(language.load(path), trained, path)
+
+
+def _language_model(module: language.LanguageModel, name: str | None, path: Path | None = None) -> Model:
+    config = dataclasses.asdict(module.config)
+    if name not in language.model_names():
+        sizes = {key: config[key] for key in ("vocab_size", "max_length")}
+        same = (known for known in language.model_names() if language.config(known, **sizes) == module.config)
+        name = next(same, "model" if path is None else path.name)
+    return Model(
+        name=name,
+        host="language",
+        module=module,
+        config=config,
+        max_length=module.config.max_length,
+        weights=None if path is None else str(path),
+        run=run_of(path),
+    )
+
+
+def open_transformers_folder(folder: Path) -> Model:
+    """Open a folder in transformers' layout; one of ours becomes a `LanguageModel` again."""
+    if folder_config(folder).get("model_type") != "diff_transformer":
+        return open_transformers(str(folder))
+    _import_transformers(str(folder))
+    from diffvision.models.language.transformers import DiffTransformerForCausalLM
+
+    theirs = _from_pretrained(DiffTransformerForCausalLM, str(folder), "causal language model")
+    return _language_model(theirs.to_diffvision(), None, folder)
+
+
+def open_transformers(path: str) -> Model:
+    _import_transformers(path)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = _from_pretrained(AutoModelForCausalLM, path, "causal language model")
+    folder, tokenizer = Path(path), None
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if not folder.is_dir() or any((folder / name).exists() for name in files):
+        tokenizer = HuggingFaceTokenizer(_from_pretrained(AutoTokenizer, path, "tokenizer"))
+    config: Any = module.config
+    return Model(
+        name=folder.name,
+        host="transformers",
+        module=module,
+        config=config.to_dict(),
+        tokenizer=tokenizer,
+        max_length=next((getattr(config, name) for name in _LENGTHS if getattr(config, name, None)), None),
+        weights=path,
+    )
+
+
+def _import_transformers(path: str) -> None:
+    """Register our classes with transformers; raise a ValueError where the package is missing."""
+    try:
+        import diffvision.models.language.transformers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error
+
+
+def _from_pretrained(kind: Any, path: str, what: str) -> Any:
+    """Return what one of transformers' classes loads, if nothing has to be run for it."""
+    folder = Path(path)
+    with bounded(folder if folder.is_dir() else path):
+        try:
+            with tensors_only(f"hf:{path}"):
+                # Left out, trust_remote_code would be asked for.
+                return kind.from_pretrained(path, trust_remote_code=False)
+        # A RuntimeError is of weights of other sizes, or of deep JSON.
+        except (OSError, ValueError, RuntimeError) as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"hf:{path} has code for its {what} (trust_remote_code), which is not run: give a model "
+                    "that transformers knows, or convert it with code that you have read"
+                ) from error
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers with the names that ours has.
+
+    Attributes:
+        start_id: the token that a text begins with, where the model wants one.
+        eos_id: the token that ends a document.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.start_id: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. The name of a special token in it is plain text, as in our tokenizers."""
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(ids)
+
+
+def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
+    """Return the language model with the tokenizer that is asked for, or the one next to its weights."""
+    words = model.tokenizer
+    if tokenizer is not None:
+        words = load_tokenizer(tokenizer)
+    elif model.host == "language" and model.weights is not None:
+        file = language.tokenizer_beside(model.weights)
+        words = None if file is None else load_tokenizer(file)
+    vocabulary = cast(Any, model.module).config.vocab_size
+    if words is not None and words.vocab_size > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {words.vocab_size} tokens and the model {model.weights or model.name} {vocabulary}: "
+            "give the tokenizer that it was trained with"
+        )
+    return dataclasses.replace(model, tokenizer=words)

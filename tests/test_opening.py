@@ -1,0 +1,385 @@
+"""`open_model`: the whole grammar, each host, weights from everywhere, and what is refused."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+import diffvision
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.export.folders import save_folder
+from diffvision.models import language
+from diffvision.models.architecture import architecture
+from diffvision.models.checkpoint import read_checkpoint, read_origin
+from diffvision.opening import labelled, open_image_model, open_language_model, open_model
+from diffvision.opening.texts import HuggingFaceTokenizer
+
+NAME = "DiffCLIP-debug"
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(1)
+    return open_clip.create_model(NAME)
+
+
+def same(model, other):
+    state = other.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def lightning_checkpoint(model, about=None):
+    state = {f"model.{key}": value for key, value in model.state_dict().items()}
+    return {"pytorch-lightning_version": "2.6.6", "state_dict": state, "epoch": 3, "diffvision": about or {}}
+
+
+def test_open_clip_by_name_without_weights():
+    loaded = open_model("CLIP-debug")
+    assert not loaded.module.training
+    assert loaded.tokenizer(["a dog"]).shape == (1, loaded.module.context_length)
+
+
+@pytest.mark.parametrize("layout", ["plain", "open_clip", "safetensors"])
+def test_open_clip_files(tmp_path, trained, layout):
+    path = tmp_path / ("weights.safetensors" if layout == "safetensors" else "weights.pt")
+    if layout == "safetensors":
+        safetensors.torch.save_file(trained.state_dict(), path)
+    elif layout == "open_clip":  # as open_clip_train writes it, from a DDP run
+        state = {f"module.{key}": value for key, value in trained.state_dict().items()}
+        torch.save({"epoch": 1, "name": "run", "state_dict": state, "optimizer": {}}, path)
+    else:
+        torch.save(trained.state_dict(), path)
+    assert same(open_model(NAME, str(path)).module, trained)
+
+
+def test_open_clip_local_directory(tmp_path, trained):
+    config = {"model_cfg": open_clip.get_model_config(NAME), "preprocess_cfg": {"mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(trained.state_dict(), tmp_path / "open_clip_model.safetensors")
+    loaded = open_model(f"local-dir:{tmp_path}")
+    assert same(loaded.module, trained)
+    assert tuple(loaded.transform.transforms[-1].mean) == (0.1, 0.2, 0.3)
+
+
+def test_training_run_with_its_preprocessing(tmp_path, trained):
+    path = tmp_path / "last.ckpt"
+    kept = {"mean": [0.485, 0.456, 0.406], "std": [0.2, 0.2, 0.2], "size": (32, 32), "interpolation": "bilinear"}
+    built = architecture(trained, open_clip.get_model_config(NAME))
+    about = {"model": NAME, "preprocess": kept, "architecture": built}
+    torch.save(lightning_checkpoint(trained, about), path)
+    loaded = open_model(NAME, path)
+    assert same(loaded.module, trained)
+    assert tuple(loaded.transform.transforms[-1].mean) == (0.485, 0.456, 0.406)
+    assert "bilinear" in str(loaded.transform)
+    other = open_model(NAME, path, preprocess={"mean": [0.0, 0.0, 0.0]})  # what the caller says comes first
+    assert tuple(other.transform.transforms[-1].mean) == (0.0, 0.0, 0.0)
+    assert tuple(other.transform.transforms[-1].std) == (0.2, 0.2, 0.2)
+    with pytest.raises(ValueError, match="is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
+        open_model("CLIP-debug", path)
+
+
+def test_compiled_training_run(tmp_path, trained):
+    path = tmp_path / "last.ckpt"
+    content = lightning_checkpoint(trained)
+    content["state_dict"] = {
+        key.replace("model.", "model._orig_mod."): value for key, value in content["state_dict"].items()
+    }
+    torch.save(content, path)
+    assert same(open_model(NAME, path).module, trained)
+
+
+def test_timm_by_name_and_averaged_weights(tmp_path):
+    model = timm.create_model("diff_vit_debug", num_classes=7)
+    path = tmp_path / "model.pth"
+    ema = {key: value + 1 for key, value in model.state_dict().items()}
+    torch.save({"arch": "diff_vit_debug", "state_dict": model.state_dict(), "state_dict_ema": ema}, path)
+    loaded = open_model("diff_vit_debug", path, preprocess={"mean": [0.1, 0.2, 0.3]})
+    assert loaded.tokenizer is None
+    torch.testing.assert_close(loaded.module.state_dict(), ema)  # and as many classes as it was trained with
+    assert "0.1000, 0.2000, 0.3000" in str(loaded.transform)
+
+
+def test_arguments_beside_the_weights(tmp_path, trained):
+    """timm's train.py keeps an argparse.Namespace in its checkpoints, and so do others."""
+    path = tmp_path / "last.pth.tar"
+    torch.save({"state_dict": trained.state_dict(), "args": argparse.Namespace(lr=1, betas=[0.9, 0.98])}, path)
+    assert same(open_model(NAME, str(path)).module, trained)
+
+
+def test_names_that_nobody_knows(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match="neither OpenCLIP, timm nor diffvision has a model 'DiffCLIP-debugg': .* are DiffCLIP-debug",
+    ):
+        open_model("DiffCLIP-debugg")
+    with pytest.raises(FileNotFoundError, match="no checkpoint file"):
+        open_model(NAME, str(tmp_path / "none.pt"))
+    with pytest.raises(ValueError, match=r"'laion2b' is neither a file nor pretrained weights .* it has no pretrained"):
+        open_model(NAME, "laion2b")
+    with pytest.raises(ValueError, match="its pretrained weights are openai"):
+        open_model("ViT-B-32", "laion9")
+    with pytest.raises(ValueError, match="it has no pretrained weights"):
+        open_model("diff_vit_debug", "in1k")
+    with pytest.raises(ValueError, match="preprocess has size: it takes mean, std"):
+        open_model(NAME, preprocess={"size": 3})
+
+
+def test_files_that_cannot_be_used(tmp_path, trained):
+    path = tmp_path / "weights.pt"
+    torch.save({"state_dict": trained.state_dict(), "args": tmp_path}, path)
+    with pytest.raises(ValueError, match=r"holds more than tensors and plain values.*save its state_dict alone"):
+        open_model(NAME, path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged or no checkpoint"):
+        open_model(NAME, path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(ValueError, match="holds no tensors by name"):
+        read_checkpoint(path)
+    torch.save(lightning_checkpoint(open_clip.create_model("CLIP-debug")), path)
+    with pytest.raises(ValueError, match=r"does not fit the model .* Missing key"):
+        open_model(NAME, path)
+
+
+# ---- the grammar ---------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory, trained):
+    """A folder with a model of each kind in it."""
+    folder = tmp_path_factory.mktemp("house")
+    config = open_clip.get_model_config(NAME)
+    about = {"model": NAME, "preprocess": {"mean": [0.1, 0.2, 0.3]}, "architecture": architecture(trained, config)}
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "run" / "config.yaml").write_text("seed_everything: 0")
+    torch.save(lightning_checkpoint(trained, about), folder / "run" / "checkpoints" / "last.ckpt")
+    torch.save(trained.state_dict(), folder / "bare.pt")
+    save_folder(trained, folder / "clip", config=config)
+    save_folder(timm.create_model("diff_vit_debug", num_classes=3), folder / "vit", config={})
+    words = train_tokenizer(["a cat and a dog"], 300)
+    text = language.create("diff-debug", vocab_size=300, max_length=64)
+    language.save(text, folder / "text", words)
+    content = lightning_checkpoint(text, {"model": "diff-debug", "tokenizer": str(folder / "text")})
+    torch.save(content | {"hyper_parameters": {"config": dataclasses.asdict(text.config)}}, folder / "text.ckpt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(house):
+    """The same language model in transformers' layout, and a Llama."""
+    transformers = pytest.importorskip("transformers")
+    from diffvision.models.language.transformers import export
+
+    export(str(house / "text"), str(house / "exported"))
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(house / "llama")
+    return house
+
+
+@pytest.mark.parametrize(
+    ("spec", "host", "name", "weights"),
+    [
+        (NAME, "open_clip", NAME, None),
+        ("diff_vit_debug", "timm", "diff_vit_debug", None),
+        ("diff-debug", "language", "diff-debug", None),
+        ("run/checkpoints/last.ckpt", "open_clip", NAME, "run/checkpoints/last.ckpt"),
+        ("text.ckpt", "language", "diff-debug", "text.ckpt"),
+        ("clip", "open_clip", "clip", "clip"),
+        ("local-dir:clip", "open_clip", "clip", "clip"),
+        ("vit", "timm", "diff_vit_debug", "vit"),
+        ("local-dir:vit", "timm", "diff_vit_debug", "vit"),
+        ("text", "language", "diff-debug", "text"),
+        ("local-dir:text", "language", "diff-debug", "text"),
+    ],
+)
+def test_a_line_of_text_names_a_model(spec, host, name, weights, house, monkeypatch):
+    monkeypatch.chdir(house)
+    model = open_model(spec)
+    assert (model.host, model.name, model.weights) == (host, name, weights)
+    assert not model.module.training
+    assert (model.transform is None) == model.is_language == (host == "language")
+    assert (model.tokenizer is None) == (host == "timm" or spec == "diff-debug")
+    assert model.max_length == ({"diff-debug": 2048}.get(spec, 64) if model.is_language else None)
+    assert model.run == (house / "run" if "run" in spec else None)
+    if host == "open_clip" and weights:
+        assert tuple(model.transform.transforms[-1].mean) == ((0.1, 0.2, 0.3) if "run" in spec else OPENAI_MEAN)
+
+
+OPENAI_MEAN = open_clip.OPENAI_DATASET_MEAN
+
+
+@pytest.mark.parametrize(
+    ("spec", "host", "kind"),
+    [
+        ("exported", "language", "LanguageModel"),
+        ("hf:exported", "transformers", "DiffTransformerForCausalLM"),
+        ("llama", "transformers", "LlamaForCausalLM"),
+        ("local-dir:llama", "transformers", "LlamaForCausalLM"),
+        ("hf:llama", "transformers", "LlamaForCausalLM"),
+    ],
+)
+def test_a_transformers_folder_says_what_it_is(spec, host, kind, theirs, monkeypatch):
+    monkeypatch.chdir(theirs)
+    model = open_model(spec)
+    assert (model.host, type(model.module).__name__, model.max_length) == (host, kind, 64)
+    assert (model.tokenizer is None) == ("llama" in spec)
+    if model.tokenizer is not None:
+        assert model.tokenizer.encode("a cat") == open_model("text").tokenizer.encode("a cat")
+
+
+def test_the_package_has_it():
+    assert diffvision.open_model is open_model
+    assert diffvision.open_model("diff_vit_debug").__class__ is diffvision.Model
+    with pytest.raises(AttributeError, match="has no attribute 'open_modle'"):
+        diffvision.open_modle  # noqa: B018
+
+
+def test_a_name_wins_over_a_path_of_the_same_spelling(house, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "diff_vit_debug").symlink_to(house / "vit")
+    (tmp_path / "vit_tiny_patch16_224.ckpt").symlink_to(house / "run" / "checkpoints" / "last.ckpt")
+    assert open_model("diff_vit_debug").weights is None
+    assert open_model("./diff_vit_debug").weights == "./diff_vit_debug"
+    assert open_model(Path("diff_vit_debug")).weights == "diff_vit_debug"
+    assert open_model("vit_tiny_patch16_224.ckpt").name == NAME  # no tag of timm's is called ckpt
+
+
+def test_labels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert labelled("V1=runs/a/last.ckpt") == ("V1", "runs/a/last.ckpt")
+    assert labelled("runs/a/last.ckpt") == ("last", "runs/a/last.ckpt")
+    assert labelled("hf:meta/llama") == ("llama", "hf:meta/llama")
+    assert labelled("L=hf:meta/llama") == ("L", "hf:meta/llama")
+    assert labelled("local-dir:out/clip") == ("clip", "local-dir:out/clip")
+    assert labelled("runs/epoch=3-step=100.ckpt") == ("epoch=3-step=100", "runs/epoch=3-step=100.ckpt")
+    Path("epoch=3.ckpt").write_text("")
+    assert labelled("epoch=3.ckpt") == ("epoch=3", "epoch=3.ckpt")
+    assert labelled(".") == ("model", ".")
+
+
+def test_names_with_weights(house, monkeypatch):
+    monkeypatch.chdir(house)
+    text = open_model("diff-debug", "text.ckpt")
+    assert (text.name, text.weights) == ("diff-debug", "text.ckpt")
+    assert text.tokenizer.vocab_size <= 300
+    assert open_model("diff-debug", "text").weights == "text"
+    assert open_model("local-dir:vit", "vit/model.safetensors").config["num_classes"] == 3
+    assert read_origin("text.ckpt") == ("diff-debug", True)
+    assert read_origin("bare.pt") == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "error", "message"),
+    [
+        ("runs/none.ckpt", {}, FileNotFoundError, "no file or folder runs/none.ckpt: give a training checkpoint, the"),
+        ("none.ckpt", {}, FileNotFoundError, "no file or folder none.ckpt"),
+        ("local-dir:none", {}, FileNotFoundError, "no folder 'none'"),
+        ("run", {}, ValueError, r"is the directory of a run: give one of the files in its checkpoints/ \(last.ckpt\)"),
+        ("bare.pt", {}, ValueError, "does not say of which model: give the model's name first, and the file as"),
+        ("diff_vit_debg", {}, ValueError, "nearest names are diff_vit_debug"),
+        ("dif-debug", {}, ValueError, "nearest names are diff-debug"),
+        ("vit_tiny_patch16_224.nonsense", {}, ValueError, "its pretrained weights are augreg_in21k"),
+        ("https://example.org/x.ckpt", {}, ValueError, "checkpoints are not loaded from URLs"),
+        ("hf://x/y", {}, ValueError, "checkpoints are not loaded from URLs"),
+        ("text", {"checkpoint": "text.ckpt"}, ValueError, "text is a model with weights: leave checkpoint out"),
+        ("text.ckpt", {"checkpoint": "text.ckpt"}, ValueError, "text.ckpt is a model with weights: leave checkpoint"),
+        ("hf:llama", {"checkpoint": "text.ckpt"}, ValueError, "hf:llama is a model with weights: leave checkpoint out"),
+        ("transformer-debug", {"checkpoint": "text.ckpt"}, ValueError, "is of the model 'diff-debug', not 'transform"),
+        ("transformer-debug", {"checkpoint": "text"}, ValueError, "is of the model 'diff-debug', not 'transformer-"),
+        ("diff-debug", {"checkpoint": "none.ckpt"}, FileNotFoundError, "no checkpoint 'none.ckpt'"),
+        ("text", {"preprocess": {"mean": [0, 0, 0]}}, ValueError, "preprocess is for images, and text is a language"),
+        ("clip", {"tokenizer": "text"}, ValueError, "that is for language models; clip has its own"),
+        ("text", {"tokenizer": "large"}, ValueError, "tokens and the model text 300: give the tokenizer that"),
+    ],
+)
+def test_what_names_no_model_is_one_sentence(spec, settings, error, message, house, monkeypatch):
+    monkeypatch.chdir(house)
+    train_tokenizer([Path(__file__).read_text(encoding="utf-8")], 320).save("large/tokenizer.json")
+    with pytest.raises(error, match=message):
+        open_model(spec, **settings)
+
+
+def test_models_of_the_other_kind_are_refused(house):
+    with pytest.raises(
+        ValueError, match=r"is a language model: give a model of images, or use `diffvision evaluate-la"
+    ):
+        open_image_model(house / "text")
+    with pytest.raises(ValueError, match=r"is a model of images: give a language model, or use `diffvision evaluate`"):
+        open_language_model(house / "clip")
+    with pytest.raises(ValueError, match="diff-debug would have new weights: give --checkpoint"):
+        open_language_model("diff-debug")
+
+
+def test_a_file_that_names_a_stranger(house, tmp_path):
+    content = torch.load(house / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    for name in ("stranger", "hf:stranger", "https://example.org/x"):
+        content["diffvision"]["model"] = name
+        torch.save(content, tmp_path / "x.ckpt")
+        with pytest.raises(ValueError, match=rf"x.ckpt is of the model '{name}', which is not known here"):
+            open_model(tmp_path / "x.ckpt")
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+LOADED = """
+import sys
+from diffvision import open_model
+model = open_model("hf:" + sys.argv[1])
+print(type(model.module).__name__, model.tokenizer.eos_id)
+"""
+
+
+def test_our_own_export_opens_in_a_new_process(theirs):
+    """Nothing has registered our classes there, and nobody answers transformers' question."""
+    command = [sys.executable, "-c", LOADED, str(theirs / "exported")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout.split()) == (0, ["DiffTransformerForCausalLM", "0"]), done.stderr
+
+
+def test_no_code_of_a_folder_is_run(tmp_path):
+    pytest.importorskip("transformers")
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none_of_ours", "auto_map": classes}))
+    (tmp_path / "code.py").write_text("raise SystemExit(3)")
+    for spec in (f"hf:{tmp_path}", str(tmp_path)):
+        with pytest.raises(ValueError, match="has code for its causal language model"):
+            open_model(spec)
+
+
+def test_transformers_missing_is_one_sentence(house, monkeypatch):
+    monkeypatch.delitem(sys.modules, "diffvision.models.language.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"needs transformers 5 or later: pip install 'diffvision\[hf\]'"):
+        open_model("hf:anything")
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
+def test_a_special_token_s_name_in_a_text_is_text(end, tmp_path):
+    """As in our own tokenizers: bits per byte of the same text are of the same tokens."""
+    transformers = pytest.importorskip("transformers")
+    ours = train_tokenizer(["a cat and a dog"], 300)
+    ours.save(tmp_path)
+    host = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>", additional_special_tokens=["</s>"]
+    )
+    text = f"a cat{end} and a dog"
+    ids = HuggingFaceTokenizer(host).encode(text)
+    assert ids == ours.encode(text)
+    assert ours.eos_id not in ids
+    assert ours.decode(ids) == text
