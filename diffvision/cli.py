@@ -25,14 +25,14 @@ COMMANDS = {
         "diffvision.demo", "demo", "train and compare small models in minutes: CLIPs, or with --language text"
     ),
     "evaluate": Command(
-        "diffvision.evaluation.suite", "run", "zero-shot, retrieval, probes and composition of a model"
+        "diffvision.evaluation.command", "run", "zero-shot, retrieval, probes and composition of a model"
     ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
     "evaluate-language": Command(
-        "diffvision.evaluation.language.suite",
+        "diffvision.evaluation.language.command",
         "run",
         "perplexity, needles, many-shot, outliers and more of language models",
     ),
@@ -41,11 +41,11 @@ COMMANDS = {
         "diffvision.export.command", "export", "write a trained model as its host's folder, torch.export, ONNX or int8"
     ),
     "inspect": Command(
-        "diffvision.inspection", "inspect", "look into a model, or two side by side: attention maps, numbers, one page"
+        "diffvision.inspection.command", "inspect", "look into a model, or two: attention maps, numbers, one page"
     ),
     "push": Command("diffvision.export.hub", "push", "send a model's folder to the Hugging Face Hub"),
     "adapt": Command(
-        "diffvision.export.adapted", "adapt", "make a pretrained model differential, to train on from there"
+        "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to train on from there"
     ),
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),

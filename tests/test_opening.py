@@ -117,7 +117,7 @@ def test_arguments_beside_the_weights(tmp_path, trained):
 def test_names_that_nobody_knows(tmp_path):
     with pytest.raises(
         ValueError,
-        match="neither OpenCLIP, timm nor diffvision has a model 'DiffCLIP-debugg': .* are DiffCLIP-debug",
+        match=r"neither OpenCLIP, timm nor diffvision has a model 'DiffCLIP-debugg': .* are DiffCLIP-debug",
     ):
         open_model("DiffCLIP-debugg")
     with pytest.raises(FileNotFoundError, match="no checkpoint file"):

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from diffvision.evaluation.command import run
     from diffvision.evaluation.extractor import FeatureExtractor
     from diffvision.evaluation.options import Options
-    from diffvision.evaluation.suite import EVALUATIONS, evaluate, run
+    from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
 __all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
 
@@ -18,6 +19,6 @@ __getattr__, __dir__ = lazy_names(
         "FeatureExtractor": "extractor",
         "Options": "options",
         "evaluate": "suite",
-        "run": "suite",
+        "run": "command",
     },
 )

@@ -1,6 +1,10 @@
 """What an evaluation can be told: one record of settings, shared by all."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What a model computes in."""
 
 
 @dataclass(frozen=True)

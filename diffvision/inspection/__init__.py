@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.inspection.command import inspect, inspect_models
+    from diffvision.inspection.command import inspect
+    from diffvision.inspection.inspecting import inspect_models
 
 __all__ = ["inspect", "inspect_models"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "command"))
+__getattr__, __dir__ = lazy_names(__name__, {"inspect": "command", "inspect_models": "inspecting"})

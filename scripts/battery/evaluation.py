@@ -20,11 +20,10 @@ from battery.case import Seen, case
 from battery.small import numbered, refused, short
 from diffvision.data.made.digits import make_digits
 from diffvision.data.shards.writer import write_tar
-from diffvision.evaluation import features
+from diffvision.evaluation import features, run
 from diffvision.evaluation.cache import Cache
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.output import write_json
-from diffvision.evaluation.suite import run
 
 IMAGES, CLASSES = 200, 10
 DATA = Path("numbers")

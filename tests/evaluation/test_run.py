@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.evaluation import evaluate, run
 from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import evaluate, run
 from diffvision.opening import open_model
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}

@@ -14,7 +14,7 @@ from diffvision.analysis.layers import opened_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
 from diffvision.inspection import command, inputs, inspect
-from diffvision.inspection.command import open_models
+from diffvision.inspection.inspecting import open_models
 from diffvision.models import language
 
 VOID = {"meta", "img"}

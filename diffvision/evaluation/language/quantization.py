@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.evaluation.language.attention import AttentionCall, attention_seen
+from diffvision.evaluation.language.options import Granularity
 from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, evaluating, token_losses, unseen
 
-Granularity = Literal["layer", "head", "row"]
 _SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
 
 

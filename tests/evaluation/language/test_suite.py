@@ -18,6 +18,7 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language import figures
+from diffvision.evaluation.language.command import run
 from diffvision.evaluation.language.documents import (
     Reading,
     read_documents,
@@ -31,7 +32,6 @@ from diffvision.evaluation.language.suite import (
     LANGUAGE_EVALUATIONS,
     Work,
     evaluate_language,
-    run,
     write_numbers,
 )
 from diffvision.evaluation.output import check_folder
