@@ -28,7 +28,7 @@ def generate_text(
         prompt: text to continue.
         checkpoint: of a name: its weights, a .ckpt file or a folder.
         max_new_tokens: most tokens to make.
-        temperature: 0 takes the likeliest token each time; 1 draws from the model's own distribution.
+        temperature: 0 takes the likeliest token each time; 1 draws from the model's distribution.
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.
         seed: the same seed gives the same text on the same machine; -2**63 to 2**64 - 1.
@@ -47,7 +47,7 @@ def generate_text(
     """
     import torch
 
-    from diffvision.evaluation.distributed import found_device
+    from diffvision.evaluation.distributed import resolve_device
     from diffvision.models.language.generation import generate
     from diffvision.opening import open_language_model
 
@@ -55,7 +55,7 @@ def generate_text(
         raise ValueError("the prompt is empty: give some text to continue")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}: it must be -2**63 to 2**64 - 1, as torch's generators take it")
-    device = found_device(device)
+    device = resolve_device(device)
     opened = open_language_model(model, checkpoint, tokenizer=tokenizer, device=device)
     if opened.host != "language":
         raise ValueError(f"{model} is a model of transformers': generate with its `generate`")

@@ -1,6 +1,6 @@
 """`diffvision evaluate --tasks retrieval` from a clone.
 
-python scripts/retrieval.py --model NAME --checkpoint PATH --data DIR
+python scripts/retrieval.py MODEL --data DIR
 """
 
 import sys

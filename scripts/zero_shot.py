@@ -1,6 +1,6 @@
 """`diffvision evaluate --tasks zero_shot` from a clone.
 
-python scripts/zero_shot.py --model NAME --checkpoint PATH --data DIR
+python scripts/zero_shot.py MODEL --data DIR
 """
 
 import sys

@@ -350,7 +350,7 @@ def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, tr
         lambda: open_model("CLIP-debug", path),
         lambda: open_model("diff_vit_debug", path),
         lambda: language.load(path),
-        lambda: generate_text(str(path), "a"),
+        lambda: generate_text(str(path), prompt="a"),
     ):
         with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt (holds|is damaged)"):
             call()

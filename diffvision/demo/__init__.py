@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False) -> None:
-    """Trains a CLIP and a DiffCLIP on real digits, evaluates both, prints a table and writes report.html.
+    """Train a CLIP and a DiffCLIP on real digits, evaluate both, print a table and write report.html.
 
     Args:
         output: directory for the data, the runs and the report.

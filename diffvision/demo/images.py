@@ -37,7 +37,7 @@ COLUMNS = {
 
 
 def images(directory: Path, seeds: int) -> None:
-    """Trains CLIP-debug and DiffCLIP-debug with one recipe, evaluates both, prints a table and writes report.html.
+    """Train CLIP-debug and DiffCLIP-debug with one recipe, evaluate both, print a table and write report.html.
 
     Args:
         directory: for the shards, the runs and the report.
@@ -75,7 +75,7 @@ def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> R
 
 @torch.no_grad()
 def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolder, count: int = 4) -> list:
-    """Where the last layer of the image tower looks on some test images, averaged over its heads."""
+    """Return where the last layer of the image tower looks on some test images, averaged over its heads."""
     model.eval()
     batch = next(iter(folder.batches(transform, batch_size=128)))
     chosen = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
@@ -90,21 +90,21 @@ def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolde
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """What the demo prints."""
+    """Return what the demo prints."""
     rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
     return comparison(runs, {m: m for m in MODELS}, rows, title="Real digits, unseen in training", unit="samples")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report, one HTML file with its pictures inside."""
+    """Return the report, one HTML file with its pictures inside."""
     shown = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
     by_model = {model: of_model(runs, model) for model in MODELS}
     curves = {
-        title: {model: [run.curves[key] for run in own] for model, own in by_model.items()}
+        title: {model: [run.curves[key] for run in same_model] for model, same_model in by_model.items()}
         for title, key in shown.items()
     }
     bars = {
-        title: {model: [run.metrics[key] for run in own] for model, own in by_model.items()}
+        title: {model: [run.metrics[key] for run in same_model] for model, same_model in by_model.items()}
         for title, key in COLUMNS.items()
     }
     first = by_model["DiffCLIP-debug"][0]
@@ -114,7 +114,7 @@ def page(runs: Sequence[Run]) -> str:
         ("Training", "The same recipe, steps and order of samples for both.", figures.run_curves(curves)),
         ("Lambda, layer by layer", f"{first.model}, seed {first.seed}.", figures.lambda_curves(lambdas)),
     ]
-    for model, own in by_model.items():
+    for model, same_model in by_model.items():
         text = "Where the class token of the last layer looks, mean over heads."
-        sections.append((f"Attention of {model}", text, figures.attention_panels(own[0].shown)))
+        sections.append((f"Attention of {model}", text, figures.attention_panels(same_model[0].shown)))
     return html_page("CLIP and DiffCLIP on real digits", as_text(table(runs)), sections)

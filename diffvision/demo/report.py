@@ -41,24 +41,24 @@ class Run:
 
 @dataclass
 class Trained:
-    """What `train` returns: a module, and how it came about; the fields of `Run` that training knows."""
+    """What `train` returns: a module, and the fields of `Run` that training knows."""
 
     module: Any
     seconds: float
     curves: dict[str, Curve]
 
     def run(self, model: str, seed: int, unit: str, metrics: dict[str, float], shown: Any) -> Run:
-        """The record of it. Unit: "samples" or "tokens", what the speed counts."""
+        """Return the record of the run; `unit` is "samples" or "tokens", what the speed counts."""
         parameters = sum(p.numel() for p in self.module.model.parameters())
         speed = statistics.median(self.curves[f"train/{unit}_per_second"].values)
         return Run(model, seed, parameters, self.seconds, speed, metrics, self.curves, shown)
 
 
 def train(config: str, model: str, seed: int, directory: Path, *arguments: str) -> Trained:
-    """`diffvision fit` with a file of configs/, for one model and seed.
+    """Run `diffvision fit` with a file of configs/, for one model and seed.
 
     Args:
-        directory: in which the run has one of its own.
+        directory: in which the run has a folder.
         arguments: further ones.
     """
     root, start = directory / f"{model}-{seed}", time.perf_counter()
@@ -79,20 +79,20 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """The mean, and of several values the standard deviation."""
+    """Return the mean, and of several values the standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def of_model(runs: Sequence[Run], model: str) -> list[Run]:
-    """The model's runs, a seed each."""
+    """Return the model's runs, a seed each."""
     return [run for run in runs if run.model == model]
 
 
 def comparison(
     runs: Sequence[Run], names: Mapping[str, str], rows: Mapping[str, tuple[str, float, int]], *, title: str, unit: str
 ) -> Table:
-    """The table that a demo prints: a column a model; means, and with several seeds the standard deviation.
+    """Return the table that a demo prints: a column for each model; means, and over seeds the standard deviation.
 
     Args:
         names: {model: what the column is called}.
@@ -100,27 +100,27 @@ def comparison(
         unit: "samples" or "tokens".
     """
     seeds = len({run.seed for run in runs})
-    told = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
-    table = Table("", *names.values(), title=title + told)
-    own = [of_model(runs, model) for model in names]
+    spread_note = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
+    table = Table("", *names.values(), title=title + spread_note)
+    by_model = [of_model(runs, model) for model in names]
     for row, (key, factor, digits) in rows.items():
-        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in own))
+        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in by_model))
     table.add_section()
-    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in own))
-    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in own))
-    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in own))
+    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in by_model))
+    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in by_model))
+    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in by_model))
     return table
 
 
 def as_text(table: Table) -> str:
-    """The table in plain characters."""
+    """Return the table in plain characters."""
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
 
 def html_page(title: str, table: str, sections: Sequence[tuple[str, str, bytes]], sample: str = "") -> str:
-    """One HTML file with its pictures inside.
+    """Return one HTML file with its pictures inside.
 
     Args:
         table: in plain characters.

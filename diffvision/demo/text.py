@@ -53,8 +53,7 @@ ROWS = {
 
 
 def text(directory: Path, seeds: int) -> None:
-    """Trains a Transformer, V1 and V2 on Python's own library mixed with needles, evaluates them, prints a table and a
-    sample of each, and writes language.html.
+    """Train a Transformer, V1 and V2 on text mixed with needles, evaluate them, print a table and write language.html.
 
     Args:
         directory: for the data, the runs and the report.
@@ -78,13 +77,13 @@ def text(directory: Path, seeds: int) -> None:
 
 
 def _data(directory: Path, console: Console) -> Tokenizer:
-    """The text, made where it is not there yet, and its tokenizer."""
+    """Return the tokenizer of the text, and make both if they do not exist yet."""
     sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
-        for name, place in sources.items():
-            if not any(place.rglob("manifest.json")):
-                make(name, str(place))
+        for name, folder in sources.items():
+            if not any(folder.rglob("manifest.json")):
+                make(name, str(folder))
         tokenizer([str(sources["stdlib"] / "train"), str(sources["recall"])], str(file), vocab_size=4096)
     return load_tokenizer(file)
 
@@ -125,12 +124,12 @@ def _sample(model: Any, words: Tokenizer) -> str:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """What the demo prints."""
+    """Return what the demo prints."""
     return comparison(runs, MODELS, ROWS, title="Python's library, unseen files; needles among words", unit="tokens")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report, one HTML file with its pictures inside."""
+    """Return the report, one HTML file with its pictures inside."""
     first = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
     losses = {
         title: {name: [run.curves[key] for run in of_model(runs, model)] for model, name in MODELS.items()}

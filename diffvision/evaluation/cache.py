@@ -1,7 +1,8 @@
-"""What an evaluation has worked out, kept in a directory and found again by a digest of all that it follows from.
+"""What an evaluation has computed, kept in a directory and looked up by a digest of all that it depends on.
 
 A piece holds the rows of some batches, and is there whole or not at all. One that is damaged, or of something else, is
-told and worked out anew; a directory that is full or cannot be written to is told once, and the evaluation goes on.
+reported and computed anew; a directory that is full or cannot be written to is reported once, and the evaluation
+continues.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _OWN = re.compile(r"[0-9a-f]{32}")  # names of the directories that are ours
 
 
 class Cache:
-    """A directory of pieces (safetensors), each set of them under the digest of what it follows from.
+    """A directory of pieces (safetensors), each set of them under a digest of what it depends on.
 
     Args:
         directory: made if it is not there.
@@ -53,7 +54,7 @@ class Cache:
         return f"cache {self.directory}: {self.found} pieces found, {self.made} made; it holds {size:,} bytes"
 
     def load(self, identity: str, name: str) -> tuple[Rows, Any] | None:
-        """A piece's rows and note; None where it is not there, or not what was saved."""
+        """Return a piece's rows and note; None where it does not exist, or is not what was saved."""
         path = self._path(identity, name)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -71,12 +72,14 @@ class Cache:
         return rows, json.loads(about["note"])
 
     def save(self, identity: str, name: str, rows: Rows, note: Any) -> None:
-        """Keep a piece, if there is room; a plain value as its note."""
+        """Keep a piece, if there is room; its note is a plain value."""
         if not self._writing:
             return
-        path, told = self._path(identity, name), json.dumps(note)
+        path, note_text = self._path(identity, name), json.dumps(note)
         rows = {key: value.contiguous() for key, value in rows.items()}
-        content = safetensors.torch.save(rows, {"note": told, "sha256": _checksum(rows, identity, name, told)})
+        content = safetensors.torch.save(
+            rows, {"note": note_text, "sha256": _checksum(rows, identity, name, note_text)}
+        )
         try:
             if path.parent.is_symlink():
                 raise OSError(f"{path.parent.name} in it is a link to another directory")
@@ -86,18 +89,20 @@ class Cache:
         except OSError as error:
             self._writing = False
             reason = error.strerror or error
-            warnings.warn(f"{self.directory} keeps nothing more ({reason}): the evaluation goes on", stacklevel=2)
+            warnings.warn(
+                f"{self.directory} keeps no more pieces ({reason}): the evaluation continues without it", stacklevel=2
+            )
 
     def _path(self, identity: str, name: str) -> Path:
         return self.directory / identity / f"{name}{SUFFIX}"
 
     def _sets(self) -> list[tuple[Path, list[Path]]]:
-        """Our directories, those that were used last at the end, and the files in them."""
+        """Return our directories, those that were used last at the end, and the files in them."""
         if not self.directory.is_dir():
             return []
         named = [path for path in self.directory.iterdir() if _OWN.fullmatch(path.name)]
-        own = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return [(path, list(path.iterdir())) for path in sorted(own, key=lambda path: path.stat().st_mtime)]
+        folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+        return [(path, list(path.iterdir())) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
     def _make_room(self, needed: int, keep: Path) -> None:
         sets = self._sets()
@@ -122,13 +127,13 @@ def in_pieces(
     compute: Callable[[Sequence[int]], Iterator[tuple[Rows, Any]]],
     name: str = "",
 ) -> Iterator[tuple[Rows, list[Any]]]:
-    """Units 0 to count - 1, piece by piece: the rows of each piece's units one after another, and the units' notes.
+    """Yield units 0 to count - 1, piece by piece: the rows of a piece's units one after another, and the units' notes.
 
     Args:
         size: units of a piece.
         compute: numbers of units, ascending -> each one's rows (none at all, or those that the others have) and note;
             asked once, for all that are not kept.
-        name: before the pieces' numbers, where several processes have their own.
+        name: before the pieces' numbers, where several processes have pieces.
     """
     pieces = [range(first, min(first + size, count)) for first in range(0, count, size)]
     kept = [cache.load(identity, f"{name}{i:06}") if cache is not None else None for i in range(len(pieces))]
@@ -136,8 +141,8 @@ def in_pieces(
     computed = compute(missing)
     for i, (piece, units) in enumerate(zip(kept, pieces, strict=True)):
         if piece is None:
-            own = [next(computed) for _ in units]
-            piece = joined([rows for rows, _ in own]), [note for _, note in own]
+            parts = [next(computed) for _ in units]
+            piece = joined([rows for rows, _ in parts]), [note for _, note in parts]
             if cache is not None:
                 cache.save(identity, f"{name}{i:06}", *piece)
         yield piece
@@ -146,7 +151,7 @@ def in_pieces(
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Rows one after another; parts without any are left out."""
+    """Return rows one after another; parts without any are left out."""
     parts = [part for part in parts if part]
     return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
@@ -162,13 +167,13 @@ def _checksum(rows: Rows, identity: str, name: str, note: str) -> str:
 
 
 def digest(**parts: Any) -> str:
-    """32 hexadecimal digits for plain values, the version of torch and ours."""
+    """Return 32 hexadecimal digits for plain values, the version of torch and ours."""
     parts |= {"format": FORMAT, "torch": torch.__version__, "diffvision": __version__}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def model_digest(model: nn.Module) -> str:
-    """Of all weights and buffers, bit by bit, and of the modules' classes and settings."""
+    """Return a digest of all weights and buffers, bit by bit, and of the modules' classes and settings."""
     hasher = hashlib.sha256()
     for name, module in model.named_modules():
         plain = {
@@ -191,20 +196,22 @@ def tensor_digest(tensors: Sequence[Tensor]) -> str:
 
 
 def files_digest(*paths: str | Path) -> str:
-    """Of names, sizes and times of files and of those under folders: what they hold is not read. Hidden ones (indexes,
-    which come and go) do not count."""
-    found: list[tuple[str, int, int]] = []
+    """Return a digest of names, sizes and times of files and of those under folders.
+
+    What they hold is not read. Hidden files (indexes, which come and go) do not count.
+    """
+    files: list[tuple[str, int, int]] = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in inside:
             name = file.relative_to(path).as_posix() if file != path else path.name
             if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
-                found.append((name, (stat := file.stat()).st_size, stat.st_mtime_ns))
-    return digest(files=found)
+                files.append((name, (stat := file.stat()).st_size, stat.st_mtime_ns))
+    return digest(files=files)
 
 
 def without_addresses(text: str) -> str:
-    """As objects show themselves, but for where they lie in memory."""
+    """Return how objects show themselves, without their addresses in memory."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 

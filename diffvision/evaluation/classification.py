@@ -1,4 +1,4 @@
-"""A classifier's own accuracy, as timm's validate.py measures it."""
+"""A classifier's accuracy, as timm's validate.py measures it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffvision.evaluation.zero_shot import classification_metrics
 
 
 def classification(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc1, acc5 and mean_per_class_recall of a timm model's own classifier on a split's images.
+    """Return acc1, acc5 and mean_per_class_recall of a timm model's classifier on a split's images.
 
     Raises:
         ValueError: a model without a linear classifier (OpenCLIP's classify by text: zero_shot), or whose classes are
@@ -22,7 +22,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
     head = features.model.get_classifier() if hasattr(features.model, "get_classifier") else None
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"{type(features.model).__name__} has no linear classifier of its own: evaluate a timm classifier, or ask "
+            f"{type(features.model).__name__} has no linear classifier: evaluate a timm classifier, or ask "
             "for zero_shot (with texts) or linear_probe"
         )
     images, labels = features.images(folder, options.split)
@@ -38,7 +38,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
 
 
 def _numbered_as(model: nn.Module, folder: EvaluationFolder, labels: Tensor) -> Tensor:
-    """Labels in the order of the model's classes, where the model and the folder both name theirs."""
+    """Return labels in the order of the model's classes, where the model and the folder both name theirs."""
     names = class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
     if not names or not folder.classnames or names == folder.classnames:
         return labels

@@ -10,7 +10,7 @@ from diffvision.evaluation.options import Options
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
+    """Return acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
     pairs = features.pairs(folder, options.split)
     single = pairs.owner.bincount(minlength=len(pairs.images)) < 2
     if single.any():
@@ -22,14 +22,14 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
-    """Share of images [N, D] whose first caption, of their own among texts [T, D], has the largest inner product.
+    """Return the share of images [N, D] whose first caption, of theirs among texts [T, D], has the largest product.
 
     `owner` [T] is ascending. An exact tie counts as right, as in CLIP_benchmark (where this is `acc` and `text_acc`;
     its `image_acc` is 1 wherever there is one image to choose from).
     """
     right, start = 0, 0
     for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):
-        own = texts[start : start + count]
-        right += int((image[None] @ own.T).argmax()) == 0
+        captions = texts[start : start + count]
+        right += int((image[None] @ captions.T).argmax()) == 0
         start += count
     return right / len(images)

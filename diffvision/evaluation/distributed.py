@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of processes; (0, 1) where torch.distributed is not in use."""
+    """Return this process's rank and the number of processes; (0, 1) where torch.distributed is not in use."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
-def found_device(device: str) -> str:
-    """The device itself, or the one that "auto" means: CUDA where there is one.
+def resolve_device(device: str) -> str:
+    """Return the device itself, or the one that "auto" means: CUDA where there is one.
 
     Raises:
         ValueError: torch does not find it.
@@ -25,24 +25,24 @@ def found_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:  # not even a name
-        place = None
+        resolved = None
     counts = {"cpu": 1, "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
     counts["mps"] = int(torch.backends.mps.is_available())
-    if place is None or (place.index or 0) >= counts.get(place.type, 0):
+    if resolved is None or (resolved.index or 0) >= counts.get(resolved.type, 0):
         raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
     return device
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
-    """Joins the processes that torchrun started, if it did and nobody else has joined them; gives the rank's device.
+    """Join the processes that torchrun started, if it did and nobody else has joined them; give the rank's device.
 
     Args:
-        device: as `found_device` takes it; with several processes "cuda" means each rank's own.
+        device: as `resolve_device` takes it; with several processes "cuda" means each rank's device.
     """
-    device = found_device(device)
+    device = resolve_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield device
         return
@@ -57,7 +57,7 @@ def process_group(device: str) -> Iterator[str]:
 
 
 def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
+    """Return every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
 
     Args:
         rows: of at most two dimensions; None on a rank that has none (and so does not know their width).
@@ -67,9 +67,9 @@ def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = 
     _, world = rank_and_world()
     if world == 1:
         return torch.empty(0, dtype=dtype) if rows is None else rows.cpu()
-    own = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
+    shape = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
     shapes = torch.empty(world, 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(shapes, torch.tensor([own], device=device))
+    dist.all_gather_into_tensor(shapes, torch.tensor([shape], device=device))
     counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
     # All ranks send as many rows as the longest has: collectives want equal shapes.
     tail = [width] if width else []

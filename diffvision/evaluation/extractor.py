@@ -1,4 +1,4 @@
-"""Features of images or texts as a step of a scikit-learn pipeline, for people who want nothing else."""
+"""Features of images or texts as a step of a scikit-learn pipeline. Evaluations are in `suite.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
 from diffvision.data.images.decode import BadSample, decode_image, to_rgb
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Precision
 from diffvision.models.files import FOLDER
@@ -65,12 +65,12 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> FeatureExtractor:
-        """Checks the arguments and loads the model; X and y are not looked at."""
+        """Check the arguments and load the model; X and y are not looked at."""
         self._features()
         return self
 
     def transform(self, X: Any) -> np.ndarray:
-        """Features float32 [N, width].
+        """Return features float32 [N, width].
 
         Args:
             X: N images, as a list of PIL images, paths of files (JPEG, PNG, WebP) and arrays, or as one array
@@ -81,14 +81,14 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         """
         features = self._features()
         samples = _samples(X)
-        found = []
+        batches = []
         for start in range(0, len(samples), self.batch_size):
             batch = samples[start : start + self.batch_size]
             if self.tower == "text":
-                found.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
+                batches.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
             else:
-                found.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
-        rows = torch.cat(found)
+                batches.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
+        rows = torch.cat(batches)
         return (torch.nn.functional.normalize(rows, dim=-1) if self.normalize else rows).numpy()
 
     @property
@@ -108,7 +108,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         opened = _opened(
             self.model,
             self.checkpoint,
-            found_device(self.device),
+            resolve_device(self.device),
             self.random_state,
             _stamp(self.model, self.checkpoint),
         )
@@ -141,7 +141,10 @@ def _stamp(model: str, checkpoint: str | Path | None) -> Any:
 
 
 def _samples(X: Any) -> list[Any]:
-    """As a list, of at least one; a single image or string is refused, whose rows or letters would each be taken."""
+    """Return X as a list of at least one.
+
+    A single image or string is refused, whose rows or letters would each be taken.
+    """
     if isinstance(X, str | bytes | Path | Image.Image | Mapping) or not isinstance(X, Iterable):
         raise ValueError(f"X is a {type(X).__name__}: give a list of images or strings, of one if there is but one")
     samples = list(X)
@@ -157,7 +160,7 @@ def _text(given: Any, number: int) -> str:
 
 
 def _image(given: Any, number: int) -> Image.Image:
-    """An image in any of the forms that `transform` takes, as RGB."""
+    """Return an image in any of the forms that `transform` takes, as RGB."""
     try:
         if isinstance(given, Image.Image):
             return to_rgb(given)
@@ -169,7 +172,7 @@ def _image(given: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray) -> np.ndarray:
-    """uint8 [h, w] or [h, w, 3]."""
+    """Return an array as uint8 [h, w] or [h, w, 3]."""
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3) or not array.size:
         raise ValueError(f"an array of shape {array.shape}; give [h, w] or [h, w, 3], not flattened, channels last")
     if array.dtype == np.uint8:

@@ -86,7 +86,7 @@ class Features:
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
-        """Features [N, D] of a split's images as the model gives them, and their labels [N] int64."""
+        """Return features [N, D] of a split's images as the model gives them, and their labels [N] int64."""
         key = ("images", folder.path, split)
         if key not in self._kept:
             rows = self._rows(folder, split, self._encode_labelled)
@@ -95,7 +95,7 @@ class Features:
         return self._kept[key]
 
     def pairs(self, folder: EvaluationFolder, split: str) -> Pairs:
-        """Features of a split's images and of all their captions."""
+        """Return features of a split's images and of all their captions."""
         key = ("pairs", folder.path, split)
         if key not in self._kept:
             rows = self._rows(folder, split, self._encode_captioned)
@@ -106,7 +106,7 @@ class Features:
         return self._kept[key]
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
-        """One unit vector a class [C, D]: the mean of its texts' unit vectors, made one long again.
+        """Return one unit vector a class [C, D]: the mean of its texts' unit vectors, made one long again.
 
         A class's texts are one batch, as CLIP_benchmark has them; with several ranks each takes a share of the classes.
         """
@@ -124,17 +124,17 @@ class Features:
         return self._gathered(joined([rows for rows, _ in pieces]), "classes")
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Features [B, D] of a batch of images that are at hand, computed by this process alone."""
+        """Return features [B, D] of a batch of images in memory, computed by this process alone."""
         with self._frozen():
             return self._encode_images(torch.stack([self.transform(image) for image in images]))
 
     def of_texts(self, texts: list[str]) -> Tensor:
-        """Likewise of texts."""
+        """Return features [B, D] of a batch of texts, computed by this process alone."""
         with self._frozen():
             return self._encode_texts(texts)
 
     def _rows(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows]) -> Rows:
-        """This rank's rows of a split; ValueError where the folder has no such split."""
+        """Return this rank's rows of a split; raise a ValueError where the folder has no such split."""
         if split not in folder.splits:
             raise ValueError(
                 f"evaluation folder {folder.name!r} has no split {split!r}: it has {', '.join(folder.splits) or 'none'}"
@@ -170,7 +170,7 @@ class Features:
         return joined(parts)
 
     def _identity(self, **parts: Any) -> str:
-        """A digest of all that rows follow from, beside `parts`."""
+        """Return a digest of all that rows depend on, besides `parts`."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         shares = rank_and_world()[1]
         settings = {"precision": self.precision, "batch_size": self.batch_size, "device": name, "world_size": shares}
@@ -182,13 +182,13 @@ class Features:
 
     @cached_property
     def _seen(self) -> str:
-        """Of the transform: how it shows itself, and what it makes of an image."""
+        """Return how the transform shows itself, and what it makes of an image."""
         image = Image.effect_mandelbrot((97, 61), (-2, -1, 1, 1), 100).convert("RGB")
         return without_addresses(repr(self.transform)) + tensor_digest([self.transform(image)])
 
     @cached_property
     def _read(self) -> str:
-        """Of the tokenizer: what it makes of some texts."""
+        """Return what the tokenizer makes of some texts."""
         texts = ["a photo of a cat.", "Ein großer Hund, zweimal: 你好", "many words " * 100]
         return "" if self.tokenizer is None else tensor_digest([self.tokenizer(texts)])
 
@@ -206,8 +206,8 @@ class Features:
         captions = batch["captions"]
         return {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "texts": F.normalize(self._encode_texts([text for own in captions for text in own]), dim=-1),
-            "counts": torch.tensor([len(own) for own in captions]),
+            "texts": F.normalize(self._encode_texts([text for of_image in captions for text in of_image]), dim=-1),
+            "counts": torch.tensor([len(of_image) for of_image in captions]),
         }
 
     def _encode_images(self, images: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Features:
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:
-        """Evaluation mode without gradients; every module gets its own mode back (locked towers differ from others).
+        """Keep the model in evaluation mode without gradients, and put every module's mode back (locked towers differ).
 
         no_grad rather than inference mode: a tensor that a module caches here may be needed in training afterwards.
         """
@@ -243,7 +243,7 @@ class Features:
 
 
 def _finite(features: Tensor, of: str) -> Tensor:
-    """Themselves: NaN would be ranked like any number, and give an accuracy that looks like one."""
+    """Return the features, and raise a ValueError for NaN, which would be ranked like any number."""
     if not features.isfinite().all():
         raise ValueError(
             f"the model's features of {of} are NaN or infinite: its weights are, or overflow in this precision"
@@ -252,7 +252,7 @@ def _finite(features: Tensor, of: str) -> Tensor:
 
 
 def image_features(model: Any, images: Tensor) -> Tensor:
-    """Features [B, D] of images [B, 3, h, w], before any normalisation.
+    """Return features [B, D] of images [B, 3, h, w], before any normalisation.
 
     A model with `encode_image` (OpenCLIP): what that gives, after the projection. A timm model: the features before its
     classifier. An OpenCLIP image tower (`model.visual`): its output; give `model.visual.trunk`, a timm model, for the

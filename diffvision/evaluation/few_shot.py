@@ -19,10 +19,11 @@ _EPISODES_AT_ONCE = 256
 
 
 def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` training images a class.
+    """Return lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` images a class.
 
     CLIP_benchmark's `linear_probe --fewshot_k K`: unit-length features, AdamW without decay, batches of 64, the
-    learning rate falling by a cosine over all steps. Its draw of the images and of the batches is this one's own.
+    learning rate falling by a cosine over all steps. It draws other images and
+    batches.
     """
     generator = torch.Generator().manual_seed(options.seed)
     images, labels = unit_features(features, folder, options.train_split)
@@ -43,7 +44,7 @@ def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) ->
 
 
 def draw_per_class(labels: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Indexes of k samples of each class that occurs in labels [N], in random order.
+    """Return indexes of k samples of each class that occurs in labels [N], in random order.
 
     Raises:
         ValueError: a class has fewer.
@@ -63,8 +64,8 @@ def draw_per_class(labels: Tensor, k: int, generator: torch.Generator) -> Tensor
 def adamw_probe(
     x: Tensor, y: Tensor, classes: int, *, epochs: int, lr: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Weight [classes, D] and bias [classes] after `epochs` passes of AdamW over features x [N, D], labels y [N]."""
-    bound = x.shape[1] ** -0.5  # nn.Linear's own initialisation
+    """Return weight [classes, D] and bias [classes] after `epochs` passes of AdamW over features x [N, D]."""
+    bound = x.shape[1] ** -0.5  # as nn.Linear initialises
     steps = epochs * math.ceil(len(x) / _PROBE_BATCH)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         x, y = x.clone(), y.clone()
@@ -85,7 +86,7 @@ def adamw_probe(
 
 
 def fewshot_episodes(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc: mean accuracy over random episodes, and acc_ci95, half the width of its 95% interval; see `episodes`."""
+    """Return acc, the mean accuracy over random episodes, and acc_ci95, half of its 95% interval; see `episodes`."""
     train = features.images(folder, options.train_split)
     test = features.images(folder, options.split)
     accuracies = episodes(*train, *test, options)
@@ -94,7 +95,7 @@ def fewshot_episodes(features: Features, folder: EvaluationFolder, options: Opti
 
 
 def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, options: Options) -> Tensor:
-    """Accuracy of each episode, [episodes], as El Banani et al. measure few-shot classification.
+    """Return the accuracy of each episode, [episodes], as El Banani et al. measure few-shot classification.
 
     An episode draws `ways` classes, `shots` training images and up to `queries` test images of each. Features are
     centred by the mean of the episode's training images and made one long; a query's class is that of the nearest mean
@@ -121,23 +122,23 @@ def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Ten
 
 
 def _by_class(labels: Tensor, least: int, kind: str, remedy: str, of: list[int] | None = None) -> dict[int, Tensor]:
-    """The samples of each class."""
+    """Return the samples of each class."""
     classes = of if of is not None else labels.unique().tolist()
     members = {label: (labels == label).nonzero()[:, 0] for label in classes}
-    for label, own in members.items():
-        if len(own) < least:
-            raise ValueError(f"class {label} has {len(own)} {kind} samples; episodes need {least}: {remedy}")
+    for label, indexes in members.items():
+        if len(indexes) < least:
+            raise ValueError(f"class {label} has {len(indexes)} {kind} samples; episodes need {least}: {remedy}")
     return members
 
 
-def _draw(own: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` of a class's samples without repetition; where it has fewer, all of them and -1 for the rest."""
-    drawn = own[torch.randperm(len(own), generator=generator)[:count]]
+def _draw(members: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` of a class's samples without repetition; where it has fewer, all of them and -1 for the rest."""
+    drawn = members[torch.randperm(len(members), generator=generator)[:count]]
     return F.pad(drawn, (0, count - len(drawn)), value=-1)
 
 
 def _nearest_mean(train: Tensor, shots: Tensor, test: Tensor, queries: Tensor) -> Tensor:
-    """Accuracy of episodes [E] with shots [E, W, K] and queries [E, W, Q], indexes of features; -1 is no query."""
+    """Return the accuracy of episodes [E] of shots [E, W, K] and queries [E, W, Q], indexes of features; -1 is none."""
     source, asked = train[shots], test[queries.clamp(min=0)]
     mean = source.mean(dim=(1, 2), keepdim=True)
     prototypes = F.normalize(source - mean, dim=-1).mean(dim=2)  # [E, W, D]

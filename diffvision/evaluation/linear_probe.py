@@ -23,7 +23,7 @@ _SCALE = 1e12  # torch's L-BFGS learns nothing of curvatures below 1e-10, as tho
 
 
 def linear_probe(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc1, acc5 and mean_per_class_recall of logistic regression on unit-length features, and its cost.
+    """Return acc1, acc5 and mean_per_class_recall of logistic regression on unit-length features, and its cost.
 
     L-BFGS to convergence; the cost is chosen on the folder's validation split or, where it has none, on a fifth of
     every class of the training split, and the regression is then fitted on all of both (CLIP's appendix A.3 and El
@@ -49,20 +49,20 @@ def linear_probe(features: Features, folder: EvaluationFolder, options: Options)
 
 
 def unit_features(features: Features, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
-    """Unit-length features [N, D] and labels [N] of a split."""
+    """Return unit-length features [N, D] and labels [N] of a split."""
     images, labels = features.images(folder, split)
     return F.normalize(images, dim=-1), labels
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Logits [N, C] of features [N, D]."""
+    """Return logits [N, C] of features [N, D]."""
     return x @ weight.T + bias
 
 
 def logistic_regression(
     x: Tensor, y: Tensor, classes: int, cost: float, max_iter: int = 10_000
 ) -> tuple[Tensor, Tensor]:
-    """Weight [classes, D] and bias [classes] that minimise cost * (summed cross-entropy) + |weight|^2 / 2.
+    """Return weight [classes, D] and bias [classes] that minimise cost * (summed cross-entropy) + |weight|^2 / 2.
 
     scikit-learn's objective and its `C`, by L-BFGS from zero on the device of x [N, D]. It is computed in float64 and
     returned in the dtype of x. It ends where the objective is at most a millionth above its minimum; a fit that is not
@@ -110,7 +110,7 @@ def choose_cost(
     train: tuple[Tensor, Tensor],
     held: tuple[Tensor, Tensor],
 ) -> float:
-    """The cost of the best accuracy on `held`, of equals that of the smallest cross-entropy.
+    """Return the cost of the best accuracy on `held`, and of equals that of the smallest cross-entropy.
 
     Powers of 100 from 1e-6 to 1e6 are tried, then the interval around the best is halved until there are eight steps a
     decade (CLIP, arXiv 2103.00020, appendix A.3).
@@ -134,12 +134,12 @@ def choose_cost(
 
 
 def _split(x: Tensor, y: Tensor, *, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Four fifths of every class, and the rest (of a class of fewer than five: nothing)."""
+    """Return four fifths of every class, and the rest, which is empty for a class of fewer than five."""
     generator = torch.Generator().manual_seed(seed)
     held = torch.zeros(len(y), dtype=torch.bool)
     for label in y.unique():
-        own = (y == label).nonzero()[:, 0]
-        held[own[torch.randperm(len(own), generator=generator)[: len(own) // 5]]] = True
+        members = (y == label).nonzero()[:, 0]
+        held[members[torch.randperm(len(members), generator=generator)[: len(members) // 5]]] = True
     if not held.any():
         raise ValueError(
             "no class of the training split has 5 samples, too few to choose the probe's cost on: give probe_cost, "

@@ -1,4 +1,4 @@
-"""What an evaluation can be told: one record of settings, shared by all."""
+"""The settings of the evaluations, one record for all. What they compute is in a file for each."""
 
 from dataclasses import dataclass
 from typing import Literal

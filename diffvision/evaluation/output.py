@@ -13,12 +13,12 @@ from diffvision.evaluation.distributed import rank_and_world
 
 
 def listed(names: str | list[str]) -> list[str]:
-    """A list as the command line gives it: itself, or names separated by commas."""
+    """Return a list as the command line gives it: itself, or names separated by commas."""
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
 
 
 def bar(batches: Any, description: str) -> Iterable:
-    """A progress bar in rank 0's terminal, gone when it is full."""
+    """Return the batches under a progress bar in rank 0's terminal, gone when it is full."""
     from rich.console import Console
     from rich.progress import track
 
@@ -29,7 +29,7 @@ def bar(batches: Any, description: str) -> Iterable:
 
 
 def check_folder(folder: str | Path, setting: str = "output") -> None:
-    """Before any work: can files be written in a folder that is there, or will be made?
+    """Check, before any work, that files can be written in a folder that exists or will be made.
 
     Args:
         setting: what named it.
@@ -47,12 +47,12 @@ def check_folder(folder: str | Path, setting: str = "output") -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes plain values; ValueError for a NaN, which JSON has not."""
+    """Write plain values; raise a ValueError for a NaN, which JSON has not."""
     write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, whenever the process or the machine ends, and makes its folder.
+    """Write a file whole or not at all, whenever the process or the machine ends, and make its folder.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.

@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     indices: list[int] | None  # of the classes among ImageNet's 1000, where the dataset is a subset of them
 
     def texts(self) -> list[list[str]]:
-        """The texts of each class: every {c} of a template is replaced by the class name, and nothing else is.
+        """Return the texts of each class: every {c} of a template becomes the class name, and the rest stays.
 
         Raises:
             ValueError: a template without {c}; a text that is longer than any caption may be.
@@ -59,7 +59,7 @@ def _start(text: str) -> str:
 
 
 def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "openai") -> Prompts:
-    """ImageNet's prompts: the class names and the 80 ("openai") or 7 ("simple") templates that OpenCLIP carries.
+    """Return ImageNet's prompts: its class names and the 80 ("openai") or 7 ("simple") templates that OpenCLIP carries.
 
     Args:
         name: "imagenet", "imagenet-v2", "imagenet-sketch" (all 1000 classes), "imagenet-a" or "imagenet-r" (200 each,
@@ -87,12 +87,12 @@ def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "o
 
 
 def is_imagenet(name: str) -> bool:
-    """Whether a dataset of this name has ImageNet's classes, or a known subset of them."""
+    """Return whether a dataset of this name has ImageNet's classes, or a known subset of them."""
     return _plain(name) in _SUBSETS
 
 
 def prompts_of(folder: EvaluationFolder) -> Prompts:
-    """A folder's class names and templates, completed by ImageNet's where its name says that it is a variant of it.
+    """Return a folder's class names and templates, completed by ImageNet's where its name is of a variant of it.
 
     A subset's folder may name its own 200 classes or all 1000: in the second case the classifier is restricted to the
     subset, as its published numbers are.
@@ -116,7 +116,7 @@ def prompts_of(folder: EvaluationFolder) -> Prompts:
 
 
 def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
-    """Labels as positions in `prompts.classnames`.
+    """Return labels as positions in `prompts.classnames`.
 
     Those of a subset of ImageNet may be numbered within the subset (0..199, as CLIP_benchmark's folders) or as the 1000
     classes are (0..999): a label of 200 or more tells that it is the second.
@@ -126,9 +126,9 @@ def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
     """
     count, given = len(prompts.classnames), labels
     if prompts.indices is not None and labels.max() >= count:
-        place = torch.full((1000,), -1)
-        place[torch.tensor(prompts.indices)] = torch.arange(count)
-        labels = torch.where(labels < 1000, place[labels.clamp(max=999)], -1)
+        positions = torch.full((1000,), -1)
+        positions[torch.tensor(prompts.indices)] = torch.arange(count)
+        labels = torch.where(labels < 1000, positions[labels.clamp(max=999)], -1)
     wrong = (labels < 0) | (labels >= count)
     if wrong.any():
         which = int(wrong.nonzero()[0, 0])

@@ -13,7 +13,7 @@ from diffvision.evaluation.options import Options
 
 
 def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`."""
+    """Return image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`."""
     pairs = features.pairs(folder, options.split)
     return recalls(
         pairs.images, pairs.texts, pairs.owner, options.recall_k, chunk=options.chunk, device=features.device
@@ -29,7 +29,7 @@ def recalls(
     chunk: int = 512,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """Recall@K of images [N, D] and texts [T, D] by their inner products; text t belongs to image `owner[t]`.
+    """Return recall@K of images [N, D] and texts [T, D] by their inner products; text t is of image `owner[t]`.
 
     image_retrieval_recall@K: the share of texts whose image is among the K best images. text_retrieval_recall@K: the
     share of images of which at least one text is among the K best texts (an image without texts counts as a miss). With
@@ -39,8 +39,8 @@ def recalls(
         chunk: queries at a time; never more than `chunk` rows of scores exist.
         device: where the scores are sorted.
     """
-    found_images = _found(texts, images, recall_k, chunk, device)
-    found_texts = _found(images, texts, recall_k, chunk, device)
+    found_images = _best(texts, images, recall_k, chunk, device)
+    found_texts = _best(images, texts, recall_k, chunk, device)
     metrics = {}
     for k in recall_k:
         metrics[f"image_retrieval_recall@{k}"] = _share((found_images[k] == owner[:, None]).any(dim=1))
@@ -49,16 +49,16 @@ def recalls(
     return metrics
 
 
-def _found(
+def _best(
     queries: Tensor, candidates: Tensor, recall_k: Sequence[int], chunk: int, device: torch.device | str
 ) -> dict[int, Tensor]:
-    """For each K the best candidates' indexes, [queries, min(K, candidates)]."""
-    found: dict[int, list[Tensor]] = {k: [] for k in recall_k}
+    """Return for each K the best candidates' indexes, [queries, min(K, candidates)]."""
+    best: dict[int, list[Tensor]] = {k: [] for k in recall_k}
     for rows in queries.split(chunk):
         scores = (rows @ candidates.T).to(device)
         for k in recall_k:  # one topk for each K: among equal scores the first of ten need not be the first of one
-            found[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
-    return {k: torch.cat(parts) for k, parts in found.items()}
+            best[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
+    return {k: torch.cat(parts) for k, parts in best.items()}
 
 
 def _share(hits: Tensor) -> float:

@@ -69,7 +69,7 @@ def evaluate(
     progress: Callable[[Any, str], Iterable] | None = None,
     cache: Cache | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
+    """Return metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
 
     Where torch.distributed is in use all ranks must call this together: each reads a share of the images, and all
     return the same metrics.
@@ -85,7 +85,7 @@ def evaluate(
         device: where the model is; by default that of its parameters.
         precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
         progress: wraps an iterable in a progress bar, given also its description.
-        cache: of features, from which an evaluation that was ended goes on.
+        cache: of features, from which an evaluation that was ended resumes.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def expand(tasks: Iterable[str]) -> list[str]:
-    """The evaluations that the names stand for, each once. ValueError on an unknown name."""
+    """Return the evaluations that the names stand for, each once; raise a ValueError for an unknown name."""
     names: list[str] = []
     for task in tasks:
         if task not in EVALUATIONS and task not in GROUPS:
@@ -141,7 +141,7 @@ def report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str 
 def plan(
     folders: Sequence[EvaluationFolder], tasks: Sequence[str] | None, options: Options
 ) -> list[tuple[EvaluationFolder, list[str]]]:
-    """Which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
+    """Return which evaluations each folder gets, in the order of `EVALUATIONS`, checked before any of them starts.
 
     Raises:
         ValueError: no folder; a task that fits none; a missing split; two folders of one kind and one name.
@@ -176,7 +176,7 @@ def plan(
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
-    """One record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
+    """Return one record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
     tasks: dict[tuple[str, str], dict[str, float | None]] = {}
     for key, value in metrics.items():
         task, dataset, metric = key.split("/", 2)
@@ -195,7 +195,7 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
 
 
 def check_output(output: str | Path) -> None:
-    """Before any work: ValueError where `write_records` could not write."""
+    """Raise a ValueError, before any work, where `write_records` could not write."""
     output = Path(output)
     if output.suffix != ".json":
         check_folder(output)
@@ -206,8 +206,7 @@ def check_output(output: str | Path) -> None:
 
 
 def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
-    """Writes records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole or not
-    at all."""
+    """Write records into one JSON file (`output` ends in .json), or each into a file of a folder, as a whole."""
     output = Path(output)
     if output.suffix == ".json":
         write_json(output, rows)
@@ -221,7 +220,7 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
-    """The metrics as a table for the terminal, a row a metric."""
+    """Return the metrics as a table for the terminal, a row a metric."""
     from rich.table import Table
 
     rows = Table(title=title or None, title_justify="left")

@@ -15,7 +15,7 @@ from diffvision.evaluation.prompts import local_labels, prompts_of
 
 
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
+    """Return acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
 
     A class's vector is the mean of its templates' unit vectors, made one long again; an image's logits are 100 times
     its cosine with each.
@@ -34,7 +34,7 @@ def zero_shot(features: Features, folder: EvaluationFolder, options: Options) ->
 
 
 def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """acc1, acc5 and mean_per_class_recall of logits [N, C] float for labels [N] int64.
+    """Return acc1, acc5 and mean_per_class_recall of logits [N, C] float for labels [N] int64.
 
     acc5 is NaN with fewer than five classes. Recall is averaged over the classes that occur among the labels. Among
     equal logits the order is torch.topk's, and for the recall torch.argmax's.

@@ -1,4 +1,8 @@
-"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run."""
+"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run.
+
+huggingface_hub's ModelCard is not used: it fills a Jinja template and validates by asking the Hub, while a card here is
+written offline from what is known of the model and its run.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ print(tokenizer.decode(model.generate(**text, max_new_tokens=20)[0]))""",
 
 
 def write_card(folder: Path, model: Model, license: str | None = None) -> None:
-    """Writes README.md, and loss.png and lambda.png where a run tells them, into a model's folder.
+    """Write README.md, and loss.png and lambda.png where a run has the curves, into a model's folder.
 
     Args:
         license: of the weights, as the Hub names it; left out if None, for nobody else can say it.
@@ -69,12 +73,12 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
 def model_card(
     model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
 ) -> str:
-    """The text of README.md: what is known of a model, and nothing else.
+    """Return the text of README.md: what is known of a model, and nothing else.
 
     Args:
         history: of its run; without one the card says what the model itself tells.
         license: as `write_card`.
-        pictures: as `draw` gives them, which lie beside the card.
+        pictures: as `draw` gives them, which lie next to the card.
     """
     history = history or History()
     towers = attention_layers(model.module)
@@ -98,11 +102,11 @@ def model_card(
 
 
 def draw(history: History) -> dict[str, bytes]:
-    """Pictures of a run as PNG, by file name: loss.png and lambda.png, each where there are curves of two points."""
+    """Return pictures of a run as PNG: loss.png and lambda.png, each where there are curves of two points."""
     curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
-    told = ("val/loss", "/acc1", "retrieval_recall@1")
-    measured = [name for name in curves if name.endswith(told) and len(curves[name].steps) > 2]
+    shown = ("val/loss", "/acc1", "retrieval_recall@1")
+    measured = [name for name in curves if name.endswith(shown) and len(curves[name].steps) > 2]
     panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
     pictures = {"loss.png": run_curves(panels)} if panels else {}
     return pictures | ({"lambda.png": lambda_curves(lambdas)} if lambdas else {})
@@ -167,15 +171,15 @@ def _data(history: History) -> Iterator[str]:
     train = history.setting("data", "init_args", "train")
     if train is None:
         return
-    told = [f"Trained on {code(train)}."]
+    sentences = [f"Trained on {code(train)}."]
     if account := history.account():
         counts = ", ".join(f"{count:,} {what}" for what, count in account.items())
-        told.append(f"Samples, summed over the epochs: {counts}.")
+        sentences.append(f"Samples, summed over the epochs: {counts}.")
     for name in ("evaluations", "evaluation"):
         if given := history.setting("data", "init_args", name):
             folders = [given] if isinstance(given, str) else given
-            told.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
-    yield "## Data\n\n" + " ".join(told)
+            sentences.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
+    yield "## Data\n\n" + " ".join(sentences)
 
 
 def _training(history: History) -> Iterator[str]:
@@ -202,7 +206,7 @@ def _training(history: History) -> Iterator[str]:
 
 
 def _listed(settings: Any) -> str | None:
-    """Settings in a line, those that are not set left out."""
+    """Return settings in a line, those that are not set left out."""
     if not isinstance(settings, dict):
         return None
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
@@ -210,8 +214,8 @@ def _listed(settings: Any) -> str | None:
 
 def _versions(model: Model) -> str:
     packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[model.host]
-    told = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
-    return f"## Versions\n\nWritten with {', '.join(told)}, Python {platform.python_version()}."
+    versions = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
+    return f"## Versions\n\nWritten with {', '.join(versions)}, Python {platform.python_version()}."
 
 
 def _citations(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:

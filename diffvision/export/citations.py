@@ -52,19 +52,19 @@ _VIT = """@inproceedings{dosovitskiy2021image,
 
 
 def bibtex(variants: Iterable[str], name: str, host: str) -> str:
-    """The entries for a model.
+    """Return the entries for a model.
 
     Args:
         variants: keys of `diffvision.nn.ATTENTION` that its layers are of, and "dex".
         name: of the model at its host.
         host: open_clip, timm or language.
     """
-    found: dict[str, None] = {}
+    entries: dict[str, None] = {}
     for variant in variants:
         if variant != "standard":
-            found |= dict.fromkeys([_DIFF, *{"v2": [_V2], "gda": [_GROUPED], "dex": [_DEX]}.get(variant, [])])
+            entries |= dict.fromkeys([_DIFF, *{"v2": [_V2], "gda": [_GROUPED], "dex": [_DEX]}.get(variant, [])])
     if host == "open_clip":
-        found |= dict.fromkeys([_DIFFCLIP] if found and "diffclip" in name.lower() else []) | {_CLIP: None}
+        entries |= dict.fromkeys([_DIFFCLIP] if entries and "diffclip" in name.lower() else []) | {_CLIP: None}
     if host == "timm" and "vit" in name:
-        found[_VIT] = None
-    return "\n\n".join(found)
+        entries[_VIT] = None
+    return "\n\n".join(entries)

@@ -17,37 +17,40 @@ KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": 
 
 
 def text(value: Any) -> str:
-    """A value as one line of Markdown that shows it: configurations and runs hold names from anywhere, which may look
-    like HTML, the end of a table's cell, a link or a heading."""
+    """Return a value as one line of Markdown that shows it as text.
+
+    Configurations and runs hold names from anywhere, which may look like HTML, the end of a table's cell, a link or a
+    heading.
+    """
     line = html.escape(" ".join(str(value).split()), quote=False)
     line = re.sub(r"([\\|`])", r"\\\1", line)
     return re.sub(r"\](?=[(\[:])", r"\\]", line)  # links and pictures
 
 
 def code(value: Any) -> str:
-    """A value as code within a line of Markdown."""
+    """Return a value as code within a line of Markdown."""
     line = " ".join(str(value).split())
     marks = fence(line, least=1)
     return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
 
 
 def fence(content: str, least: int = 3) -> str:
-    """Backticks around code, more of them than stand together anywhere in it."""
+    """Return backticks to put around code, more of them than stand together anywhere in it."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
 
 
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
-    """A sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
-    own = " with differential attention" if variants(towers) - {"standard"} else ""
+    """Return a sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
+    attention = " with differential attention" if variants(towers) - {"standard"} else ""
     rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
     table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
-    return f"{KIND[model.host]}{own}.\n\n| | |\n|---|---|\n{table}"
+    return f"{KIND[model.host]}{attention}.\n\n| | |\n|---|---|\n{table}"
 
 
 def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
-    """Our attention layers of a model by tower: "image tower" and "text tower" of OpenCLIP's, else "model"."""
+    """Return our attention layers of a model by tower: "image tower" and "text tower" of OpenCLIP's, else "model"."""
     towers: dict[str, list[AttentionLayer]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, AttentionLayer):
@@ -59,7 +62,7 @@ def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
 
 
 def variants(towers: Mapping[str, list[AttentionLayer]]) -> set[str]:
-    """Keys of `diffvision.nn.ATTENTION`, and "dex", that layers of these towers are of."""
+    """Return the keys of `diffvision.nn.ATTENTION`, and "dex", that layers of these towers are of."""
     return {_variant(layer) for layers in towers.values() for layer in layers}
 
 
@@ -87,13 +90,13 @@ def _pair(size: Any) -> tuple[int, ...]:
 
 
 def _attention(layers: list[AttentionLayer]) -> str:
-    """One line for a tower: "v1, 4 layers of 2 heads of 32, lambda_init 0.8"."""
+    """Return one line for a tower: "v1, 4 layers of 2 heads of 32, lambda_init 0.8"."""
     first = layers[0]
-    told = [" and ".join(dict.fromkeys(map(_variant, layers)))]
-    told.append(f"{len(layers)} layers of {first.num_heads} heads of {first.head_dim}")
+    parts = [" and ".join(dict.fromkeys(map(_variant, layers)))]
+    parts.append(f"{len(layers)} layers of {first.num_heads} heads of {first.head_dim}")
     if first.num_kv_heads != first.num_heads:
-        told.append(f"{first.num_kv_heads} key/value heads")
+        parts.append(f"{first.num_kv_heads} key/value heads")
     if starts := [layer.lambda_init for layer in layers if isinstance(layer, DiffAttention)]:
         low, high = min(starts), max(starts)
-        told.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
-    return ", ".join(told)
+        parts.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
+    return ", ".join(parts)

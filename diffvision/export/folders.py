@@ -37,7 +37,7 @@ def save_folder(
     card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
+    """Write a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
 
     Args:
         model: whose weights are written in their own dtype.
@@ -68,27 +68,26 @@ def save_folder(
 
 
 def write_open_clip(model: Model, destination: Path, options: Options) -> None:
-    """The format "openclip"."""
+    """Write the format "openclip"."""
     save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, tokenizer=model.tokenizer)
     write_card(destination, model, options.license)
 
 
 def write_timm(model: Model, destination: Path, options: Options) -> None:
-    """The format "timm"."""
+    """Write the format "timm"."""
     save_folder(model.module, destination, config=model.config, preprocess=model.preprocess, more=_labels(model))
     write_card(destination, model, options.license)
 
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
-    """The format "huggingface", of a language model."""
+    """Write the format "huggingface", of a language model."""
     write = hugging_face_classes().write
     write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
 
 
 def hugging_face_classes() -> Any:
-    """Return the module `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is
-    missing."""
+    """Return `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is missing."""
     try:
         return importlib.import_module("diffvision.models.language.transformers")
     except ModuleNotFoundError as error:
@@ -98,7 +97,7 @@ def hugging_face_classes() -> Any:
 
 
 def _labels(model: Model) -> dict[str, Any]:
-    """timm's label_names: of the data that the run evaluated on, if they are still there and have as many."""
+    """Return timm's label_names: of the data that the run evaluated on, if it still exists and has as many."""
     if model.run is None:
         return {}
     try:
@@ -116,8 +115,8 @@ def _labels(model: Model) -> dict[str, Any]:
 def _save_open_clip(
     model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any, more: dict
 ) -> None:
-    own: Any = model
-    values = {"model_cfg": config, "preprocess_cfg": {**own.visual.preprocess_cfg, **preprocess}, **more}
+    clip: Any = model
+    values = {"model_cfg": config, "preprocess_cfg": {**clip.visual.preprocess_cfg, **preprocess}, **more}
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))
@@ -125,17 +124,17 @@ def _save_open_clip(
 
 
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
-    own: Any = model
-    if not any(own.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
-        own.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
-    cfg = {key: value for key, value in own.pretrained_cfg.items() if key not in _SOURCES and value is not None}
+    classifier: Any = model
+    if not any(classifier.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
+        classifier.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
+    cfg = {key: value for key, value in classifier.pretrained_cfg.items() if key not in _SOURCES and value is not None}
     architecture = config.pop("architecture", cfg.pop("architecture", None))
     args = {key: value for key, value in config.items() if not key.endswith(("drop_rate", "drop_path_rate"))}
-    classes = own.num_classes
+    classes = classifier.num_classes
     values = {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": own.num_features,
+        "num_features": classifier.num_features,
         "model_args": {**args, "num_classes": classes},
         "pretrained_cfg": {**cfg, **preprocess, "num_classes": classes, "custom_load": False},
         **more,

@@ -50,12 +50,12 @@ class Graph:
 def graphs(
     model: nn.Module, *, name: str = "", preprocess: Mapping[str, Any] | None = None, normalize: bool = True
 ) -> dict[str, Graph]:
-    """The graphs of a model, by name (see the module).
+    """Return the graphs of a model, by name (see the module).
 
     Args:
         model: timm's, OpenCLIP's or a `LanguageModel`, on its device.
         name: that it is known by.
-        preprocess: of images, where it differs from the model's own: mean, std, interpolation, ...
+        preprocess: of images, where it differs from the model's: mean, std, interpolation, ...
         normalize: features of OpenCLIP's towers have length 1, so that their product is the cosine, as
             `model.encode_image(image, normalize=True)` gives them.
 
@@ -93,16 +93,16 @@ def _timm_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any]) 
 
 
 def _input_size(model: Any, known: tuple[int, ...]) -> tuple[int, ...]:
-    """[channels, h, w] that a model takes, which may be built for others than its configuration has."""
+    """Return [channels, h, w] that a model takes, which may be built for others than its configuration has."""
     embed = getattr(model, "patch_embed", None)
-    own = getattr(embed, "img_size", None) if getattr(embed, "strict_img_size", False) else None
+    built = getattr(embed, "img_size", None) if getattr(embed, "strict_img_size", False) else None
     meets = _first(model)
-    return (meets.shape[1] if meets.ndim == 4 else known[0], *(own or known[1:]))
+    return (meets.shape[1] if meets.ndim == 4 else known[0], *(built or known[1:]))
 
 
 def _first(module: nn.Module) -> Tensor:
-    """The weight that meets the pixels, [D, channels, p, p]: OpenCLIP's mixed precision has others in another dtype."""
-    return next((own for own in module.parameters() if own.ndim == 4), next(module.parameters()))
+    """Return the weight that meets the pixels, [D, channels, p, p]: mixed precision has others in another dtype."""
+    return next((weight for weight in module.parameters() if weight.ndim == 4), next(module.parameters()))
 
 
 def _clip_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any], normalize: bool) -> dict[str, Graph]:
@@ -140,7 +140,7 @@ class ImageTower(nn.Module):
         self.model, self.normalize = _with_parts(model, lambda name: name == "visual"), normalize
 
     def forward(self, image: Float[Tensor, "B 3 h w"]) -> Float[Tensor, "B D"]:
-        """As `model.encode_image`: CoCa's tower gives more than it."""
+        """Return what `model.encode_image` gives: CoCa's tower gives more than it."""
         return self.model.encode_image(image, normalize=self.normalize)
 
 
@@ -153,15 +153,15 @@ class TextTower(nn.Module):
         self.model, self.normalize = _with_parts(model, lambda name: name not in others), normalize
 
     def forward(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B D"]:
-        """As `model.encode_text`."""
+        """Return what `model.encode_text` gives."""
         return self.model.encode_text(tokens, normalize=self.normalize)
 
 
 def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:
-    """A copy that shares some of a model's parts and drops the rest: a graph carries all weights of its module."""
+    """Return a copy that shares some of a model's parts and drops the rest: a graph carries all of its module's."""
     alone = copy.copy(model)
     alone._modules = {name: part for name, part in model._modules.items() if kept(name)}
-    alone._parameters = {name: own for name, own in model._parameters.items() if kept(name)}
+    alone._parameters = {name: parameter for name, parameter in model._parameters.items() if kept(name)}
     return alone
 
 
@@ -203,8 +203,8 @@ def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, G
 class Prefill(nn.Module):
     """A language model's prompts: tokens [B, N] -> logits [B, N, vocab], keys and values for `Decode`.
 
-    Prompts of unequal length are padded at the right with any token: nothing of a prompt attends to what comes after
-    it. A row's first new token is chosen from the logits at its own last token.
+    Prompts of unequal length are padded at the right with any token: no token attends to what comes after
+    it. A row's first new token is chosen from the logits at the row's last token.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -214,7 +214,7 @@ class Prefill(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B N"]
     ) -> tuple[Float[Tensor, "B N vocab"], Float[Tensor, "layers B Hk P N D"], Float[Tensor, "layers B Hk N V"]]:
-        """(logits, keys, values)."""
+        """Return (logits, keys, values)."""
         kept = _Cache([_Kept() for _ in self.model.blocks], tokens.shape[0], tokens.shape[1])
         hidden = self.model.hidden(tokens, cache=kept)
         return self.model.logits(hidden), *kept.stacked()
@@ -223,7 +223,7 @@ class Prefill(nn.Module):
 class Decode(nn.Module):
     """A language model's step: a token of each row, with the room of past keys and values in and out.
 
-    Each row writes at its own position and attends to the room up to there. What lies behind (zeros, or a prompt's
+    Each row writes at its position and attends to the room up to there. What lies behind (zeros, or a prompt's
     padding) is not seen, but must be finite. Positions must be below the room's size and the model's max_length: a
     graph cannot say so.
     """
@@ -239,7 +239,7 @@ class Decode(nn.Module):
         keys: Float[Tensor, "layers B Hk P L D"],
         values: Float[Tensor, "layers B Hk L V"],
     ) -> tuple[Float[Tensor, "B 1 vocab"], Float[Tensor, "layers B Hk P L D"], Float[Tensor, "layers B Hk L V"]]:
-        """(logits, keys, values): the latter two for the next step, with positions one higher."""
+        """Return (logits, keys, values): the latter two for the next step, with positions one higher."""
         layers: list[LayerCache] = [_Given(k, v) for k, v in zip(keys.unbind(), values.unbind(), strict=True)]
         past = _Cache(layers, tokens.shape[0], keys.shape[4])
         hidden = self.model.step(tokens, positions[:, None], past)
@@ -253,12 +253,12 @@ class _Cache(KVCache):
         self.layers, self.batch, self.capacity = layers, batch, capacity
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """All layers' keys [layers, B, Hk, P, L, D] and values [layers, B, Hk, L, V]."""
+        """Return all layers' keys [layers, B, Hk, P, L, D] and values [layers, B, Hk, L, V]."""
         return torch.stack([layer.keys for layer in self.layers]), torch.stack([layer.values for layer in self.layers])
 
 
 class _Kept(LayerCache):
-    """Keeps the keys and values that come, which are the first."""
+    """A layer's cache that keeps the keys and values that come, which are the first."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -299,5 +299,5 @@ def _variants(model: nn.Module) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """JSON of each value that is not text already."""
+    """Return JSON of each value that is not text already."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}

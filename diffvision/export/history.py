@@ -1,4 +1,7 @@
-"""What a training run left in its directory, told so that it can be published: configuration, data, results, curves."""
+"""What a training run left in its directory, without what must stay private: configuration, data, results, curves.
+
+Curves are read by `analysis.curves`; the text of the card is in `card.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class History:
     Attributes:
         config: its config.yaml, less whose machine it was (`published`).
         curves: what it logged, by metric; also before it was resumed.
-        step: optimizer steps that the checkpoint had made; None where no record beside it says.
+        step: optimizer steps that the checkpoint had made; None where no record next to it says.
         records: of evaluations, as `diffvision evaluate` writes them, in JSON files of the directory.
     """
 
@@ -37,41 +40,41 @@ class History:
     records: tuple[dict[str, Any], ...] = ()
 
     def setting(self, *path: str) -> Any:
-        """A value of the configuration by its names, None if it has none there."""
+        """Return a value of the configuration by its names, None if it has none there."""
         value: Any = self.config
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
     def callback(self, name: str) -> dict[str, Any] | None:
-        """The settings of the run's callback of that class, None if it had none."""
+        """Return the settings of the run's callback of that class, None if it had none."""
         for callback in self.setting("trainer", "callbacks") or []:
             if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == name:
                 return callback.get("init_args") or {}
         return None
 
     def results(self) -> tuple[dict[str, float], int | None]:
-        """The metrics of the last validation of these weights, and after how many steps it was."""
-        found: dict[str, tuple[float, float]] = {}
+        """Return the metrics of the last validation of these weights, and after how many steps it was."""
+        last_points: dict[str, tuple[float, float]] = {}
         for name, curve in self.curves.items():
             if name.split("/")[0] in RESULTS:
                 # A row's step counts from 0: after 262 steps it is 261.
                 points = [p for p in zip(*curve, strict=True) if self.step is None or p[0] < self.step]
-                found |= {name: points[-1]} if points else {}
-        last = max((step for step, _ in found.values()), default=None)
-        return {name: value for name, (step, value) in found.items() if step == last}, (
+                last_points |= {name: points[-1]} if points else {}
+        last = max((step for step, _ in last_points.values()), default=None)
+        return {name: value for name, (step, value) in last_points.items() if step == last}, (
             None if last is None else int(last) + 1
         )
 
     def account(self) -> dict[str, int]:
-        """What became of the samples, summed over the epochs: seen, skipped, substituted, left over."""
+        """Return what became of the samples, summed over the epochs: seen, skipped, substituted, left over."""
         names = {"seen": "seen", "skipped": "skipped", "substituted": "substituted", "tail": "left over"}
-        curves = {told: self.curves.get(f"data/{name}") for name, told in names.items()}
-        return {told: int(sum(curve.values)) for told, curve in curves.items() if curve is not None}
+        curves = {label: self.curves.get(f"data/{name}") for name, label in names.items()}
+        return {label: int(sum(curve.values)) for label, curve in curves.items() if curve is not None}
 
 
 def read_history(run: Path, checkpoint: Path) -> History:
-    """Of a run's directory and the checkpoint of it that is meant. What is missing or unreadable is left out."""
+    """Read a run's directory, for one of its checkpoints. What is missing or unreadable is left out."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -85,12 +88,15 @@ def read_history(run: Path, checkpoint: Path) -> History:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """A configuration without what is nobody's business: directories above the last two of absolute paths, users and
-    passwords in URLs, and values whose names speak of secrets."""
+    """Return a configuration without what must stay private.
+
+    Left out are directories above the last two of absolute paths, users and passwords in URLs, and values whose names
+    speak of secrets.
+    """
     if isinstance(value, dict):
-        return {key: published(own, str(key)) for key, own in value.items()}
+        return {key: published(part, str(key)) for key, part in value.items()}
     if isinstance(value, list):
-        return [published(own, name) for own in value]
+        return [published(part, name) for part in value]
     if not isinstance(value, str):
         return value
     if _SECRET.search(name):
@@ -101,7 +107,7 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """Of the record beside a checkpoint."""
+    """Return the step of the record next to a checkpoint."""
     try:
         step = json.loads(record_path(checkpoint).read_text(encoding="utf-8"))["records"][0]["step"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -110,12 +116,12 @@ def _step(checkpoint: Path) -> int | None:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """All records in JSON files of the directory, but those beside checkpoints."""
-    found: list[Any] = []
+    """Return all records in JSON files of the directory, but those next to checkpoints."""
+    records: list[Any] = []
     for file in sorted(run.rglob("*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        found += content if isinstance(content, list) else [content]
-    return [record for record in found if isinstance(record, dict) and isinstance(record.get("metrics"), dict)]
+        records += content if isinstance(content, list) else [content]
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("metrics"), dict)]

@@ -15,7 +15,7 @@ from diffvision.opening.weights import PREPROCESS
 
 
 def write_int8(model: Model, destination: Path, options: Options) -> None:
-    """The format "int8": a .safetensors file to be loaded as the checkpoint of the model's name; of text, a folder.
+    """Write the format "int8": a .safetensors file that records its model; of text, a folder.
 
     Raises:
         ValueError: torchao is not installed; a destination of another name.

@@ -17,9 +17,9 @@ NEEDED = ("onnx", "onnxscript")
 
 
 def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = None) -> None:
-    """Writes a graph of `graphs(model)` as an ONNX model, which is checked, with what belongs to it as its metadata.
+    """Write a graph of `graphs(model)` as an ONNX model, which is checked, with what belongs to it as its metadata.
 
-    Weights of more than 2 GB lie beside it, in FILE.data: protobuf holds no more.
+    Weights of more than 2 GB lie next to it, in FILE.data: protobuf holds no more.
 
     Args:
         graph: what is written.
@@ -45,7 +45,7 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
 
 
 def write_onnx(model: Model, destination: Path, options: Options) -> None:
-    """The format "onnx": a folder with a .onnx file for each graph."""
+    """Write the format "onnx": a folder with a .onnx file for each graph."""
     check_installed()
     destination.mkdir()
     for name, graph in graphs(model.module, name=model.name, preprocess=model.preprocess).items():
@@ -53,7 +53,7 @@ def write_onnx(model: Model, destination: Path, options: Options) -> None:
 
 
 def check_installed() -> None:
-    """ValueError, with what to install, where a package is missing."""
+    """Raise a ValueError, with what to install, where a package is missing."""
     from importlib.util import find_spec
 
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -61,7 +61,7 @@ def check_installed() -> None:
 
 
 def _describe(model: Any, graph: Graph) -> None:
-    """The axes by our names, and our metadata in place of the tracing's, which has paths of this machine."""
+    """Name the axes as we do, and put our metadata in place of the tracing's, which has paths of this machine."""
     names = {
         str(value.shape[axis]): name
         for value in model.graph.inputs

@@ -19,14 +19,14 @@ ABOUT = "about.json"
 
 
 def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
-    """A graph of `graphs(model)` by torch.export, in evaluation mode, for any size of its free axes.
+    """Return a graph of `graphs(model)` by torch.export, in evaluation mode, for any size of its free axes.
 
     Not the strict way, which has Dynamo read the Python: the checks of arguments in our operation are not for it, and
     all that it would find out the tracing finds out as well.
 
     Args:
         graph: of `graphs(model)`.
-        backend: of our operation: "auto" keeps torch's own scaled_dot_product_attention, of which a device takes its
+        backend: of our operation: "auto" keeps torch's scaled_dot_product_attention, of which a device takes its
             fastest kernel.
 
     Raises:
@@ -34,23 +34,23 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
     """
     names = {name for axes in graph.axes.values() for name in axes.values()}
     dims = {name: Dim(name, min=1, max=graph.limits.get(name)) for name in names}
-    shapes = tuple({axis: dims[name] for axis, name in graph.axes[own].items()} for own in graph.inputs)
+    shapes = tuple({axis: dims[name] for axis, name in graph.axes[key].items()} for key in graph.inputs)
     with evaluating(graph.module), attention_backend(backend):
         try:
             return torch.export.export(graph.module, tuple(graph.inputs.values()), dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # of any kind: it runs the model's own Python
+        except Exception as error:  # of any kind: it runs the model's Python
             raise ValueError(
                 f"{type(graph.module).__name__} cannot be exported: {str(error).strip().splitlines()[0]}"
             ) from error
 
 
 def save_program(program: ExportedProgram, file: str | Path, about: Mapping[str, str] | None = None) -> None:
-    """Writes a .pt2 file, with `about.json` in it (`torch.export.load(file, extra_files={"about.json": ""})`)."""
+    """Write a .pt2 file, with `about.json` in it (`torch.export.load(file, extra_files={"about.json": ""})`)."""
     torch.export.save(program, file, extra_files={ABOUT: json.dumps(dict(about or {}), indent=2)})
 
 
 def write_programs(model: Model, destination: Path, options: Options) -> None:
-    """The format "program": a folder with a .pt2 file for each graph."""
+    """Write the format "program": a folder with a .pt2 file for each graph."""
     destination.mkdir()
     for name, graph in graphs(model.module, name=model.name, preprocess=model.preprocess).items():
         save_program(export_program(graph), destination / f"{name}.pt2", graph.about)

@@ -11,7 +11,7 @@ from typing import Any
 
 from diffvision.analysis.attention import image_trunk
 from diffvision.analysis.layers import KINDS, no_layers
-from diffvision.evaluation.distributed import found_device
+from diffvision.evaluation.distributed import resolve_device
 from diffvision.inspection import inputs
 from diffvision.inspection.hugging_face import is_hugging_face
 from diffvision.inspection.measurements import Look, look_at_caption, look_at_image, look_at_text
@@ -48,7 +48,7 @@ def inspect(
     folder = Path(output)
     check_output(folder)
     _check_counts(pictures, texts)
-    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=found_device(device))
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
     shown = _shown(models, pictures, texts, masks, answers)
     inspect_models(models, *shown, folder)
 
@@ -63,7 +63,7 @@ def inspect_models(
 
     Args:
         models: one or two of one kind, with different names.
-        pictures: for models of images; each with its own captions, or with all passages.
+        pictures: for models of images; each with its captions, or with all passages.
         passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
         output: as `inspect`.
 
@@ -204,7 +204,7 @@ def _shown(
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
-    """What the models have in common; ValueError where they have other tokens for a text."""
+    """Return what the models have in common; raise a ValueError where they have different tokens for a text."""
     first, *others = passages
     for other in others:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
@@ -231,7 +231,7 @@ def _about(models: Sequence[Model]) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
+    """Give a function that shows what is being looked at: a line that moves in a terminal, elsewhere one a model."""
     from rich.console import Console
 
     console, last = Console(file=sys.stderr), [""]

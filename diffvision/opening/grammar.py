@@ -260,8 +260,10 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
 
 @contextmanager
 def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a folder without weights, for which OpenCLIP takes random ones, and report as one ValueError what the host
-    says of a folder that does not load."""
+    """Refuse a folder without weights, and report what the host says of one that does not load as a ValueError.
+
+    OpenCLIP takes random weights where a folder has none.
+    """
     if checkpoint is None and not any(path.suffix in _IN_FOLDERS for path in folder.iterdir()):
         raise ValueError(
             f"{folder} has a configuration and no weights ({', '.join(_IN_FOLDERS)}): save the model with them"

@@ -187,7 +187,7 @@ def same() -> Seen:
 def misfit(change: Callable[[], object], words: str) -> str:
     folder()
     change()
-    return short(refused("evaluate", "--model=DiffCLIP-debug", f"--data={DATA}", "--num_workers=0", words=words))
+    return short(refused("evaluate", "DiffCLIP-debug", f"--data={DATA}", "--num_workers=0", words=words))
 
 
 def no_folder() -> None:
@@ -232,7 +232,7 @@ for what, change, words in (
 def unwritable() -> str:
     folder()
     Path("file").touch()
-    flags = ("evaluate", "--model=DiffCLIP-debug", f"--data={DATA}", "--cache=file")
+    flags = ("evaluate", "DiffCLIP-debug", f"--data={DATA}", "--cache=file")
     return short(refused(*flags, words="is a file: name a folder"))
 
 

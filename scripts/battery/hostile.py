@@ -364,7 +364,7 @@ def coded_openclip() -> str:
 def coded_hugging_face(tokenizer: bool) -> str:
     os.environ["HF_MODULES_CACHE"] = str(Path("modules").absolute())
     hugging_face_folder(Path("model"), TRACE.absolute(), tokenizer)
-    return short(refused("evaluate-language", "--checkpoint=hf:model", *TEXT, words="trust_remote_code"))
+    return short(refused("evaluate-language", "hf:model", *TEXT, words="trust_remote_code"))
 
 
 for tokenizer in (False, True):

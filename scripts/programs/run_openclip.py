@@ -55,7 +55,7 @@ class OpenClip:
 
     def measure(self, name: str, checkpoint: str, data: str, *arguments: str) -> dict[str, float]:
         """What `diffvision evaluate` measures."""
-        command = [sys.executable, "-m", "diffvision", "evaluate", "--model", MODEL, "--checkpoint", checkpoint]
+        command = [sys.executable, "-m", "diffvision", "evaluate", MODEL, "--checkpoint", checkpoint]
         command += ["--data", data, "--output", f"{name}.json", "--num_workers", "0", "--device", "cpu", *arguments]
         self.shown.run(name, command)
         return json.loads((self.shown.folder / f"{name}.json").read_text())[0]["metrics"]

@@ -82,7 +82,7 @@ def trained(timm: Timm, epochs: int, compiled: bool) -> tuple[float, float]:
 
 def evaluated(shown: Shown, checkpoint: str, *arguments: str) -> float:
     """What `diffvision evaluate --tasks classification` measures, in percent."""
-    command = [sys.executable, "-m", "diffvision", "evaluate", "--model", "diff_vit_debug", "--checkpoint", checkpoint]
+    command = [sys.executable, "-m", "diffvision", "evaluate", "diff_vit_debug", "--checkpoint", checkpoint]
     command += ["--data", "digits/zero_shot", "--tasks", "classification", "--output", "evaluated.json", *arguments]
     shown.run("evaluate", [*command, "--num_workers", "0", "--device", "cpu"], lines=9)
     return 100 * json.loads((shown.folder / "evaluated.json").read_text())[0]["metrics"]["acc1"]

@@ -139,7 +139,7 @@ def test_names_within_a_model_are_mapped_too():
         "layers.3.self_attn.head_norm.weight": 1, "layers.3.self_attn.proj.weight": 2, "norm.weight": 3
     }  # fmt: skip
     assert to_unilm(ours, "unilm-v1") == weights
-    with pytest.raises(ValueError, match=r"unilm-v1 has no place for a\.q_proj\.bias"):
+    with pytest.raises(ValueError, match=r"unilm-v1 has no a\.q_proj\.bias"):
         to_unilm({"a.q_proj.bias": 1, "a.head_norm.weight": 1}, "unilm-v1")
     with pytest.raises(ValueError, match=r"no lambda_proj.weight: it is not of the variant that unilm-v2 holds"):
         to_unilm(ours, "unilm-v2")
@@ -272,7 +272,7 @@ def _timm(**changed):
     [
         (_timm(**{"proj.weight": None}), "proj.weight is missing"),
         (_timm(lambda_k2=None), "lambda_k2 is missing"),
-        (_timm(extra=torch.zeros(1)), "extra has no place"),
+        (_timm(extra=torch.zeros(1)), "extra is unknown"),
         (_timm(**{"sub_norm.weight": torch.zeros(3)}), "head_norm.weight is [3], expected [16]"),
         (_timm(**{"qkv.weight": torch.zeros(93, 32)}), "q_proj.weight is [31, 32], expected [16, 32]; "),
         (_timm(**{"qkv.weight": torch.zeros(5)}), "* has sizes that do not fit"),
@@ -291,7 +291,7 @@ def test_half_a_layer_is_not_converted(weights, words, tmp_path, capsys):
     ("change", "tower", "words"),
     [
         ({"visual.blocks.1.mlp.fc1.bias": None}, "golden_size", "visual.trunk.blocks.1.mlp.fc1.bias is missing"),
-        ({"visual.extra": torch.zeros(1)}, "golden_size", "visual.trunk.extra has no place"),
+        ({"visual.extra": torch.zeros(1)}, "golden_size", "visual.trunk.extra is unknown"),
         ({"ln_final.bias": torch.zeros(3)}, "golden_size", "ln_final.bias is [3], expected [48]"),
         ({}, "vit_tiny_patch16_224", "visual.trunk.blocks.0.attn.qkv.weight is missing; "),
         ({}, "nonsense", "tower is 'nonsense', which timm does not know"),

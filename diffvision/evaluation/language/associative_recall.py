@@ -27,7 +27,7 @@ def associative_recall(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Mean loss of recall hits, of the other tokens, and of all, over windows that do not overlap.
+    """Return the mean loss of recall hits, of the other tokens, and of all, over windows that do not overlap.
 
     Args:
         model: see `scoring`.
@@ -50,9 +50,9 @@ def associative_recall(
             hits = repeated_bigrams(tokens)
             if frequent is not None:
                 hits &= ~torch.isin(_codes(tokens), frequent)
-            for kind, own in enumerate((hits & scored, ~hits & scored)):
-                totals[kind] += losses[own].double().sum()
-                counts[kind] += own.sum()
+            for kind, mask in enumerate((hits & scored, ~hits & scored)):
+                totals[kind] += losses[mask].double().sum()
+                counts[kind] += mask.sum()
     means = (totals / counts).tolist()
     return {
         "nll/ar_hit": means[0],
@@ -63,7 +63,7 @@ def associative_recall(
 
 
 def repeated_bigrams(tokens: Tensor) -> Tensor:
-    """For tokens [B, N], whether each after the first ends a bigram that its row has had before, bool [B, N - 1]."""
+    """Return for tokens [B, N] whether each after the first ends a bigram that its row had before, bool [B, N - 1]."""
     codes, order = _codes(tokens).sort(dim=1, stable=True)  # equal bigrams lie side by side, the earliest first
     again = torch.zeros_like(codes, dtype=torch.bool)
     again[:, 1:] = codes[:, 1:] == codes[:, :-1]
@@ -71,15 +71,17 @@ def repeated_bigrams(tokens: Tensor) -> Tensor:
 
 
 def frequent_bigrams(documents: Iterable[Tensor], more_than: int = 1250) -> Tensor:
-    """The bigrams that occur more than so often in (a sample of) the training data, as sorted codes for
-    `associative_recall`. Scale `more_than` with the size of the sample."""
+    """Return the bigrams that occur more than so often in the training data, as sorted codes.
+
+    They are for `associative_recall`. Of a sample of the data, scale `more_than` with its size.
+    """
     counts: Counter[int] = Counter()
     for document in documents:
-        found, often = _codes(document[None])[0].unique(return_counts=True)
-        counts.update(dict(zip(found.tolist(), often.tolist(), strict=True)))
+        codes, often = _codes(document[None])[0].unique(return_counts=True)
+        counts.update(dict(zip(codes.tolist(), often.tolist(), strict=True)))
     return torch.tensor(sorted(code for code, count in counts.items() if count > more_than), dtype=torch.int64)
 
 
 def _codes(tokens: Tensor) -> Tensor:
-    """A number for each bigram of [B, N], int64 [B, N - 1]."""
+    """Return a number for each bigram of [B, N], int64 [B, N - 1]."""
     return (tokens[:, :-1] << 32) | tokens[:, 1:]

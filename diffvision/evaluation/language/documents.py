@@ -41,14 +41,14 @@ class Reading:
 
     @property
     def json_field(self) -> str:
-        """Of a line of a .jsonl file."""
+        """The field of a line of a .jsonl file."""
         return self.text_key.partition(":")[2] or "text"
 
 
 def read_documents(
     sources: Sequence[str | Path], tokenizer: Any, reading: Reading | None = None
 ) -> Iterator[str | list[int]]:
-    """Documents as `read_texts`, and of token shards (as `diffvision data tokenize` writes) each document's tokens.
+    """Yield documents as `read_texts` does, and of token shards (of `diffvision data tokenize`) each document's tokens.
 
     Raises:
         FileNotFoundError, ValueError, BadDataError: as `read_texts`. ValueError: tokens of another tokenizer.
@@ -62,9 +62,11 @@ def read_documents(
 
 
 def read_texts(sources: Sequence[str | Path], reading: Reading | None = None) -> Iterator[str]:
-    """Documents: each .txt file is one, each line of a .jsonl file has one in its field "text"; of a folder all such
-    files below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt, or
-    what `reading` names.
+    """Yield the documents of files, folders and shards.
+
+    Each .txt file is a document, and so is the field "text" of each line of a .jsonl file; of a folder all such files
+    below it in the order of their names; of shards (a .tar, a folder of them, a pattern) each member .txt, or what
+    `reading` names.
 
     Raises:
         FileNotFoundError: no such file. ValueError: nothing to read there, or a file with text that is not UTF-8.
@@ -88,7 +90,7 @@ def read_texts(sources: Sequence[str | Path], reading: Reading | None = None) ->
 
 
 def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str) -> Iterator[tuple[str, ...]]:
-    """The fields of each line's JSON object, as text.
+    """Yield the fields of each line's JSON object, as text.
 
     Args:
         fields: {name: types that it may have}.
@@ -107,20 +109,21 @@ def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str)
             if strange := [value for value, kinds in zip(values, fields.values(), strict=True)
                            if not isinstance(value, kinds)]:  # fmt: skip
                 raise TypeError(f"{strange[0]!r} is no text")
-            found = tuple(map(str, values))
-            for text in found:
+            texts = tuple(map(str, values))
+            for text in texts:
                 check_text(text)
         except BadText as error:
             raise ValueError(f"line {number} of {path}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             wanted = ", ".join(f'"{name}": ...' for name in fields)
             raise ValueError(f"line {number} of {path} {problem}: write {{{wanted}}} on each line ({error})") from error
-        yield found
+        yield texts
 
 
 def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
-    """Documents, of text or of tokens, as tokens, each behind a start token, `at_most` in all (the last one is cut),
-    and the bytes of UTF-8 in their text.
+    """Return documents as tokens, each after a start token, and the bytes of UTF-8 in their text.
+
+    Documents are texts, or tokens already. There are `at_most` tokens in all: the last document is cut.
 
     Raises:
         ValueError: no text has a token; one that is not UTF-8.
@@ -144,7 +147,7 @@ def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) ->
 
 
 def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
-    """The documents end to end, cut in rows of one length, int64 [S, length]; what is left over is left out.
+    """Return the documents end to end, cut in rows of one length, int64 [S, length]; the rest is left out.
 
     Raises:
         ValueError: they are not even one row long.
@@ -159,7 +162,7 @@ def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _are_shards(path: Path) -> bool:
-    """Whether a source is one of shards rather than files of text."""
+    """Return whether a source is one of shards rather than files of text."""
     if path.is_dir():
         return any(file.name.endswith(PLAIN + COMPRESSED) for file in path.iterdir())
     return path.suffix not in (".txt", ".jsonl")

@@ -1,4 +1,4 @@
-"""A many-shot task that needs no dataset: which made-up name does each kind of word have in this context?
+"""A many-shot task that needs no dataset: the made-up name that each kind of word has in a context.
 
 The words that are asked for are never among the demonstrations, so the answer must come from the kind of the word; it
 cannot be copied from a line with the same word.
@@ -15,7 +15,7 @@ from diffvision.evaluation.language.many_shot import Example, Task
 def label_mapping_tasks(
     count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
 ) -> list[Task]:
-    """Tasks with a mapping each; contexts of `diffvision.data.made.mapping_text`.
+    """Return tasks with a mapping each; contexts of `diffvision.data.made.mapping_text`.
 
     Args:
         count: how many tasks.

@@ -60,7 +60,7 @@ class Task:
         return sorted({example.label for example in self.demonstrations})
 
     def prompt(self, demonstrations: Sequence[Example], query: Example) -> str:
-        """Demonstrations and a query, up to where its label would come."""
+        """Return demonstrations and a query, up to where its label would come."""
         before = self.template.partition(" {label}")[0]
         return "".join(self.template.format(text=text, label=label) for text, label in demonstrations) + before.format(
             text=query.text
@@ -68,7 +68,7 @@ class Task:
 
 
 def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
-    """A task of two files of JSON lines, {"text": ..., "label": ...} each.
+    """Read a task from two files of JSON lines, {"text": ..., "label": ...} each.
 
     It warns of queries that are demonstrations too, since the label of those can be copied from the prompt.
 
@@ -97,7 +97,7 @@ def many_shot(
     seed: int = 0,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Accuracy over all queries of all tasks, by the number of demonstrations before each.
+    """Return the accuracy over all queries of all tasks, by the number of demonstrations before each.
 
     A task's demonstrations are drawn once, alternately of its classes while they last, and shuffled; fewer shots are
     the first of more.
@@ -118,7 +118,8 @@ def many_shot(
     drawn = [draw_demonstrations(task, max(shots), seed) for task in tasks]
     prompts = {
         count: [
-            encode_prompts(task, own[:count], tokenizer, max_length) for task, own in zip(tasks, drawn, strict=True)
+            encode_prompts(task, examples[:count], tokenizer, max_length)
+            for task, examples in zip(tasks, drawn, strict=True)
         ]
         for count in shots
     }
@@ -126,8 +127,8 @@ def many_shot(
         f"accuracy/{count}": _mean(
             [
                 right
-                for task, own in zip(tasks, prompts[count], strict=True)
-                for right in answers_right(model, task, own, tokenizer, batch_size)
+                for task, rows in zip(tasks, prompts[count], strict=True)
+                for right in answers_right(model, task, rows, tokenizer, batch_size)
             ]
         )
         for count in progress(list(shots), "many-shot")
@@ -147,7 +148,7 @@ def order_robustness(
     seed: int = 0,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Best minus worst accuracy over orders of the same demonstrations, the mean over tasks.
+    """Return the best minus the worst accuracy over orders of the same demonstrations, the mean over tasks.
 
     Args:
         permutations: orders of each arrangement, "random" and "alternating" (one of each class in turn, the classes and
@@ -164,31 +165,31 @@ def order_robustness(
     for arrangement, arrange in ARRANGEMENTS.items():
         accuracies: list[list[float]] = [[] for _ in tasks]
         for number in progress(range(permutations), f"{arrangement} orders"):
-            for place, (task, own) in enumerate(zip(tasks, drawn, strict=True)):
-                order = arrange(own, random.Random(f"order {seed} {number}"))
+            for index, (task, examples) in enumerate(zip(tasks, drawn, strict=True)):
+                order = arrange(examples, random.Random(f"order {seed} {number}"))
                 prompts = encode_prompts(task, order, tokenizer, max_length)
-                accuracies[place].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
+                accuracies[index].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
         metrics |= {
-            f"{arrangement}/spread": _mean([max(own) - min(own) for own in accuracies]),
-            f"{arrangement}/mean": _mean([_mean(own) for own in accuracies]),
-            f"{arrangement}/best": _mean([max(own) for own in accuracies]),
-            f"{arrangement}/worst": _mean([min(own) for own in accuracies]),
+            f"{arrangement}/spread": _mean([max(values) - min(values) for values in accuracies]),
+            f"{arrangement}/mean": _mean([_mean(values) for values in accuracies]),
+            f"{arrangement}/best": _mean([max(values) for values in accuracies]),
+            f"{arrangement}/worst": _mean([min(values) for values in accuracies]),
         }
     return metrics
 
 
 def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """In random order."""
+    """Return the examples in random order."""
     return draw.sample(list(examples), len(examples))
 
 
 def alternating(examples: Sequence[Example], draw: random.Random) -> list[Example]:
-    """One of each class in turn while they last; classes, and examples of a class, in random order."""
+    """Return one example of each class in turn while they last; classes, and examples of a class, in random order."""
     classes: dict[str, list[Example]] = defaultdict(list)
     for example in shuffled(examples, draw):
         classes[example.label].append(example)
-    rounds = max(len(own) for own in classes.values())
-    return [own[turn] for turn in range(rounds) for own in classes.values() if turn < len(own)]
+    rounds = max(len(members) for members in classes.values())
+    return [members[turn] for turn in range(rounds) for members in classes.values() if turn < len(members)]
 
 
 ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Example]]] = {
@@ -198,7 +199,7 @@ ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Exampl
 
 
 def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
-    """`shots` of the task's demonstrations, as even among its classes as they are, in random order."""
+    """Return `shots` of the task's demonstrations, as even among its classes as they are, in random order."""
     if not 1 <= shots <= len(task.demonstrations):
         raise ValueError(
             f"{shots} shots of {task.name}, which has {len(task.demonstrations)} demonstrations: ask for 1 to as many"
@@ -210,7 +211,7 @@ def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
 def encode_prompts(
     task: Task, demonstrations: Sequence[Example], tokenizer: Any, max_length: int | None = None
 ) -> list[list[int]]:
-    """Tokens of the demonstrations and each query, checked against what the model can read with a label behind them."""
+    """Return tokens of the demonstrations and each query, checked to leave room for a label in the context."""
     start = start_tokens(tokenizer)
     prompts = [[*start, *tokenizer.encode(task.prompt(demonstrations, query))] for query in task.queries]
     longest = max(map(len, prompts)) + max(map(len, label_tokens(task, tokenizer)))
@@ -225,26 +226,26 @@ def encode_prompts(
 def answers_right(
     model: Any, task: Task, prompts: Sequence[Sequence[int]], tokenizer: Any, batch_size: int = 8
 ) -> list[bool]:
-    """Whether the label that constrained greedy decoding writes after each query's prompt is its own."""
+    """Return whether the label that constrained greedy decoding writes after each query's prompt is the right one."""
     picked = constrained_choices(model, prompts, label_tokens(task, tokenizer), batch_size=batch_size)
     return [task.labels[choice] == query.label for choice, query in zip(picked, task.queries, strict=True)]
 
 
 def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
-    """Tokens of each label as it stands behind a query, with the line's end, which sets "sea" apart from "sea lion".
+    """Return tokens of each label as it stands after a query, with the line's end ("sea" differs from "sea lion").
 
     Raises:
         ValueError: the tokenizer makes one token of a label and the text before it.
     """
     before = task.template.partition(" {label}")[0].rpartition("}")[2]  # such as "\nLabel:"
     prefix = tokenizer.encode(before)
-    found = []
+    rows = []
     for label in task.labels:
         tokens = tokenizer.encode(f"{before} {label}\n")
         if tokens[: len(prefix)] != prefix:
             raise ValueError(f"the tokenizer makes one token of {before!r} and a part of the label {label!r}")
-        found.append(tokens[len(prefix) :])
-    return found
+        rows.append(tokens[len(prefix) :])
+    return rows
 
 
 def _examples(path: Path) -> list[Example]:

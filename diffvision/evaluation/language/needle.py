@@ -39,7 +39,7 @@ def needle_samples(
     form: str | Form = "text",
     seed: int = 0,
 ) -> Iterator[NeedleSample]:
-    """Samples of one length and depth; the n-th of a seed is the same for every model with the same tokenizer.
+    """Yield samples of one length and depth; the n-th of a seed is the same for all models of one tokenizer.
 
     Args:
         tokenizer: anything with encode(text) -> list[int], and a start_id or eos_id to begin with.
@@ -51,7 +51,7 @@ def needle_samples(
 
     Raises:
         ValueError: the length is too short for the needles; unknown form; a tokenizer whose tokens span the border
-            between a word and the next, so that an answer has no tokens of its own.
+            between a word and the next, so that an answer has no separate tokens.
     """
     form = as_form(form)
     start = start_tokens(tokenizer)
@@ -83,8 +83,9 @@ def needle(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Accuracy of greedy decoding: the share of numbers asked for that the model would write, each after the true ones
-    before it (see `scoring.greedy_matches`).
+    """Return the accuracy of greedy decoding: the share of numbers asked for that the model would write.
+
+    Each is written after the true ones before it (see `scoring.greedy_matches`).
 
     Args:
         model: see `scoring`.
@@ -119,8 +120,7 @@ def needle(
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """What a document begins with: the tokenizer's start_id where it has one, else the eos_id that ends the document
-    before it, else nothing."""
+    """Return what a document begins with: the tokenizer's start_id, else the eos_id that ended the one before."""
     for name in ("start_id", "eos_id"):
         if (token := getattr(tokenizer, name, None)) is not None:
             return [token]
@@ -128,23 +128,23 @@ def start_tokens(tokenizer: Any) -> list[int]:
 
 
 def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
-    """The text's places in tokens: the number of tokens of what comes before each."""
+    """Return the sample in tokens: a text's position is the number of tokens of what comes before it."""
     ids = tokenizer.encode(text.text)
 
-    def place(character: int) -> int:
+    def position(character: int) -> int:
         before = tokenizer.encode(text.text[:character])
         if ids[: len(before)] != before:
             raise ValueError(
                 f"the tokenizer makes one token of the text around {text.text[character - 8 : character + 8]!r}: a "
-                "needle's words and numbers must have tokens of their own; take a tokenizer that splits text into words"
+                "needle's words and numbers must be separate tokens; take a tokenizer that splits text into words"
             )
         return len(start) + len(before)
 
-    def span(places: tuple[int, int]) -> tuple[int, int]:
-        return place(places[0]), place(places[1])
+    def span(positions: tuple[int, int]) -> tuple[int, int]:
+        return position(positions[0]), position(positions[1])
 
     answers = tuple(span(answer) for answer in text.answers)
-    return NeedleSample([*start, *ids], span(text.needle), place(text.question), answers)
+    return NeedleSample([*start, *ids], span(text.needle), position(text.question), answers)
 
 
 def _mean(values: Sequence[float]) -> float:

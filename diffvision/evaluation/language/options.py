@@ -1,4 +1,4 @@
-"""What a language evaluation can be told: one record of settings, shared by all."""
+"""The settings of the language evaluations, one record for all. What they compute is in a file for each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LanguageOptions:
         tokens: of the documents, the most that are read.
         text_key: the member of shards with the text: "txt", "json:FIELD", or "jsonl:FIELD", a document in each line.
         max_bad_fraction: documents of shards that cannot be used are left out and counted; more of them are an error.
-        window: tokens that a model reads at a time; None for its own length, at most 2048.
+        window: tokens that a model reads at a time; None for the model's length, at most 2048.
         stride: distance of perplexity's windows; None for windows that do not overlap.
         points: positions of `position_nll`'s curve.
         frequent_text: training text (as `data`) whose frequent bigrams are no recall.
         frequent_count: a bigram that occurs more often there is frequent.
         form: of the needles' text: "text", or "synthetic" for small models.
-        haystack: a text file to hide needles in; None for the form's own sentences.
+        haystack: a text file to hide needles in; None for the form's sentences.
         lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
         depths: of the answer in the context.
         needles: "NxR", N needles of which R are asked for.
@@ -94,7 +94,7 @@ class LanguageOptions:
 
 
 def needle_pair(text: str) -> tuple[int, int]:
-    """(N, R) of "NxR"; ValueError if it is none."""
+    """Return (N, R) of "NxR"; raise a ValueError if it is none."""
     first, _, second = text.partition("x")
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(second) <= int(first)):
         raise ValueError(f"needles has {text!r}: write NxR, N needles of which R are asked for, such as 4x2")

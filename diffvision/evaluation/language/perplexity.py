@@ -20,7 +20,7 @@ class Window(NamedTuple):
 
 
 def windows(document: Tensor, window: int, stride: int | None = None) -> Iterator[Window]:
-    """Cuts a document so that each of its tokens after the first is scored once.
+    """Cut a document so that each of its tokens after the first is scored once.
 
     Args:
         document: int64 [N].
@@ -54,7 +54,7 @@ def perplexity(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """Mean over all tokens but each document's first, every token weighing the same.
+    """Return the mean over all tokens but each document's first, every token weighing the same.
 
     Args:
         model: see `scoring`.
@@ -86,7 +86,7 @@ def perplexity(
 def scored_windows(
     model: Any, pieces: Sequence[Window], batch_size: int, progress: Progress, description: str
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """By batches on the CPU: losses [B, N - 1], which of them count [B, N - 1], and the tokens [B, N]."""
+    """Yield by batches on the CPU: losses [B, N - 1], which of them count [B, N - 1], and the tokens [B, N]."""
     batches = list(padded_batches([piece.tokens.tolist() for piece in pieces], batch_size))
     for numbers, tokens, lengths in progress(batches, description):
         target = torch.arange(1, tokens.shape[1])
@@ -96,5 +96,5 @@ def scored_windows(
 
 
 def exponential(nll: float) -> float:
-    """exp, infinite where it overflows."""
+    """Return exp, infinite where it overflows."""
     return math.exp(nll) if nll < 700 else math.inf

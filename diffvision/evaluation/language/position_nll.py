@@ -1,4 +1,7 @@
-"""Cumulative average negative log-likelihood by position: does a longer context help?  (arXiv 2410.05258, figure 4)"""
+"""Cumulative average negative log-likelihood by position, which shows whether a longer context helps.
+
+Source: arXiv 2410.05258, figure 4.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def position_nll(
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, float]:
-    """The mean loss of the first p predictions of documents, for p at even steps up to `length`.
+    """Return the mean loss of the first p predictions of documents, for p at even steps up to `length`.
 
     Args:
         model: see `scoring`.

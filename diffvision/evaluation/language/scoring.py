@@ -21,13 +21,13 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def unseen(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """The `Progress` that shows nothing."""
+    """Return the items: the `Progress` that shows nothing."""
     return items
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients; the modules' modes are put back after."""
+    """Keep a model in evaluation mode without gradients, and put the modules' modes back after."""
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     for module, _ in modes:
         module.training = False
@@ -40,22 +40,24 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the model's parameters are; the CPU for a function."""
+    """Return where the model's parameters are; the CPU for a function."""
     if isinstance(model, nn.Module) and (first := next(model.parameters(), None)) is not None:
         return first.device
     return torch.device("cpu")
 
 
 def logits_at(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-    """float32 logits [B, K, vocabulary] after the tokens [B, N] at `positions` [B, K]; only those reach the head where
-    the model keeps its head apart."""
+    """Return float32 logits [B, K, vocabulary] after the tokens [B, N] at `positions` [B, K].
+
+    Only those positions reach the head where the model keeps its head apart.
+    """
     tokens, positions = tokens.to(device_of(model)), positions.to(device_of(model))
     states, head = _states(model, tokens)
     return head(states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))).float()
 
 
 def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
-    """Negative log-likelihood in nats of each token after the first, float32 [B, N - 1], given those before it.
+    """Return the negative log-likelihood in nats of each token after the first, float32 [B, N - 1].
 
     The model reads N - 1 tokens. The head's logits are made for `chunk` positions at a time where the model keeps its
     head apart (ours), so that a long row needs no [N, vocabulary].
@@ -70,7 +72,7 @@ def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
 
 
 def _states(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What the head reads, [B, N, width], and the head; for a model that does not part them, the logits as they are."""
+    """Return what the head reads, [B, N, width], and the head; the logits for a model that does not part them."""
     if hasattr(model, "hidden") and hasattr(model, "head_weight"):
         return model.hidden(tokens), lambda states: F.linear(states, model.head_weight)
     hugging_face = hasattr(model, "get_output_embeddings")
@@ -79,19 +81,21 @@ def _states(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tens
 
 
 def padded_batches(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Rows of tokens in batches of similar length, longest first: (their numbers, int64 [B, N] padded on the right with
-    0, lengths [B])."""
+    """Yield rows of tokens in batches of similar length, longest first.
+
+    A batch is (the rows' numbers, int64 [B, N] padded on the right with 0, lengths [B]).
+    """
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        own = [torch.as_tensor(rows[number], dtype=torch.int64) for number in numbers]
-        yield numbers, nn.utils.rnn.pad_sequence(own, batch_first=True), torch.tensor([len(row) for row in own])
+        batch = [torch.as_tensor(rows[number], dtype=torch.int64) for number in numbers]
+        yield numbers, nn.utils.rnn.pad_sequence(batch, batch_first=True), torch.tensor([len(row) for row in batch])
 
 
 def greedy_matches(
     model: Any, rows: Sequence[Sequence[int]], spans: Sequence[Sequence[tuple[int, int]]], *, batch_size: int = 8
 ) -> list[list[bool]]:
-    """Whether greedy decoding would write each span of each row, given all that comes before the span.
+    """Return whether greedy decoding would write each span of each row, given all that comes before the span.
 
     A greedy continuation equals the span exactly if each of its tokens is the likeliest after the true ones before it,
     so one forward pass decides what decoding token by token would.
@@ -103,8 +107,8 @@ def greedy_matches(
     matches: list[list[bool]] = [[] for _ in rows]
     with evaluating(model):
         for numbers, tokens, _ in padded_batches(rows, batch_size):
-            asked = [[place for start, stop in spans[n] for place in range(start, stop)] for n in numbers]
-            positions = nn.utils.rnn.pad_sequence([torch.tensor(own) - 1 for own in asked], batch_first=True)
+            asked = [[position for start, stop in spans[n] for position in range(start, stop)] for n in numbers]
+            positions = nn.utils.rnn.pad_sequence([torch.tensor(wanted) - 1 for wanted in asked], batch_first=True)
             best = logits_at(model, tokens, positions.clamp(min=0)).argmax(dim=-1).cpu()
             right = best == tokens.gather(1, positions + 1)
             for row, number in enumerate(numbers):
@@ -118,8 +122,9 @@ def greedy_matches(
 def constrained_choices(
     model: Any, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]], *, batch_size: int = 8
 ) -> list[int]:
-    """The choice that constrained greedy decoding writes after each prompt: at every step the likeliest of the tokens
-    that still lead to a choice.
+    """Return the choice that constrained greedy decoding writes after each prompt.
+
+    At every step it takes the likeliest of the tokens that still lead to a choice.
 
     Args:
         prompts: tokens, at least one each.
@@ -137,7 +142,7 @@ def constrained_choices(
             )
     written: list[list[int]] = [[] for _ in prompts]
     left = [list(range(len(choices))) for _ in prompts]
-    while pending := [number for number, own in enumerate(left) if len(own) > 1]:
+    while pending := [number for number, choices_left in enumerate(left) if len(choices_left) > 1]:
         allowed = {n: sorted({choices[c][len(written[n])] for c in left[n]}) for n in pending}
         unsure = [n for n in pending if len(allowed[n]) > 1]
         picked = {n: allowed[n][0] for n in pending if len(allowed[n]) == 1}
@@ -145,18 +150,18 @@ def constrained_choices(
         for n, token in picked.items():
             left[n] = [c for c in left[n] if choices[c][len(written[n])] == token]
             written[n].append(token)
-    return [own[0] for own in left]
+    return [choices_left[0] for choices_left in left]
 
 
 def _likeliest(
     model: Any, rows: dict[int, list[int]], allowed: dict[int, list[int]], batch_size: int
 ) -> dict[int, int]:
-    """For each row, the likeliest of its allowed tokens after its last token."""
+    """Return for each row the likeliest of its allowed tokens after its last token."""
     keys, picked = list(rows), {}
     with evaluating(model):
         for numbers, tokens, lengths in padded_batches([rows[key] for key in keys], batch_size):
             logits = logits_at(model, tokens, lengths[:, None] - 1)[:, 0].cpu()
             for row, number in enumerate(numbers):
-                own = allowed[keys[number]]
-                picked[keys[number]] = own[int(logits[row, own].argmax())]
+                candidates = allowed[keys[number]]
+                picked[keys[number]] = candidates[int(logits[row, candidates].argmax())]
     return picked

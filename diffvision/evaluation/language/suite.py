@@ -34,13 +34,13 @@ from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
 from diffvision.opening import Model, labelled, open_language_model
 
-PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # that tokenizers are told apart by
+PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers
 LENGTHS = (512, 1024, 2048, 4096)
 
 
 @dataclass
 class Work:
-    """A model, and what it is to be evaluated on and how."""
+    """A model, and what it is evaluated on and how."""
 
     model: Model
     options: LanguageOptions = field(default_factory=LanguageOptions)
@@ -79,7 +79,7 @@ class Work:
 
     @property
     def form(self) -> Form:
-        """How needles are written, in the haystack of one's own if there is one."""
+        """How needles are written, in the user's haystack if there is one."""
         form = FORMS[self.options.form]
         if self.options.haystack is None:
             return form
@@ -140,7 +140,7 @@ def _needle(work: Work) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for pair in work.options.needles:
         needles, queries = needle_pair(pair)
-        found = needle(
+        accuracy = needle(
             work.model.module,
             work.model.tokenizer,
             lengths=work.lengths,
@@ -153,7 +153,7 @@ def _needle(work: Work) -> dict[str, float]:
             batch_size=work.options.batch_size,
             progress=work.progress,
         )
-        metrics |= {f"{pair}/{metric}": value for metric, value in found.items()}
+        metrics |= {f"{pair}/{metric}": value for metric, value in accuracy.items()}
     return metrics
 
 
@@ -205,8 +205,8 @@ def _outliers(work: Work) -> dict[str, float]:
 def _quantization(work: Work) -> dict[str, float]:
     def needle_accuracy(model: Any) -> float:
         options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
-        found = _needle(dataclasses.replace(work, options=options, progress=unseen))
-        return _mean([value for key, value in found.items() if key.endswith("/accuracy")])
+        metrics = _needle(dataclasses.replace(work, options=options, progress=unseen))
+        return _mean([value for key, value in metrics.items() if key.endswith("/accuracy")])
 
     return quantization(
         work.model.module,
@@ -232,7 +232,7 @@ LANGUAGE_EVALUATIONS = {
 
 
 def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
-    """Metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
+    """Return the metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
 
     Args:
         work: the model and what it is evaluated on.
@@ -252,7 +252,7 @@ def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
 
 
 def check(tasks: Iterable[str], *, has_documents: bool) -> None:
-    """ValueError for an unknown task, or one that needs documents where there are none."""
+    """Raise a ValueError for an unknown task, or one that needs documents where there are none."""
     for task in tasks:
         if task not in LANGUAGE_EVALUATIONS:
             raise ValueError(f"unknown task {task!r}: choose among {', '.join(LANGUAGE_EVALUATIONS)}")
@@ -314,7 +314,7 @@ def run(
 
 
 def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, float]:
-    """A task's metrics, from the cache where it has them."""
+    """Return a task's metrics, from the cache where it has them."""
     if cache is None:
         return evaluate_language(work, [task])
     identity = digest(task=task, **shared)
@@ -344,7 +344,7 @@ def _identity(work: Work, device: str) -> dict[str, Any]:
 
 
 def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
-    """Writes TASK.json of the models that have been through the task; a NaN and an infinity are null."""
+    """Write TASK.json of the models that have been through the task; a NaN and an infinity are null."""
     plain = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
@@ -354,7 +354,7 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
 
 
 def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
-    """Writes TASK.png of the models that have been through the task."""
+    """Write TASK.png of the models that have been through the task."""
     write_bytes(Path(output) / f"{task}.png", LANGUAGE_EVALUATIONS[task].picture(_of_task(results, task)))
 
 
@@ -376,24 +376,24 @@ def _reading(options: LanguageOptions) -> Reading:
 
 
 def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:
-    """The task's own metrics of each model that has any."""
+    """Return the task's metrics of each model that has any."""
     prefix = f"{task}/"
-    found = {
+    by_model = {
         name: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
         for name, metrics in results.items()
     }
-    return {name: metrics for name, metrics in found.items() if metrics}
+    return {name: metrics for name, metrics in by_model.items() if metrics}
 
 
 def _show(results: figures.Results) -> None:
-    """A table of the headline numbers: those without a place or length in their names."""
+    """Print a table of the headline numbers: those without a position or length in their names."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("metric", *results)
     shown = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     for key in (key for key in shown if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))):
-        table.add_row(key, *(f"{own[key]:.4g}" if key in own else "" for own in results.values()))
+        table.add_row(key, *(f"{metrics[key]:.4g}" if key in metrics else "" for metrics in results.values()))
     Console().print(table)
 
 

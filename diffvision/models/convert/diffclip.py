@@ -7,12 +7,12 @@
 | output projection of attention | attn.proj | attn.out_proj |
 | head norm | attn.head_norm | attn.diff_norm |
 
-A checkpoint (`checkpoint_best.pt`, 1.8 GB) keeps its weights in `state_dict`, each name after `module.`, and beside
-them an argparse.Namespace, paths and numpy scalars. Lambda starts from 0.8 in every layer ("DiffCLIP*", with the
+A checkpoint (`checkpoint_best.pt`, 1.8 GB) keeps its weights in `state_dict`, each name after `module.`, next to
+an argparse.Namespace, paths and numpy scalars. Lambda starts from 0.8 in every layer ("DiffCLIP*", with the
 depth's schedule, has the same names: say so). Images are normalised by ImageNet's mean and standard deviation.
 
 Source: hammoudhasan/DiffCLIP diff_clip.py and diff_attention.py; arXiv 2503.06626. The names of the published files
-were derived from that code; the files themselves were not at hand.
+were derived from that code; the files themselves were not available.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _MARKS = ("image_projection", "visual.blocks.0.attn.diff_norm.weight", "transfor
 
 
 def is_diffclip(names: Mapping[str, Any]) -> bool:
-    """Whether these are names of a DiffCLIP checkpoint's weights, without their prefix."""
+    """Return whether these are names of a DiffCLIP checkpoint's weights, without their prefix."""
     return set(_MARKS) <= set(names)
 
 
 def from_diffclip(
     weights: Mapping[str, Tensor], *, tower: str | None = None, lambda_init: float | str = 0.8
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
+    """Return OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
 
     Args:
         weights: names without `module.`. Tensors are shared with what is returned, but for the image projection.
@@ -72,7 +72,7 @@ def from_diffclip(
 
 
 def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A DiffCLIP state_dict, without `module.`, of one of our OpenCLIP models with V1 in both towers."""
+    """Return a DiffCLIP state_dict, without `module.`, of one of our OpenCLIP models with V1 in both towers."""
     given = State(state, "the OpenCLIP state_dict")
     weights = {_PROJECTIONS[0]: given[_PROJECTIONS[1]].T.contiguous()}
     for name, value in state.items():
@@ -84,7 +84,7 @@ def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
-    """ValueError, which names the first that is not, unless all attention of an OpenCLIP model is V1's of DiffCLIP.
+    """Raise a ValueError unless all attention of an OpenCLIP model is V1 as DiffCLIP has it; name the first other.
 
     Other variants have V1's names and shapes too, and lambda's start is in no weight.
     """
@@ -93,16 +93,16 @@ def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, AttentionLayer)]
         for depth, layer in enumerate(layers):
             start = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
-            own = getattr(layer, "lambda_init", math.nan)
-            if layer.variant != "v1" or not math.isclose(own, start):
+            actual = getattr(layer, "lambda_init", math.nan)
+            if layer.variant != "v1" or not math.isclose(actual, start):
                 raise ValueError(
-                    f"layer {depth} of the {tower} tower is of variant {layer.variant} with lambda_init {own:.4g}, and "
-                    f"DiffCLIP's with lambda_init={lambda_init} is of v1 with {start:.4g}"
+                    f"layer {depth} of the {tower} tower is of variant {layer.variant} with lambda_init {actual:.4g}, "
+                    f"and DiffCLIP's with lambda_init={lambda_init} is of v1 with {start:.4g}"
                 )
 
 
 def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
-    """Settings of an OpenCLIP configuration that DiffCLIP's weights would not bring back; empty if there are none.
+    """Return settings of an OpenCLIP configuration that DiffCLIP's weights would not bring back; empty if none.
 
     Args:
         config: the folder's model_cfg.
@@ -112,14 +112,14 @@ def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str
     rows = [("quick_gelu", bool(config.get("quick_gelu")), back["quick_gelu"])]
     rows += [(name, config[name], None) for name in ("custom_text", "init_logit_bias") if config.get(name) is not None]
     for section, kind in _SECTIONS.items():
-        usual = {own.name: own.default for own in dataclasses.fields(kind)}
+        usual = {field.name: field.default for field in dataclasses.fields(kind)}
         given, wanted = usual | config.get(section, {}), usual | back[section]
         rows += [(f"{section}.{name}", given[name], wanted.get(name)) for name in given if name not in _NOT_COMPARED]
     return [f"{name} is {given!r}, DiffCLIP's {wanted!r}" for name, given, wanted in rows if given != wanted]
 
 
 def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[str, Any]:
-    """The configuration that these shapes have."""
+    """Return the configuration that these shapes have."""
     from diffvision.models.vision import MODELS, SIZES
 
     width, _, patch, _ = given["visual.patch_embed.proj.weight"].shape

@@ -40,7 +40,7 @@ from diffvision.nn import depth_lambda_init
 
 @dataclass(frozen=True)
 class Options:
-    """What a layout does not say of itself."""
+    """Settings that a layout does not hold itself."""
 
     tower: str | None = None
     lambda_init: float | str = 0.8
@@ -50,12 +50,12 @@ class Options:
 
 
 def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """A .safetensors file with its metadata, or a .pt of the state_dict alone."""
-    own = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
+    """Write a .safetensors file with its metadata, or a .pt of the state_dict alone."""
+    copies = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
-        save_file(own, path, metadata=about)
+        save_file(copies, path, metadata=about)
     elif path.suffix in (".pt", ".pth"):
-        torch.save(own, path)
+        torch.save(copies, path)
     else:
         raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
 
@@ -87,14 +87,14 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
         check(about, model, str(source.path / WEIGHTS), config)
     if target.suffix == ".safetensors":
         _save(weights, target)
-    else:  # as its own code reads them
+    else:  # as DiffCLIP's code reads them
         torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, target)
 
 
 def _check_diffclip(
     config: Mapping[str, Any], state: Mapping[str, Tensor], what: str, lambda_init: float | str
 ) -> nn.Module:
-    """The model of these weights, without memory; ValueError if they are not a DiffCLIP's."""
+    """Return the model of these weights, without memory; raise a ValueError if they are not a DiffCLIP's."""
     with torch.device("meta"):
         model = open_clip.CLIP(**config)
     check_fits(state, model.state_dict(), what)
@@ -111,8 +111,7 @@ def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[...
 
 
 def _refuse_other_lambda(path: Path) -> None:
-    """ValueError if a file says that its layers have another lambda_init than the depth's, which the other layouts'
-    code has: it is in no weight."""
+    """Raise a ValueError if a file records another lambda_init than the depth's, which the other layouts' code has."""
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
@@ -160,12 +159,12 @@ def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
 
 
 def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int]:
-    """The tokenizer as transformers loads it, with the token that ends a document; what config.json says of that."""
+    """Write the tokenizer as transformers loads it, with its end token; return what config.json says of that."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = told_end(file, vocabulary)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    values["split_special_tokens"] = True  # text is only text, as in our own tokenizers
+    values["split_special_tokens"] = True  # text is only text, as in our tokenizers
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

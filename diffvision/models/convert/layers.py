@@ -16,7 +16,7 @@ _MARKS = ("head_norm.weight", "lambda_proj.weight", "lambda_q1")
 
 
 def check_layers(state: Mapping[str, Tensor], what: str) -> None:
-    """Compares every V1 and V2 attention of a state_dict with the layer that its own tensors describe.
+    """Compare every V1 and V2 attention of a state_dict with the layer that its tensors describe.
 
     Args:
         state: with our layers' names, at the top or anywhere within a model.
@@ -35,35 +35,37 @@ def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _faults(own: Mapping[str, Tensor]) -> list[str]:
+def _faults(weights: Mapping[str, Tensor]) -> list[str]:
     try:
-        layer = _described(own)
+        layer = _described(weights)
     except KeyError as error:
         return [f"{error.args[0]} is missing"]
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        shapes = {name: list(value.shape) for name, value in own.items() if "proj.weight" in name or "lambda" in name}
+        shapes = {
+            name: list(value.shape) for name, value in weights.items() if "proj.weight" in name or "lambda" in name
+        }
         return [f"* has sizes that do not fit ({error}): {shapes}"]
-    return differences(own, layer.state_dict())
+    return differences(weights, layer.state_dict())
 
 
-def _described(own: Mapping[str, Tensor]) -> AttentionLayer:
-    """The layer of these sizes, without memory."""
-    variant = DiffAttentionV2 if "lambda_proj.weight" in own else DiffAttention
-    queries, width = own["q_proj.weight"].shape
+def _described(weights: Mapping[str, Tensor]) -> AttentionLayer:
+    """Return the layer of these sizes, without memory."""
+    variant = DiffAttentionV2 if "lambda_proj.weight" in weights else DiffAttention
+    queries, width = weights["q_proj.weight"].shape
     if variant is DiffAttentionV2:
-        heads = len(own["lambda_proj.weight"])
+        heads = len(weights["lambda_proj.weight"])
         head_dim = queries // (2 * heads)
     else:
-        head_dim = len(own["lambda_q1"])
+        head_dim = len(weights["lambda_q1"])
         heads = queries // (2 * head_dim)
     return variant(
         width,
         heads,
-        len(own["k_proj.weight"]) // (variant.key_maps * head_dim),
+        len(weights["k_proj.weight"]) // (variant.key_maps * head_dim),
         head_dim=head_dim,
-        head_norm="head_norm.weight" in own,
-        qkv_bias="q_proj.bias" in own,
-        proj_bias="proj.bias" in own,
-        qk_norm="q_norm.weight" in own,
+        head_norm="head_norm.weight" in weights,
+        qkv_bias="q_proj.bias" in weights,
+        proj_bias="proj.bias" in weights,
+        qk_norm="q_norm.weight" in weights,
         device="meta",
     )

@@ -44,10 +44,11 @@ class Weights:
 
 
 def recognise(source: str | Path) -> Weights:
-    """Which layout a file or folder is of, by the names of its weights or its configuration.
+    """Recognise the layout of a file or folder by the names of its weights or its configuration.
 
     Raises:
-        FileNotFoundError: nothing there. ValueError: no layout that is known; it says what the names look like.
+        FileNotFoundError: no such file or folder.
+        ValueError: no layout that is known; it says what the names look like.
     """
     path = Path(source)
     if path.is_dir():
@@ -62,7 +63,7 @@ def recognise(source: str | Path) -> Weights:
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
-        near = next((told for end, told in _NEAR if any(name.endswith(end) for name in names)), "")
+        near = next((hint for end, hint in _NEAR if any(name.endswith(end) for name in names)), "")
         raise ValueError(
             f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of no layout that is known: none has the "
             f"names of DiffCLIP, of timm's or unilm's differential attention, or of ours{near}"
@@ -71,7 +72,7 @@ def recognise(source: str | Path) -> Weights:
 
 
 def recognised(weights: Mapping[str, Tensor]) -> str | None:
-    """The layout that these names are of, if it is known."""
+    """Return the layout that these names are of, if it is known."""
     if diffclip.is_diffclip(weights):
         return "diffclip"
     if timm.recognised(weights):
@@ -85,8 +86,9 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder that transformers would read: model.safetensors, else those that its index names. Others
-    lie beside them in published folders: an adapter, the same weights in their authors' layout, older shards.
+    """Return the files of a folder that transformers would read: model.safetensors, else those that its index names.
+
+    Published folders hold others too: an adapter, the same weights in their authors' layout, older shards.
 
     Raises:
         ValueError: neither, or an index that is damaged. FileNotFoundError: shards that are not there.

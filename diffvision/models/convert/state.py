@@ -38,8 +38,8 @@ class State(dict[str, Tensor]):
         raise ValueError(f"{self.what} lacks {name}{hint}: take the whole state_dict")
 
     def layers(self, prefix: str) -> int:
-        """How many layers are numbered after a prefix, 0 first and none missing."""
-        numbers = {int(found[1]) for name in self if (found := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
+        """Return how many layers are numbered after a prefix, 0 first and none missing."""
+        numbers = {int(match[1]) for name in self if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
         if numbers != set(range(len(numbers))):
             gaps = sorted(set(range(max(numbers))) - numbers)
             raise ValueError(f"{self.what} lacks the layers {gaps} of {prefix}: take the whole state_dict")
@@ -47,9 +47,9 @@ class State(dict[str, Tensor]):
 
 
 def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """What a state_dict lacks, has too much, or has in another shape than expected; empty if nothing."""
+    """Return what a state_dict lacks, has too much, or has in another shape than expected; empty if nothing."""
     missing = [f"{name} is missing" for name in expected if name not in state]
-    extra = [f"{name} has no place" for name in state if name not in expected]
+    extra = [f"{name} is unknown" for name in state if name not in expected]
     return [
         *missing,
         *extra,
@@ -62,18 +62,18 @@ def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """ValueError, which begins with `what`, if these are not just the weights of the model of their own sizes."""
+    """Raise a ValueError, which begins with `what`, if these are not just the weights of the model of their sizes."""
     if faults := differences(state, expected):
         raise ValueError(f"{what} does not fit the model of its sizes; in our names: {few(faults)}")
 
 
 def few(faults: list[str]) -> str:
-    """The first of them, and how many there are more."""
+    """Return the first faults, and how many more there are."""
     return "; ".join(faults[:4]) + (f" (and {len(faults) - 4} more)" if len(faults) > 4 else "")
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """The weights in a file, whatever lies beside them: nothing is looked up, imported or called but torch's tensors.
+    """Read the weights in a file: nothing is looked up, imported or called but torch's tensors.
 
     Objects of other classes, which released checkpoints hold (an argparse.Namespace, paths, numpy scalars), are left
     out. Prefixes that wrappers add are taken off.
@@ -86,7 +86,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt, .bin or .safetensors)")
     content = _content(path)
-    # Lightning's own attribute stands before the names of what a training run of ours saved.
+    # A training run of ours saves names with the attribute of its LightningModule before them.
     prefixes = (
         (*PREFIXES, "model.") if isinstance(content, dict) and "pytorch-lightning_version" in content else PREFIXES
     )
@@ -111,16 +111,16 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """What a training run of ours recorded with the weights in its checkpoint; empty for any other file."""
+    """Return what a training run of ours recorded with the weights in its checkpoint; empty for any other file."""
     content = _content(Path(path)) if Path(path).suffix == ".ckpt" else None
     about = content.get("diffvision") if isinstance(content, dict) else None
     return about if isinstance(about, dict) else {}
 
 
 def _bare(name: str, prefixes: tuple[str, ...]) -> str:
-    """Without prefixes, in whatever order one wrapper was put around another."""
-    while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
-        name = name.removeprefix(found)
+    """Return a name without prefixes, in whatever order one wrapper was put around another."""
+    while known := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
+        name = name.removeprefix(known)
     return name
 
 
@@ -144,7 +144,7 @@ def _content(path: Path) -> Any:
 
 
 class _Inert:
-    """Stands for an object of a class that is not looked up: takes whatever it is made of, and does nothing."""
+    """A stand-in for an object of a class that is not looked up: it takes whatever it is made of, and does nothing."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         pass
@@ -166,7 +166,7 @@ class _Inert:
 
 
 class _Tensors(pickle.Unpickler):
-    """Finds what rebuilds tensors, and for all other names a class that does nothing."""
+    """An unpickler that finds what rebuilds tensors, and for all other names a class that does nothing."""
 
     _found: ClassVar = {("collections", "OrderedDict"): collections.OrderedDict}
     _builders = ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_tensor")

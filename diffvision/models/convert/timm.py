@@ -23,13 +23,13 @@ _SUB_NORM, _QKV = r"(^|.*\.)sub_norm\.weight$", r"(^|.*\.)qkv\.(weight|bias)$"
 
 
 def recognised(names: Mapping[str, Tensor]) -> bool:
-    """Whether these are names of timm's differential attention, at the top or anywhere within a model."""
-    attentions = {found[1] for name in names if (found := re.match(_SUB_NORM, name))}
+    """Return whether these are names of timm's differential attention, at the top or anywhere within a model."""
+    attentions = {match[1] for name in names if (match := re.match(_SUB_NORM, name))}
     return bool(attentions) and all(f"{prefix}qkv.weight" in names for prefix in attentions)
 
 
 def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict with every attention in our layout; the rest as it was. Tensors are views of those given.
+    """Return the state_dict with every attention in our layout, the rest unchanged. Tensors are views of those given.
 
     Raises:
         ValueError: an attention with a lambda of two scalars, or a norm of all heads together: of other kinds than V1.
@@ -41,33 +41,33 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
     state: dict[str, Tensor] = {}
     for name, value in weights.items():
-        if found := re.match(_QKV, name):
+        if match := re.match(_QKV, name):
             parts = zip("qkv", value.chunk(3), strict=True)
-            state |= {f"{found[1]}{letter}_proj.{found[2]}": part for letter, part in parts}
+            state |= {f"{match[1]}{letter}_proj.{match[2]}": part for letter, part in parts}
         else:
             state[re.sub(_SUB_NORM, r"\1head_norm.weight", name)] = value
     return state
 
 
 def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT of them, in timm's layout.
+    """Return the state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT, in timm's layout.
 
     Raises:
         ValueError: no V1 in it; projections of queries, keys and values that are not of one size.
     """
     if not any(name.endswith("head_norm.weight") and f"{name[:-16]}lambda_q1" in state for name in state):
-        raise ValueError("the state_dict has no head_norm.weight beside a lambda_q1: it is not of V1, as timm's is")
+        raise ValueError("the state_dict has no head_norm.weight next to a lambda_q1: it is not of V1, as timm's is")
     weights: dict[str, Tensor] = {}
     for name, value in state.items():
-        found = re.match(r"(^|.*\.)(q|k|v)_proj\.(weight|bias)$", name)
-        if found is None:
+        match = re.match(r"(^|.*\.)(q|k|v)_proj\.(weight|bias)$", name)
+        if match is None:
             weights[re.sub(r"(^|.*\.)head_norm\.weight$", r"\1sub_norm.weight", name)] = value
-        elif found[2] == "q":
-            parts = [state[f"{found[1]}{letter}_proj.{found[3]}"] for letter in "qkv"]
+        elif match[2] == "q":
+            parts = [state[f"{match[1]}{letter}_proj.{match[3]}"] for letter in "qkv"]
             if len({part.shape for part in parts}) > 1:
                 raise ValueError(
-                    f"{found[1]}q_proj, k_proj and v_proj are of {[list(part.shape) for part in parts]}: timm's are of "
+                    f"{match[1]}q_proj, k_proj and v_proj are of {[list(part.shape) for part in parts]}: timm's are of "
                     "one size, with as many key/value heads as heads"
                 )
-            weights[f"{found[1]}qkv.{found[3]}"] = torch.cat(parts)
+            weights[f"{match[1]}qkv.{match[3]}"] = torch.cat(parts)
     return weights

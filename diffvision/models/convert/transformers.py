@@ -44,7 +44,7 @@ _NEEDED = (
 
 
 def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings of transformers' configuration (with `model_type`), and the state_dict of its ...ForCausalLM.
+    """Return settings of transformers' configuration (with `model_type`), and the state_dict of its ...ForCausalLM.
 
     Args:
         config: variant v1 or standard.
@@ -76,22 +76,22 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
     out = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
     if not config.tied:
         out["lm_head.weight"] = state["head.weight"]
-    for own, theirs in _layers(config):
+    for ours, theirs in _layers(config):
         for name, other in _SHARED.items():
-            out[f"{theirs}{other}.weight"] = state[f"{own}{name}.weight"]
+            out[f"{theirs}{other}.weight"] = state[f"{ours}{name}.weight"]
         for name, rows in _projections(config).items():
-            out[f"{theirs}self_attn.{name}.weight"] = rows(state[f"{own}attn.{name}.weight"])
+            out[f"{theirs}self_attn.{name}.weight"] = rows(state[f"{ours}attn.{name}.weight"])
         if config.variant == "v1":
-            weight = state[f"{own}attn.head_norm.weight"]
-            out[f"{theirs}self_attn.o_proj.weight"] = state[f"{own}attn.proj.weight"] * weight.repeat(config.num_heads)
-            out |= {f"{theirs}self_attn.{name}": state[f"{own}attn.{name}"] for name in _LAMBDAS}
+            weight = state[f"{ours}attn.head_norm.weight"]
+            out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}attn.proj.weight"] * weight.repeat(config.num_heads)
+            out |= {f"{theirs}self_attn.{name}": state[f"{ours}attn.{name}"] for name in _LAMBDAS}
     return values, out
 
 
 def from_hugging_face(
     values: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[LanguageConfig, dict[str, Tensor]]:
-    """Our configuration and state_dict from those of a DiffLlamaForCausalLM or LlamaForCausalLM.
+    """Return our configuration and state_dict from those of a DiffLlamaForCausalLM or LlamaForCausalLM.
 
     Args:
         values: its `config.to_dict()`, or its config.json.
@@ -114,15 +114,15 @@ def from_hugging_face(
     out = {"embed.weight": embedding, "norm.weight": state["model.norm.weight"]}
     if not config.tied:
         out["head.weight"] = state["lm_head.weight"]
-    for own, theirs in _layers(config):
+    for ours, theirs in _layers(config):
         for name, other in _SHARED.items():
-            out[f"{own}{name}.weight"] = state[f"{theirs}{other}.weight"]
+            out[f"{ours}{name}.weight"] = state[f"{theirs}{other}.weight"]
         for name, rows in _projections(config, back=True).items():
-            out[f"{own}attn.{name}.weight"] = rows(state[f"{theirs}self_attn.{name}.weight"])
+            out[f"{ours}attn.{name}.weight"] = rows(state[f"{theirs}self_attn.{name}.weight"])
         if config.variant == "v1":
-            weight = out[f"{own}attn.proj.weight"]
-            out[f"{own}attn.head_norm.weight"] = weight.new_ones(2 * config.head_dim)  # theirs has none
-            out |= {f"{own}attn.{name}": state[f"{theirs}self_attn.{name}"] for name in _LAMBDAS}
+            weight = out[f"{ours}attn.proj.weight"]
+            out[f"{ours}attn.head_norm.weight"] = weight.new_ones(2 * config.head_dim)  # theirs has none
+            out |= {f"{ours}attn.{name}": state[f"{theirs}self_attn.{name}"] for name in _LAMBDAS}
     return config, out
 
 
@@ -150,26 +150,26 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     if missing := [name for name in _NEEDED if values.get(name) is None]:
         raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")
     for name in (*_NEEDED, "num_key_value_heads", "head_dim"):
-        found, kind = values.get(name), int | float if name == "rms_norm_eps" else int
-        if found is not None and (not isinstance(found, kind) or isinstance(found, bool) or found <= 0):
-            raise ValueError(f"the transformers model has {name}={found!r}, which is no number above 0")
+        value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
+            raise ValueError(f"the transformers model has {name}={value!r}, which is no number above 0")
     rope = _rope(values)
-    for name, found, ours in (
+    for name, value, ours in (
         ("attention_bias", bool(values.get("attention_bias")), False),
         ("mlp_bias", bool(values.get("mlp_bias")), False),
         ("hidden_act", values.get("hidden_act", "silu"), "silu"),
         ("rope_type", rope["rope_type"], "default"),
         ("partial_rotary_factor", rope["partial_rotary_factor"], 1.0),
     ):
-        if found != ours:
-            raise ValueError(f"the transformers model has {name}={found!r}; ours is {ours!r} always")
+        if value != ours:
+            raise ValueError(f"the transformers model has {name}={value!r}; ours is {ours!r} always")
     variant, heads = variants[model_type], values["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else values["num_key_value_heads"]
     maps = 2 if variant == "v1" else 1
-    for name, found in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if found < maps or found % maps:
+    for name, value in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if value < maps or value % maps:
             raise ValueError(
-                f"the transformers model has {name}={found}; it must be a positive multiple of {maps}, for a head of "
+                f"the transformers model has {name}={value}; it must be a positive multiple of {maps}, for a head of "
                 f"ours has {maps} of a {model_type}'s"
             )
     if heads % kv_heads:
@@ -196,20 +196,20 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling and outside."""
-    places = [values.get("rope_parameters") or {}, values.get("rope_scaling") or {}, values]
-    if wrong := [place for place in places if not isinstance(place, Mapping)]:
+    """Return settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling."""
+    mappings = [values.get("rope_parameters") or {}, values.get("rope_scaling") or {}, values]
+    if wrong := [mapping for mapping in mappings if not isinstance(mapping, Mapping)]:
         raise ValueError(f"the transformers model has {wrong[0]!r} for its rotary embedding: take its whole config")
 
-    def found(default: Any, *names: str) -> Any:
-        """What differs from the default in any place: only one of them is in use."""
-        given = (place.get(name) for place in places for name in names)
+    def setting(default: Any, *names: str) -> Any:
+        """Return what differs from the default in any of the dictionaries: only one of them is in use."""
+        given = (mapping.get(name) for mapping in mappings for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
     return {
-        "rope_theta": found(10_000.0, "rope_theta"),
-        "rope_type": found("default", "rope_type", "type"),  # "type" before transformers 4.43
-        "partial_rotary_factor": found(1.0, "partial_rotary_factor"),
+        "rope_theta": setting(10_000.0, "rope_theta"),
+        "rope_type": setting("default", "rope_type", "type"),  # "type" before transformers 4.43
+        "partial_rotary_factor": setting(1.0, "partial_rotary_factor"),
     }
 
 
@@ -218,17 +218,17 @@ def _layers(config: LanguageConfig) -> list[tuple[str, str]]:
 
 
 def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What happens to the rows of each projection."""
+    """Return what happens to the rows of each projection."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads or config.num_heads, config.head_dim
     maps = 2 if config.variant == "v1" else 1
 
     def halves(weight: Tensor, count: int) -> Tensor:
-        """Two maps, or halves of a value, side by side -> in the two halves of the heads."""
+        """Move two maps, or halves of a value, from side by side to the two halves of the heads."""
         shape = (maps, count) if back else (count, maps)
         return weight.unflatten(0, (*shape, size)).transpose(0, 1).flatten(0, 2)
 
     def pairs(weight: Tensor) -> Tensor:
-        """Rotary pairs side by side -> D / 2 apart."""
+        """Move rotary pairs from side by side to D / 2 apart."""
         shape = (2, size // 2) if back else (size // 2, 2)
         return weight.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)
 

@@ -29,29 +29,29 @@ _MARKS = {"unilm-v1": r"(^|\.)subln\.weight$", "unilm-v2": r"(^|\.)lambda_proj\.
 
 
 def recognised(names: Mapping[str, Tensor]) -> str | None:
-    """The layout whose attention these names are of, at the top or anywhere within a model."""
+    """Return the layout whose attention these names are of, at the top or anywhere within a model."""
     for layout, mark in _MARKS.items():
         theirs = NAMES[layout]["proj"]
-        attentions = [name[: -len(found[0])] + found[1] for name in names if (found := re.search(mark, name))]
+        attentions = [name[: -len(match[0])] + match[1] for name in names if (match := re.search(mark, name))]
         if attentions and all(f"{prefix}{theirs}.weight" in names for prefix in attentions):
             return layout
     return None
 
 
 def from_unilm(weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """The state_dict with every attention named as ours; the rest of it as it was."""
+    """Return the state_dict with every attention named as ours, the rest unchanged."""
     return _renamed(weights, {theirs: ours for ours, theirs in NAMES[layout].items()})
 
 
 def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """The state_dict of a layer of ours, or of a model of them, with every attention named as theirs.
+    """Return the state_dict of a layer of ours, or of a model of them, with every attention named as theirs.
 
     Raises:
         ValueError: it has biases or norms of queries and keys, which theirs have not, or is of another variant.
     """
     foreign = [name for name in state if re.search(r"(q_norm|k_norm)\.weight$|(q|k|v)_proj\.bias$", name)]
     if foreign:
-        raise ValueError(f"{layout} has no place for {', '.join(foreign[:3])}: its projections have no bias or norm")
+        raise ValueError(f"{layout} has no {', '.join(foreign[:3])}: its projections have no bias or norm")
     mark = "head_norm.weight" if layout == "unilm-v1" else "lambda_proj.weight"
     if not any(name.endswith(mark) for name in state):
         raise ValueError(f"the state_dict has no {mark}: it is not of the variant that {layout} holds")
@@ -59,7 +59,7 @@ def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
 
 
 def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Names are those of a module right before its weight: `attn.proj.weight`, `proj.weight`."""
+    """Return the weights with names replaced right before their last part: `attn.proj.weight`, `proj.weight`."""
     out = {}
     for name, value in state.items():
         *_, module, kind = ["", *name.split(".")][-3:]
