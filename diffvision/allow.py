@@ -1,35 +1,30 @@
 """What a configuration may name: a class_path outside of an allow-list is refused before anything is imported.
 
-To import a module is to run it, so a YAML from a stranger is a program. jsonargparse asks its own list before each
-import that a value leads to (class paths in files, sub-configurations and flags, callables, `--model.help NAME`): here
-that list is set for the time of one command, and what it refuses becomes one line that says where and what to do.
+To import a module is to run it, so a YAML from a stranger is a program. jsonargparse asks its list before each import
+that a value leads to (class paths in files, sub-configurations and flags, callables, `--model.help NAME`): here that
+list is set for one command, and what it refuses becomes one line that says where and what to do. jsonargparse's private
+names are in `jsonargparse_internals`; where they are missing the limit stays, and only `--allow` is refused.
 """
 
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import (
-    ArgumentParser,
-    _common,
-    _loaders_dumpers,
-    _optionals,
-    get_loader,
-    set_loader,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 
+from diffvision import jsonargparse_internals
 from diffvision.mistakes import in_short, see_help
 
-# No prefix wider than is needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
+# No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
     "diffvision",
-    "lightning.Callback",  # jsonargparse tries it where a setting is of none of the callbacks, and then says so
+    "lightning.Callback",  # jsonargparse tries it where a setting fits no callback, and then says so
     *(f"lightning.fabric.{part}" for part in ("accelerators", "plugins", "strategies")),
     *(
         f"lightning.pytorch.{part}"
@@ -40,7 +35,7 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
-# jsonargparse tries these where settings are given and the class is not: what is missing, and an example.
+# jsonargparse tries these where settings are given without a class: what is missing, and an example.
 NAMELESS = {
     "lightning.LightningModule": ("model", "ContrastiveModule"),
     "lightning.LightningDataModule": ("data", "ImageTextData"),
@@ -91,54 +86,74 @@ class Parser(Refusing, ArgumentParser):
 
 @contextmanager
 def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
-    """Within it, values of configurations and arguments may name what is in `ALLOWED` or what `--allow PREFIX` adds.
+    """Let values of configurations and arguments name only what is in `ALLOWED`, or what `--allow PREFIX` adds.
 
     Args:
         args: the command line; parsers of it must be `Refusing`.
 
-    Returns:
+    Yields:
         The arguments without `--allow`, to be parsed.
 
     Raises:
-        ValueError: something else was named, and where; a prefix that is none.
+        ValueError: something else was named, and where; a prefix that is none; or the limit cannot be set.
     """
     rest, allowed = _split(args)
-    # The settings are the process's, which may have parsers of its own: they are put back. Nothing public reads them.
-    before, modes, load = dict(_common.parsing_settings), _optionals._get_config_read_mode(), get_loader("yaml")
-    set_parsing_settings(
-        import_path_denylist=["*", *REFUSED],
-        import_path_allowlist=[*ALLOWED, *allowed],
-        instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
-        config_read_mode_fsspec_enabled=False,  # Lightning turns it on, and --config then fetches any URL
-    )
-    set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
-    yaml_loaders: Any = _loaders_dumpers
-    plain = yaml_loaders.get_yaml_default_loader()
-    yaml_loaders.yaml_default_loader = _with_none(plain)
+    load = get_loader("yaml")
+    with ExitStack() as changed:
+        if not jsonargparse_internals.missing():
+            changed.enter_context(jsonargparse_internals.kept_settings())
+            changed.enter_context(jsonargparse_internals.none_as_null())
+        elif allowed:  # it would hold for later commands of the process too
+            jsonargparse_internals.require()
+        _set_limit(allowed)
+        set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
+        try:
+            yield rest
+        except (ValueError, ImportError) as error:
+            if (denied := _DENIED.search(str(error))) is None:
+                raise
+            raise _located(denied[1], rest) from error
+        finally:
+            set_loader("yaml", load, exceptions=(yaml.YAMLError,))
+
+
+def _set_limit(allowed: Sequence[str]) -> None:
+    """Set jsonargparse's list, and see that it holds: other versions may have another way to set it."""
     try:
-        yield rest
-    except (_Refused, _common.ImportDenied) as error:
-        if (denied := _DENIED.search(str(error))) is None:
-            raise
-        raise _located(denied[1], rest) from error
-    finally:
-        set_loader("yaml", load, exceptions=(yaml.YAMLError,))
-        yaml_loaders.yaml_default_loader = plain
-        _common.parsing_settings.update(before)
-        _optionals._set_config_read_mode(urls_enabled="u" in modes, fsspec_enabled="s" in modes)
+        set_parsing_settings(
+            import_path_denylist=["*", *REFUSED],
+            import_path_allowlist=[*ALLOWED, *allowed],
+            instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
+            config_read_mode_fsspec_enabled=False,  # Lightning enables it, and --config then fetches any URL
+        )
+    except TypeError:
+        holds = False
+    else:
+        holds = _is_denied("nobody.allows.this")
+    if not holds:
+        raise ValueError(
+            f"jsonargparse {version('jsonargparse')} does not limit what a configuration may import: install "
+            f"jsonargparse{jsonargparse_internals.TESTED}"
+        )
 
 
-def _with_none(loader: type[Any]) -> type[Any]:
-    """A loader that reads None as null: jsonargparse hands a part of a setting on as Python writes it, so that
-    `--model.optimizer.clip_norm null` would arrive as the text None, and be refused."""
-    with_none: type[Any] = type("Loader", (loader,), {})
-    with_none.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"), ["N"])
-    return with_none
+def _is_denied(path: str) -> bool:
+    """Return whether jsonargparse refuses to import what a value names."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--name", type=Callable)
+    try:
+        parser.parse_args([f"--name={path}"])
+    except Exception as error:  # which one it is differs between versions: the message counts
+        return _DENIED.search(str(error)) is not None
+    return False
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same loader, but for aliases of aliases, which can stand for more values than fit into memory, and for deep
-    nesting, at which libyaml's composer overflows the stack and ends the process."""
+    """Return a loader that refuses aliases of aliases, and deep nesting.
+
+    The first can stand for more values than fit into memory; at the second libyaml's composer overflows the stack and
+    ends the process.
+    """
 
     def bounded(text: str) -> Any:
         if len(text) > _MAX_LEVELS and _levels(text) > _MAX_LEVELS:
@@ -152,7 +167,7 @@ def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _levels(text: str) -> int:
-    """How deeply lists and mappings are nested, up to one above the limit; events are read without recursion."""
+    """Return how deeply lists and mappings are nested, up to one above the limit; events are read without recursion."""
     level = deepest = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -163,11 +178,11 @@ def _levels(text: str) -> int:
 
 
 def _size(value: Any, known: dict[int, float]) -> float:
-    """Values in a value, each alias counted as what it stands for."""
+    """Count the values in a value, each alias as what it stands for."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
-        known[id(value)] = math.inf  # should it come again below: an alias of what holds it
+        known[id(value)] = math.inf  # if it comes again below, it is an alias of what contains it
         known[id(value)] = 1 + sum(
             _size(part, known) for part in (value.values() if isinstance(value, dict) else value)
         )
@@ -175,7 +190,7 @@ def _size(value: Any, known: dict[int, float]) -> float:
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without `--allow`, and its prefixes: of the command line alone, for a file could allow itself."""
+    """Return the arguments without `--allow`, and its prefixes: never from a file, which could allow itself."""
     rest: list[str] = []
     allowed: list[str] = []
     words = iter(args)
@@ -198,21 +213,21 @@ def _located(path: str, args: Sequence[str]) -> ValueError:
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     return ValueError(
-        f"class_path {path!r} {where} was not imported, for that runs its code: allowed are {', '.join(ALLOWED)}; "
+        f"class_path {path!r} {where} was not imported, because that runs its code: allowed are {', '.join(ALLOWED)}; "
         f"if you trust it, add {FLAG} {path.rpartition('.')[0] or path} to the command line"
     )
 
 
 def _files(args: Sequence[str]) -> list[Path]:
-    """Configuration files that the arguments name, and those that these name in turn."""
-    found: list[Path] = []
+    """Return the configuration files that the arguments name, and those that these name in turn."""
+    files: list[Path] = []
     names = [Path(name) for word in args for name in _FILE.findall(word)]
     while names:
         path = names.pop(0)
-        if path.is_file() and path not in found:
-            found.append(path)
+        if path.is_file() and path not in files:
+            files.append(path)
             names += [path.parent / name for name in _FILE.findall(_text(path))]
-    return found
+    return files
 
 
 def _text(path: Path) -> str:

@@ -176,6 +176,20 @@ def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
     return findings
 
 
+def private_names() -> list[Finding]:
+    """Return what the installed Lightning and jsonargparse lack of their private names that `fit` needs."""
+    try:
+        from diffvision import jsonargparse_internals
+        from diffvision.training.durable import lightning_internals
+    except ImportError:
+        return []  # one of them is not installed, which `conflicts` reports
+    return [
+        Finding(True, f"{name} lacks {', '.join(lacking)}: `diffvision fit` refuses; install {name}{internals.TESTED}")
+        for name, internals in (("lightning", lightning_internals), ("jsonargparse", jsonargparse_internals))
+        if (lacking := internals.missing())
+    ]
+
+
 def doctor() -> int:
     """Print what is installed, what is needed, and what works. Returns 1 if diffvision cannot work, else 0."""
     from rich.console import Console
@@ -195,7 +209,7 @@ def doctor() -> int:
         wanted = f"{need.versions or 'any'}{f' for diffvision[{need.extra}]' if need.extra else ''}"
         table.add_row(name, installed[name] or missing, escape(wanted))
     console.print(table)
-    findings = unmet(packages, installed) + conflicts(installed)
+    findings = unmet(packages, installed) + conflicts(installed) + private_names()
     missing_packages = any(installed[name] is None for name, need in packages.items() if need.extra is None)
     if not missing_packages:
         _print_what_works(console)

@@ -32,7 +32,8 @@ from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable.checkpoints import RUN_KEY, DurableCheckpointIO, newest_valid
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.durable.layout import RUN_KEY
 from diffvision.training.durable.random_state import captured
 from diffvision.training.durable.resume import Ranks, prepared
 from diffvision.training.durable.run_state import RunState

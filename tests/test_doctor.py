@@ -55,7 +55,7 @@ def test_needs_are_those_of_the_metadata():
     assert {canonicalize_name(name) for name, need in needs.items() if need.extra is None} == {
         canonicalize_name(name) for name in core
     }
-    assert needs["jsonargparse"].versions == ">=4.53"
+    assert ">=4.53" in needs["jsonargparse"].versions
     assert needs["transformers"].extra == "hf"
     assert "pytest" not in needs
 
@@ -69,9 +69,10 @@ def test_unmet_needs_are_reported():
 
     assert unmet() == []
     (text,) = broken(unmet(webdataset="0.2.86"))
-    assert text == "webdataset 0.2.86 is not the needed >=1.0.2: pip install 'webdataset>=1.0.2'"
+    wanted = needs["webdataset"].versions
+    assert text == f"webdataset 0.2.86 is not the needed {wanted}: pip install 'webdataset{wanted}'"
     assert any("timm is not installed" in text for text in broken(unmet(timm=None)))
-    assert any("torch 2.9.1 is not the needed >=2.10" in text for text in broken(unmet(torch="2.9.1")))
+    assert any("torch 2.9.1 is not the needed " in text for text in broken(unmet(torch="2.9.1")))
     assert any("lightning 2.6.3" in text for text in broken(unmet(lightning="2.6.3")))
     assert unmet(transformers=None) == []
     (text,) = notes(unmet(transformers="4.0"))

@@ -16,7 +16,7 @@ import yaml
 
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.training.durable.checkpoints import record_path
+from diffvision.training.durable import record_path
 
 RESULTS = ("val", "test", *EVALUATIONS)  # what the names of measured metrics begin with
 _SECRET = re.compile(r"(?i)(^|_)(token|secret|password|api_?key|credentials?)$")

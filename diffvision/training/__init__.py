@@ -2,7 +2,7 @@
 
     from diffvision.training import ContrastiveModule
 
-Names are imported when they are first used, for each brings its host with it.
+Names are imported when they are first used, because each needs another host. What keeps a run alive is in `durable`.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from diffvision.training.classification import ClassificationModule
     from diffvision.training.clip import ContrastiveModule
-    from diffvision.training.durable.finite import StepGuard
+    from diffvision.training.durable import StepGuard
     from diffvision.training.ema import EMA
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
@@ -35,7 +35,7 @@ _MODULES = {
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
     "OptimizerSettings": "optim",
-    "StepGuard": "durable.finite",
+    "StepGuard": "durable",
     "Throughput": "callbacks",
     "TrainOnlyNew": "callbacks",
 }

@@ -1,4 +1,7 @@
-"""What a run tells while it goes: lambda a layer, samples or tokens a second, and what became of every sample."""
+"""Callbacks that log lambda, samples or tokens per second and what became of every sample, and that schedule lambda.
+
+Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `durable`.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.data.shards.report import Report
 from diffvision.models.adapt import freeze_but_new, set_dex_schedule
-from diffvision.training.durable.finite import gathered
+from diffvision.training.durable import gathered
 
-COUNTED = "data_report"  # in a checkpoint: what DataReport has counted of the epoch
-KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # of a report
+COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
+KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
 
 
 def logged(trainer: Any) -> bool:
-    """Whether the step just made is one that the trainer logs."""
+    """Return whether the step that was just made is one that the trainer logs."""
     return trainer.global_step % trainer.log_every_n_steps == 0
 
 
@@ -33,18 +36,24 @@ class LambdaMonitor(pl.Callback):
     """
 
     def __init__(self, samples: int = 16) -> None:
+        """Set how many samples the mean is over.
+
+        Args:
+            samples: of a batch, where lambda depends on the token.
+        """
         self.samples = samples
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the lambdas of a logging step."""
         if not logged(trainer):
             return
         model: Any = pl_module.model
         few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
         if "tokens" in batch:
             few["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
-        # A layer's dropout must not move the run's random numbers on, nor its hooks have a layer compiled anew.
+        # A layer's dropout must not advance the run's random numbers, and its hooks must not compile a layer again.
         with (
             torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
@@ -56,77 +65,90 @@ class LambdaMonitor(pl.Callback):
 
 
 class LambdaAnnealing(pl.Callback):
-    """The lambda of a model's DEX layers (`diffvision.adapt(..., "dex")`) as in its paper: at step t of the first T
+    """Schedules the lambda of DEX layers (`diffvision.adapt(..., "dex")`) as in their paper.
+
+    At step t of the first T
 
         lambda = (1 - t / T) (t / T) lambda_init + (t / T) lambda_learned
 
-    and what is learned alone from then on. It is above 0 from the first step on, and a function of the step, so that a
-    resumed run goes on with it. What is learned begins at 0: where it has not moved by step T, the operation ends
-    switched off. `LambdaWarmup` keeps it.
+    and the learned part alone from then on. It is above 0 from the first step on, and a function of the step, so that a
+    resumed run continues with it. The learned part begins at 0: if it has not moved by step T, the operation ends
+    switched off. With `LambdaWarmup` lambda_init stays.
 
     Source: arXiv 2505.16333 equation 4.
     """
 
-    least = 2  # steps: at the last lambda is what is learned alone, which is 0 as the projection is, for ever
+    least = 2  # steps: at step T only the learned part is left; a T of 1 would keep it at 0 for ever
 
     def __init__(self, steps: int) -> None:
-        """
+        """Set the length of the schedule.
+
         Args:
-            steps: T, optimizer steps; half of the run or less leaves lambda some to be learned in.
+            steps: T, in optimizer steps; half of the run or less leaves steps in which lambda is learned.
         """
         if steps < self.least:
             raise ValueError(f"steps is {steps}: lambda takes at least {self.least}, to be above 0 at the first")
         self.steps = steps
 
     def shares(self, done: float) -> tuple[float, float]:
-        """What lambda_init and the learned part are multiplied with, when this part of the T steps is done."""
+        """Return the factors of lambda_init and of the learned part, when this part of the T steps is done."""
         return (1 - done) * done, done
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Set the lambda of the step that begins."""
         set_dex_schedule(pl_module, *self.shares(min(1.0, (trainer.global_step + 1) / self.steps)))
 
 
 class LambdaWarmup(LambdaAnnealing):
-    """Raises DEX's lambda in a line to lambda_init plus what is learned, where it stays; this repository's own."""
+    """Raises DEX's lambda linearly to lambda_init plus the learned part, where it stays; not from the paper."""
 
     least = 1
 
     def shares(self, done: float) -> tuple[float, float]:
+        """Return the factors of lambda_init and of the learned part, when this part of the T steps is done."""
         return done, done
 
 
 class TrainOnlyNew(pl.Callback):
-    """Leaves nothing trainable in an adapted model but what is new in it, from the start of `fit` on."""
+    """Freezes everything in an adapted model except its new parameters, from the start of `fit` on."""
 
     def __init__(self, also: list[str] | None = None) -> None:
-        """
+        """Set what is trained besides.
+
         Args:
-            also: further parts of the attention layers to train; DEX's paper has [k_proj, v_proj, proj].
+            also: more parts of the attention layers to train; DEX's paper has [k_proj, v_proj, proj].
         """
         self.also = also or []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Freeze the parameters before a fit."""
         if stage == "fit":
             freeze_but_new(pl_module, self.also)
 
 
 class Throughput(pl.Callback):
-    """Logs `train/samples_per_second` over all ranks: samples consumed over the wall time since the last logging step,
-    waiting for data included, validation and epoch ends not. Of text, `train/tokens_per_second` too."""
+    """Logs `train/samples_per_second` over all ranks, and for text `train/tokens_per_second` too.
+
+    The rate is the samples consumed over the wall time since the last logging step. The time includes waiting for data,
+    but not validation and the ends of epochs.
+    """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count."""
         self.samples, self.tokens, self.seconds, self.mark = 0, 0, 0.0, time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave out the time since the last batch."""
         self.mark = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Count the batch, and log on logging steps."""
         now = time.perf_counter()
         self.seconds, self.mark = self.seconds + now - self.mark, now
         data: torch.Tensor = batch["tokens"] if "tokens" in batch else batch["image"]
-        self.samples += len(data) * trainer.world_size  # every rank has as many
+        self.samples += len(data) * trainer.world_size  # every rank has the same number
         if "tokens" in batch:
             self.tokens += len(data) * (data.shape[1] - 1) * trainer.world_size  # that the model reads
         if logged(trainer):
@@ -136,24 +158,29 @@ class Throughput(pl.Callback):
             self.samples, self.tokens, self.seconds = 0, 0, 0.0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mark = time.perf_counter()  # validation runs after on_train_batch_end, so all of it lies before this
+        """Leave out the time of the validation, which runs after on_train_batch_end."""
+        self.mark = time.perf_counter()
 
 
 class DataReport(pl.Callback):
-    """Says at the end of each epoch what became of every sample, summed over ranks, and that none is unaccounted for:
+    """Reports at the end of each epoch what became of every sample, summed over ranks, and checks that all are counted.
+
     seen + skipped + left over = total, where a run that was cut short adds what it did not reach. A run that is resumed
-    within an epoch counts on from its checkpoint."""
+    within an epoch continues to count from its checkpoint.
+    """
 
     def __init__(self) -> None:
-        self.earlier: Report | None = None  # of all ranks, before the run was resumed
+        self.earlier: Report | None = None  # over all ranks, before the run was resumed
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Save what was counted of the epoch."""
         if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
             whole = together([*self._earlier(reports[0].epoch), *reports])
             kept = {name: getattr(whole, name) for name in KEPT}
             checkpoint[COUNTED] = kept | {"skipped": dict(whole.skipped)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Restore what was counted of the epoch."""
         if COUNTED in checkpoint:
             kept = checkpoint[COUNTED]
             self.earlier = Report(**kept | {"skipped": Counter(kept["skipped"])})
@@ -162,32 +189,34 @@ class DataReport(pl.Callback):
         return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count batches."""
         self.batches = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Count a batch."""
         self.batches += 1
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raises RuntimeError if the account does not add up."""
+        """Log and print the account; raise RuntimeError if it does not add up."""
         loader: Any = trainer.train_dataloader
         batches, self.batches = self.batches, 0
         if not (reports := _reports(trainer)):
             return  # an ordinary loader keeps no account
         earlier = self._earlier(reports[0].epoch)
         text, counts = account(reports, consumed=batches * loader.batch_size, earlier=earlier)
-        # All ranks have the same counts; Lightning asks that it be said how they are put together.
+        # All ranks have the same counts; Lightning wants to know how to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
 
 
 def _reports(trainer: pl.Trainer) -> list[Report]:
-    """Each rank's, of the epoch at hand; none of a loader that keeps none."""
-    own = getattr(trainer.train_dataloader, "report", None)
-    return [] if own is None else gathered(trainer, own)
+    """Return each rank's report of the current epoch; an empty list for a loader without reports."""
+    report = getattr(trainer.train_dataloader, "report", None)
+    return [] if report is None else gathered(trainer, report)
 
 
 def together(reports: Sequence[Report]) -> Report:
-    """Reports of one epoch, earlier ones first, as one."""
+    """Return the sum of reports of one epoch, earlier ones first."""
     skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
     examples = {reason: [e for r in reports for e in r.examples.get(reason, [])][:3] for reason in skipped}
     seen, substituted = sum(r.seen for r in reports), sum(r.substituted for r in reports)
@@ -195,14 +224,16 @@ def together(reports: Sequence[Report]) -> Report:
 
 
 def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] = ()) -> tuple[str, dict[str, int]]:
-    """One epoch's account from the reports of all ranks.
+    """Return one epoch's account from the reports of all ranks.
 
     Args:
         reports: each rank's, of the same epoch.
         consumed: samples that the training loop took, over all ranks.
         earlier: what was counted of this epoch before the run was resumed.
+
     Returns:
         The account in words, where epochs are counted from 1, and its numbers.
+
     Raises:
         RuntimeError: the loaders' counts and the loop's do not agree.
     """

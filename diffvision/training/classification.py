@@ -1,4 +1,7 @@
-"""Supervised classification with any timm model: one LightningModule."""
+"""Supervised classification with any timm model: one LightningModule.
+
+What it shares with others is in `module`, its optimizer in `optim`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ class ClassificationModule(TrainingModule):
 
     Attributes:
         model: the timm model; its keys in a checkpoint's state_dict have the prefix "model.".
-        transform: image -> tensor for training. eval_transform: the same without augmentation.
+        transform: image -> tensor for training.
+        eval_transform: the same without augmentation.
     """
 
     keys: ClassVar = ("image", "label")
@@ -49,11 +53,11 @@ class ClassificationModule(TrainingModule):
         """Build the model and its transforms.
 
         Args:
-            model: name of a timm model; or "local-dir:FOLDER", whose weights are taken too unless model_args say not.
+            model: name of a timm model; or "local-dir:FOLDER", whose weights are loaded unless model_args forbid it.
             num_classes: labels run from 0 to num_classes - 1.
-            model_args: further arguments of the model (drop_path_rate, img_size, pretrained, ...).
+            model_args: more arguments of the model (drop_path_rate, img_size, pretrained, ...).
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
-            mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null for none.
+            mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null: no mixup.
             label_smoothing: share of a target spread over all classes, with or without mixup.
             optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             layer_decay: each layer's learning rate is this times the next one's; null for one rate.
@@ -83,10 +87,11 @@ class ClassificationModule(TrainingModule):
         self.mixup = Mixup(**mixup, label_smoothing=label_smoothing, num_classes=num_classes) if mixup else None
 
     def forward(self, image: Tensor) -> Tensor:
-        """Logits [B, num_classes]."""
+        """Return logits [B, num_classes]."""
         return self.model(image)
 
     def as_read(self, batch: Any) -> Any:
+        """Return a loader's batch as a dictionary, its labels checked."""
         if self.trainer.predicting:
             return named(batch, self.keys)  # labels are not needed
         batch = super().as_read(batch)
@@ -94,7 +99,7 @@ class ClassificationModule(TrainingModule):
         return batch
 
     def check_labels(self, label: Any) -> None:
-        """ValueError for a class number outside of the model's classes. Labels on a GPU are not waited for."""
+        """Raise ValueError for a class number outside of the model's classes; labels on a GPU are not waited for."""
         if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
             return
         outside = label[(label < 0) | (label >= self.num_classes)]
@@ -105,29 +110,32 @@ class ClassificationModule(TrainingModule):
             )
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
+        """Return the cross entropy of a batch."""
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
         if self.mixup is not None:
             if len(image) % 2:
                 raise ValueError(f"mixup pairs the samples of a batch; {len(image)} a rank is odd: change batch_size")
             image, target = self.mixup(image, target)
-            smoothing = 0.0  # mixup's soft targets hold it already
+            smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
         self.log("train/loss", loss.detach(), prog_bar=True)
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
 
     def on_validation_epoch_start(self) -> None:
+        """Begin the sums of an evaluation."""
         self.begin_sums(4)  # samples, top-1, top-5, summed loss
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count correct predictions and sum the loss."""
         logits, label = self.model(batch["image"]).float(), batch["label"]
         ranked = logits.topk(min(5, self.num_classes)).indices == label[:, None]
         loss = F.cross_entropy(logits, label, reduction="sum")
         self.add_sums(dataloader_idx, len(label), ranked[:, 0].sum(), ranked.sum(), loss)
 
     def on_validation_epoch_end(self) -> None:
-        """Sums are over all samples before anything is divided."""
+        """Log accuracies and loss, from sums over all samples and ranks."""
         for stage, loader, (samples, top1, top5, loss) in self.all_sums():
             if not samples:
                 raise ValueError(f"the data for {stage}acc1{loader} is empty: no accuracy can be given")
@@ -136,10 +144,11 @@ class ClassificationModule(TrainingModule):
             self.log_means({f"{stage}samples{loader}": samples}, prog_bar=False)
 
     def predict_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Probabilities of the classes, float [B, num_classes]."""
+        """Return the probabilities of the classes, float [B, num_classes]."""
         return self(batch["image"]).float().softmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
+        """Return AdamW and its schedule."""
         decay = self.settings.weight_decay
         # timm models name what they keep from decay (position embedding, class token).
         undecayed = set(self.model.no_weight_decay()) if hasattr(self.model, "no_weight_decay") else set()
@@ -155,14 +164,15 @@ class ClassificationModule(TrainingModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the architecture before the weights are loaded."""
         self.check_checkpoint(checkpoint)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError where a checkpoint is of another architecture; `fit` asks before it reads data."""
+        """Raise ValueError where a checkpoint is of another architecture; `fit` calls it before it reads data."""
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what is needed to rebuild the model, as plain Python values."""
+        """Save what is needed to rebuild the model, as plain Python values."""
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.data_config.items()}
         args = {**self.model_args, "num_classes": self.num_classes}
         about = {"model": self.name, "model_args": args, "preprocess": plain, KEY: architecture(self.model)}
@@ -170,5 +180,6 @@ class ClassificationModule(TrainingModule):
         super().on_save_checkpoint(checkpoint)
 
     def rebuilt(self) -> dict[str, Any]:
+        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
         args = {key: value for key, value in self.model_args.items() if key != "checkpoint_path"}
         return {"model_args": args | {"pretrained": False}}

@@ -1,4 +1,7 @@
-"""Contrastive training of any OpenCLIP model: one LightningModule."""
+"""Contrastive training of any OpenCLIP model: one LightningModule.
+
+What it shares with others is in `module`, its optimizer in `optim`. The model and the loss are OpenCLIP's.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,17 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
-from diffvision.training.durable.finite import spread
+from diffvision.training.durable import spread
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
-HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # what of an evaluation is shown on the progress bar
+HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # metrics of an evaluation that the progress bar shows
 
 
 class ContrastiveModule(TrainingModule):
-    """An OpenCLIP model with OpenCLIP's loss, over images and captions in pairs.
+    """An OpenCLIP model with OpenCLIP's loss, over pairs of images and captions.
 
     A batch has images and captions: token ids [B, L], or strings, which are tokenised here. It is one optimizer step.
     The loss is computed in float32 whatever the precision, over the features of all ranks (local loss, gathered with
@@ -41,7 +44,8 @@ class ContrastiveModule(TrainingModule):
 
     Attributes:
         model: the OpenCLIP model; its keys in a checkpoint's state_dict have the prefix "model.".
-        transform: image -> tensor for training. eval_transform: the same without augmentation.
+        transform: image -> tensor for training.
+        eval_transform: the same without augmentation.
         tokenizer: captions -> int64 [B, L].
     """
 
@@ -66,12 +70,12 @@ class ContrastiveModule(TrainingModule):
         """Build the model, its transforms and tokenizer.
 
         Args:
-            model: name of an OpenCLIP model, ours or OpenCLIP's; or "local-dir:FOLDER", to go on from its weights.
+            model: name of an OpenCLIP model, ours or OpenCLIP's; or "local-dir:FOLDER", to start from its weights.
             pretrained: tag or file of weights to start from.
-            preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
+            preprocess: mean, std, interpolation, resize_mode where they differ from the model's.
             augmentation: fields of open_clip's AugmentationCfg (scale, ratio, color_jitter, ...).
             lock_image: freeze the image tower but for this many of its last groups (0: the whole tower).
-            lock_text: likewise the text tower.
+            lock_text: the same for the text tower.
             loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
             optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             accum_freq: cut a rank's batch into this many chunks to save memory; the gradients are those of the whole.
@@ -88,12 +92,12 @@ class ContrastiveModule(TrainingModule):
         refuse_urls(pretrained, "pretrained")
         with bounded(model):  # looks at the configuration first
             refuse_code(model)
-            # OpenCLIP takes ViT-B/32 for ViT-B-32.
+            # OpenCLIP reads ViT-B/32 as ViT-B-32.
             self.model_cfg = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
-        # SigLIP's own start: scale 10 and bias -10, so that the many negatives cost little at first.
+        # SigLIP's start: scale 10 and bias -10, so that the many negatives cost little at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
@@ -105,7 +109,7 @@ class ContrastiveModule(TrainingModule):
                 **{f"image_{key}": value for key, value in (preprocess or {}).items()},
                 **start,
             )
-        if model.startswith(FOLDER):  # its own weights are taken, whatever pretrained says
+        if model.startswith(FOLDER):  # the weights are those of the folder, whatever pretrained says
             check(recorded(model), self.model, model, self.model_cfg)
         elif pretrained is not None:
             check_start(pretrained, self.model)
@@ -120,14 +124,15 @@ class ContrastiveModule(TrainingModule):
             self.model.compile()  # in place: the state_dict's keys stay
 
     def setup(self, stage: str) -> None:
+        """Make the loss, which depends on the number of ranks."""
         super().setup(stage)
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
-        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of a batch by itself
+        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 
     def forward(
         self, image: Tensor | None = None, text: Tensor | list[str] | tuple[str, ...] | None = None
     ) -> dict[str, Tensor]:
-        """Normalised features [B, D] as `image_features` and `text_features`, of what is given; and `logit_scale`.
+        """Return normalised features [B, D] of the inputs, `image_features` and `text_features`, and `logit_scale`.
 
         Args:
             image: [B, 3, height, width], as `eval_transform` makes them.
@@ -138,6 +143,7 @@ class ContrastiveModule(TrainingModule):
         return {name: value for name, value in self.model(image, text).items() if value is not None}
 
     def as_read(self, batch: Any) -> Any:
+        """Return a loader's batch as a dictionary, its captions as token ids."""
         if isinstance(batch, EvaluationFolder):
             return batch
         if self.trainer.predicting:
@@ -151,40 +157,41 @@ class ContrastiveModule(TrainingModule):
         return batch
 
     def with_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with captions that are strings as token ids."""
+        """Return the batch with captions as token ids."""
         text = batch.get("text")
         return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
+        """Make an optimizer step; return the batch's loss on this rank."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         rate = optimizer.param_groups[0]["lr"]
         loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:  # a subclass may do without
+        if scheduler is not None:  # a subclass may have none
             scheduler.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
-        # Not before the step: Lightning drops what was logged before another hook did, in a run's first batch.
+        # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
         self.log("train/lr", rate, prog_bar=True)
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/logit_scale", self.model.logit_scale.detach().exp().mean(), prog_bar=True)
         return loss
 
     def backward_whole(self, batch: ImageTextBatch) -> Tensor:
-        """Gradients of the batch in one pass; returns the loss of this rank, detached."""
+        """Compute the gradients of the batch in one pass; return the loss of this rank, detached."""
         loss = self.loss_of(self.model(batch["image"], batch["text"]))
         self.manual_backward(loss)
         return loss.detach()
 
     def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
-        """The same gradients with the activations of one chunk at a time in memory.
+        """Compute the same gradients with the activations of one chunk at a time in memory.
 
         1. Every chunk's features, without a graph. 2. The loss of all features together, with all their negatives, and
         its gradient for each feature and for the scale: once, where OpenCLIP's accum-freq computes it for every chunk.
-        3. Every chunk again, with a graph and the same random numbers (dropout), into which those gradients are fed;
-        DDP reduces at the last one only.
+        3. Every chunk again, with a graph and the same random numbers (dropout), through which those gradients are
+        propagated; DDP reduces at the last one only.
         """
         chunks = [*zip(batch["image"].chunk(self.accum_freq), batch["text"].chunk(self.accum_freq), strict=True)]
         states, outputs = [], []
@@ -198,12 +205,14 @@ class ContrastiveModule(TrainingModule):
         spread(loss)
         gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
         fed = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
-        fed[-1] |= {k: v for k, v in gradients.items() if k not in FEATURES}  # the scale belongs to no chunk: once
+        fed[-1] |= {
+            k: v for k, v in gradients.items() if k not in FEATURES
+        }  # the scale belongs to no chunk: its gradient counts once
 
-        # Only strategies of several processes have gradients to hold back.
+        # Only strategies of several processes synchronise gradients.
         hold = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the second pass repeats random numbers, and must not rewind the run's
+        with torch.random.fork_rng(devices):  # the second pass repeats random numbers: the run's must not be rewound
             for i, (image, text) in enumerate(chunks):
                 restore_random_state(self.device, states[i])
                 with hold() if i < len(chunks) - 1 else nullcontext():
@@ -212,17 +221,19 @@ class ContrastiveModule(TrainingModule):
         return loss.detach()
 
     def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
-        """The loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
+        """Return the loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
         with torch.autocast(self.device.type, enabled=False):
             whole = {k: at_least_float32(v) for k, v in out.items()}
             return (loss or self.loss)(**{k: of_some_length(v) if k in FEATURES else v for k, v in whole.items()})
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Raises ValueError where the trainer is to do what this module does by settings of its own; no hook that knows
-        the trainer is earlier."""
+        """Return the StepGuard; raise ValueError where the trainer's settings are for what this module does itself.
+
+        No hook that knows the trainer is earlier.
+        """
         if self.fitting and self.trainer.gradient_clip_val:
             raise ValueError(
-                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: ContrastiveModule clips by its own "
+                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: ContrastiveModule has a separate "
                 "setting. Leave that out, and set optimizer.clip_norm: OptimizerSettings(clip_norm=...)"
             )
         if self.fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
@@ -234,13 +245,16 @@ class ContrastiveModule(TrainingModule):
         return super().configure_callbacks()
 
     def on_validation_epoch_start(self) -> None:
+        """Begin the sums of an evaluation."""
         self.begin_sums(2)  # pairs, and their summed loss
 
     def validation_step(
         self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """One evaluation folder, by the same functions as `diffvision evaluate`, over all ranks together; or a batch of
-        pairs, whose loss has the negatives of this batch alone."""
+        """Evaluate a folder with the functions of `diffvision evaluate`, over all ranks; or sum the loss of a batch.
+
+        The loss of a batch of pairs has the negatives of this batch alone.
+        """
         if not isinstance(batch, EvaluationFolder):
             loss = self.loss_of(self.model(batch["image"], batch["text"]), self.batch_loss)
             self.add_sums(dataloader_idx, pairs := len(batch["image"]), loss * pairs)
@@ -254,41 +268,45 @@ class ContrastiveModule(TrainingModule):
             progress=followed(self.trainer),
         )
         for key, value in metrics.items():
-            # Every rank holds the same value already; sync_dist only says so to Lightning.
+            # Every rank has the same value; sync_dist only tells Lightning so.
             self.log(
                 key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(HEADLINES), add_dataloader_idx=False
             )
 
     def on_validation_epoch_end(self) -> None:
-        """The mean loss of the pairs, where there were some."""
+        """Log the mean loss of the pairs, if there were any."""
         for stage, loader, (pairs, loss) in self.all_sums():
             if pairs:
                 self.log_means({f"{stage}loss{loader}": loss / pairs})
 
     def predict_step(self, batch: ImageTextBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Normalised features of a batch of images, or of images and captions: `image_features` and `text_features`,
-        [B, D] each. What stands beside images and is no captions, such as class numbers, is left out."""
+        """Return normalised features of images, or of images and captions: `image_features`, `text_features` [B, D].
+
+        What comes with images and is no caption, such as class numbers, is ignored.
+        """
         text = batch.get("text")
         out = self(batch.get("image"), text if isinstance(text, Tensor) and text.ndim == 2 else None)
         return {name: out[name] for name in FEATURES if name in out}
 
     def configure_optimizers(self) -> Any:
+        """Return AdamW and its schedule."""
         optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the architecture before the weights are loaded."""
         self.check_checkpoint(checkpoint)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError where a checkpoint is of another model; `fit` asks before it reads data."""
+        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
         trained = checkpoint.get("diffvision", {}).get("model", self.name)
         if trained != self.name:
             raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint", self.model_cfg)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what `evaluate` needs to rebuild the model, as plain Python values."""
+        """Save what `evaluate` needs to rebuild the model, as plain Python values."""
         config = self.model.visual.preprocess_cfg
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
         built = architecture(self.model, self.model_cfg)
@@ -296,27 +314,29 @@ class ContrastiveModule(TrainingModule):
         super().on_save_checkpoint(checkpoint)
 
     def rebuilt(self) -> dict[str, Any]:
+        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
         return {"pretrained": None}
 
 
 def is_captions(text: Any) -> TypeGuard[Sequence[str]]:
-    """Whether a text is strings rather than token ids."""
+    """Return whether a text is strings rather than token ids."""
     return isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text)
 
 
 def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
-    """OpenCLIP's loss by name, for one rank of a world."""
+    """Return OpenCLIP's loss by name, for one rank of a world."""
     if name == "siglip":
         return SigLipLoss(rank=rank, world_size=world_size)
     return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """Return a tensor in float32, or in its dtype where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def of_some_length(features: Tensor) -> Tensor:
-    """Normalised features [B, D] without a gradient for rows whose embedding was zero.
+    """Return normalised features [B, D] without a gradient for rows whose embedding was zero.
 
     Such a row has no direction that could be changed. F.normalize divides it by 1e-12, and so would multiply its
     gradient by 1e12, which AdamW's second moments would take thousands of steps to forget. Other rows keep every bit.
@@ -325,11 +345,12 @@ def of_some_length(features: Tensor) -> Tensor:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The states of the generators that dropout draws from."""
+    """Return the states of the generators that dropout draws from."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def restore_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    """Restore the generators that dropout draws from."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

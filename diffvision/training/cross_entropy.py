@@ -1,4 +1,8 @@
-"""Next-token cross entropy from hidden states, without the logits of all tokens at once."""
+"""Next-token cross entropy from hidden states, without the logits of all tokens at once.
+
+`torch.nn.functional.linear_cross_entropy` does not serve: torch 2.10, the oldest that is supported, has none, and the
+one of newer versions has neither the penalty on the normaliser nor the cross entropy without it.
+"""
 
 from typing import Any
 
@@ -7,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # the target of a token that counts for nothing; torch's own number
+IGNORED = -100  # the target of a token that does not count, as in torch
 
 
 def linear_cross_entropy(
@@ -18,17 +22,17 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int = 1024,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Sums over the tokens of cross entropy + z_loss * log(Z)^2, and of the cross entropy alone, in nats.
+    """Return the sums over tokens of cross entropy + z_loss * log(Z)^2, and of the cross entropy alone, in nats.
 
-    The logits `hidden @ weight.T` are made for `chunk` tokens at a time, turned into float32 (as `LanguageModel.logits`
-    does), and into their gradient on the spot: T x vocab numbers are never kept, and no product is computed twice. The
-    gradients are those of sums, so that float16 has no small numbers to lose, and are scaled in the backward pass.
+    The logits `hidden @ weight.T` are computed for `chunk` tokens at a time, in float32 (as `LanguageModel.logits`
+    does), and replaced by their gradient: T x vocab numbers are never kept, and no product is computed twice. The
+    gradients are those of sums, so that float16 loses no small numbers, and are scaled in the backward pass.
 
     Args:
-        hidden: what the output projection is applied to; under autocast products are in autocast's dtype.
+        hidden: inputs of the output projection; under autocast products are in autocast's dtype.
         weight: of the output projection, without bias.
         targets: ids, or IGNORED.
-        z_loss: weight of the penalty on the normaliser Z (arXiv 2204.02311 section 5: 1e-4); 0 for none.
+        z_loss: weight of the penalty on the normaliser Z (arXiv 2204.02311 section 5: 1e-4); 0: no penalty.
         chunk: tokens whose logits are in memory together.
 
     Returns:
@@ -45,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, targets, z_loss, chunk, wanted = args
         device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
         product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        narrow = weight.to(product)  # once, and not for every chunk
+        narrow = weight.to(product)  # once, rather than for every chunk
         loss, nll = torch.zeros(2, dtype=dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wanted else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted else None
@@ -71,13 +75,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second backward pass over them is refused by autograd, for it would scale them twice.
+        # In place: autograd refuses a second backward pass, which would scale them twice.
         grad_hidden, grad_weight = (saved.mul_(grads[0]) for saved in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None, None, None
 
 
 def _logits_to_gradient(logits: Tensor, log_z: Tensor, label: Tensor, valid: Tensor, z_loss: float) -> Tensor:
-    """The gradient of the sum for the logits [C, vocab], in their place: softmax * (1 + 2 z_loss log Z) - one-hot."""
+    """Turn logits [C, vocab] in place into the gradient of the sum: softmax * (1 + 2 z_loss log Z) - one-hot."""
     factor = (1 + 2 * z_loss * log_z) * valid
     softmax = logits.sub_(log_z[:, None]).exp_().mul_(factor[:, None])
     return softmax.scatter_add_(1, label, -valid.to(logits.dtype)[:, None])

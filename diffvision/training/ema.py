@@ -1,4 +1,7 @@
-"""An exponential moving average of the weights, whose run can be interrupted anywhere."""
+"""An exponential moving average of the weights, in runs that can be interrupted anywhere.
+
+The averaging is Lightning's; here is only what exact resuming needs besides.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
+from diffvision.training.durable import lightning_internals
+
 
 class EMA(EMAWeightAveraging):
-    """Lightning's EMAWeightAveraging: validation and the weights of checkpoints are averages; training goes on from
-    its own. `evaluate --checkpoint` therefore takes the averages.
+    """Lightning's EMAWeightAveraging: validation and checkpoints use averages, and training its own weights.
 
-    What is other than Lightning's, which Lightning 2.6 needs for a resumed run to be the one never stopped:
-    a checkpoint of a moment at which averages stand in the module (within validation, and after training) holds both
-    sets the right way round, and the epoch of the last update is kept. The averages lie on the training device, where
-    Lightning's would be on the CPU; and sharded weights are refused, of which it would average each rank's part.
+    `evaluate` of a checkpoint therefore evaluates the averages.
+
+    Lightning 2.6 alone does not resume exactly, so four things differ. A checkpoint that is taken while the averages
+    are in the module (within validation, and after training) holds both sets in their places; the epoch of the last
+    update is saved; the averages are kept on the training device, rather than on the CPU; and sharded weights are
+    refused, because Lightning would average each rank's part.
     """
 
     def __init__(
@@ -28,17 +34,17 @@ class EMA(EMAWeightAveraging):
         update_starting_at_epoch: int | None = None,
         device: str | None = None,
     ) -> None:
-        """Average.
+        """Set when the weights are averaged.
 
         Args:
-            decay: weight of the average so far, from 0 to 1.
+            decay: weight of the previous average, from 0 to 1.
             update_every_n_steps: optimizer steps between updates; 0 for updates by the epoch alone.
             update_starting_at_step: the first step (from 0) that updates.
             update_starting_at_epoch: update at the ends of epochs too, from this one on; null: never.
-            device: where the averages lie; by default where training does.
+            device: where the averages are kept; by default the training device.
         """
         if not 0 <= decay <= 1:
-            raise ValueError(f"EMA's decay is {decay}; it weighs the average so far: from 0 to 1, such as 0.999")
+            raise ValueError(f"EMA's decay is {decay}; it weighs the previous average: from 0 to 1, such as 0.999")
         super().__init__(
             device=device,
             decay=decay,
@@ -46,44 +52,55 @@ class EMA(EMAWeightAveraging):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
-        self._swapped = False  # whether averages stand in the module, and its own weights in the average
+        self._swapped = False  # whether the module holds the averages, and the average model the training weights
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raises ValueError where the strategy shards the weights."""
+        """Make the averages before a fit; raise ValueError where the strategy shards the weights."""
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
             raise ValueError(f"{name} shards the weights, and EMA averages whole ones only: use ddp, or leave EMA out")
         self._swapped = False
-        self._device = self._device or trainer.strategy.root_device
+        lightning_internals.set_default_device(self, trainer.strategy.root_device)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._swap_models(pl_module)  # rather than copied: a checkpoint may still be asked for
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Swap the averages into the module."""
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._swapped = lightning_internals.has_average(self)
 
-    def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        super()._swap_models(pl_module)
-        self._swapped = not self._swapped
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Swap the training weights into the module."""
+        super().on_validation_epoch_end(trainer, pl_module)
+        self._swapped = False
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Swap the averages into the module; Lightning copies them, but a checkpoint may still be asked for."""
+        self.on_validation_epoch_start(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"latest_update_epoch": self._latest_update_epoch}
+        """Return the step and the epoch of the last update."""
+        return super().state_dict() | {"latest_update_epoch": lightning_internals.get_last_averaged_epoch(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step and the epoch of the last update."""
         super().load_state_dict(state_dict)
-        self._latest_update_epoch = state_dict.get("latest_update_epoch", self._latest_update_epoch)
+        if "latest_update_epoch" in state_dict:
+            lightning_internals.set_last_averaged_epoch(self, state_dict["latest_update_epoch"])
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Outside of a fit there is no average to restore: the module gets the checkpoint's state_dict, which is it."""
-        if self._average_model is not None:
+        """Restore the averages in a fit; elsewhere the module loads them, as they are the checkpoint's state_dict."""
+        if lightning_internals.has_average(self):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Save the averages as `state_dict` and the training weights as `current_model_state`."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._swapped and self._average_model is not None:
-            own, average = checkpoint["state_dict"], checkpoint["current_model_state"]
-            checkpoint["state_dict"], checkpoint["current_model_state"] = average, own
+        if self._swapped and lightning_internals.has_average(self):
+            trained, average = checkpoint["state_dict"], checkpoint["current_model_state"]
+            checkpoint["state_dict"], checkpoint["current_model_state"] = average, trained

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
@@ -22,6 +21,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from diffvision import jsonargparse_internals
 from diffvision.allow import Refusing, limited_imports
 from diffvision.analysis.curves import METRICS
 
@@ -42,12 +42,7 @@ from diffvision.training.callbacks import (
 )
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, refuse_link
-from diffvision.training.durable.equal_steps import EvenRanks
-from diffvision.training.durable.preemption import Preemption, forwarded
-from diffvision.training.durable.rank_monitor import FailureNews, Peers, looked_after
-from diffvision.training.durable.resume import How, Ranks, prepared
-from diffvision.training.durable.run_state import RunState
+from diffvision.training.durable import Ranks, Resume, lightning_internals, protect, refuse_link
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
@@ -121,14 +116,14 @@ class SaveConfig(SaveConfigCallback):
     """Lightning's; none of the files that are written in the logger's directory may be a link to another file."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        directory = trainer.log_dir  # asked of all ranks: the first one tells the others
+        directory = trainer.log_dir  # a collective: the first rank broadcasts it
         if trainer.is_global_zero and directory is not None:
             for name in (self.config_filename, HYPERPARAMETERS, METRICS):
                 refuse_link(Path(directory, name))
         super().setup(trainer, pl_module, stage)
 
 
-class FitCLI(LightningCLI):
+class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
     """LightningCLI with any module and data module; the model's transforms, tokenizer and classes go to its data.
 
     The configuration alone says what a run is: unlike Lightning's, it is never overridden by hyper-parameters stored
@@ -136,7 +131,8 @@ class FitCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
-        self.state, self.peers = RunState(), Peers()
+        lightning_internals.require()
+        jsonargparse_internals.require()
         with limited_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
             super().__init__(
                 args=limited,
@@ -148,7 +144,7 @@ class FitCLI(LightningCLI):
                 seed_everything_default=0,
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"overwrite": True},
-                trainer_defaults=TRAINER_DEFAULTS | {"callbacks": [self.state]},
+                trainer_defaults=TRAINER_DEFAULTS,
                 parser_class=Parser,
                 parser_kwargs={"default_env": False, "prog": "diffvision"},
             )
@@ -161,15 +157,16 @@ class FitCLI(LightningCLI):
         for name in LINKED:
             parser.link_arguments(f"model.{name}", f"data.init_args.{name}", apply_on="instantiate")
 
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        # The other subcommands take the configuration that a fit has saved, and pass over these two of its settings.
+    def add_arguments_to_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> None:
+        """Add `--resume` and `--resume_ranks`.
+
+        The other subcommands take the configuration that a fit has saved, and ignore these two of its settings.
+        """
         fit = subcommand == "fit"
-        resume = "go on from the newest valid checkpoint of the run's directory: auto (if there), must, never"
-        ranks = "any: go on from a checkpoint of another number of processes"
-        for name, kind, default, text in (("resume", How, "never", resume), ("resume_ranks", Ranks, "same", ranks)):
+        resume = "resume from the newest valid checkpoint of the run's directory: auto (if there is one), must, never"
+        ranks = "any: resume from a checkpoint of another number of processes"
+        for name, kind, default, text in (("resume", Resume, "never", resume), ("resume_ranks", Ranks, "same", ranks)):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text if fit else argparse.SUPPRESS)
-        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
@@ -189,21 +186,15 @@ class FitCLI(LightningCLI):
             raise ValueError(f"{type(own).__name__}: {own}") from own  # a host's, such as timm's of an unknown model
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        trainer = super().instantiate_trainer(**kwargs)
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # a plugin that was asked for stays
-            trainer.strategy.checkpoint_io = DurableCheckpointIO()
-        _refuse_sharded(trainer.strategy)
+        """Make the trainer, with our line where Lightning would have a progress bar by default."""
+        config = self.config_init[self.subcommand] if self.subcommand else self.config_init
+        callbacks = list(config["trainer"].get("callbacks") or [])
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
+            callbacks.append(ProgressLine())
+        trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
         _refuse_alone(trainer)
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
-        callbacks[:] = [FailureNews(self.peers), *callbacks, EvenRanks(self.peers), Preemption(self.peers)]
         return trainer
-
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
-        """With our line where Lightning would have a progress bar by default."""
-        given = config.get("callbacks") or []
-        if config["enable_progress_bar"] is not False and not any(isinstance(own, ProgressBar) for own in given):
-            callbacks = [*callbacks, ProgressLine()]
-        return super()._instantiate_trainer(config, [*callbacks, RunSummary()])
 
     def before_fit(self) -> None:
         """A callback that watches a metric of a folder which is not evaluated would fail after an epoch's work."""
@@ -219,16 +210,16 @@ class FitCLI(LightningCLI):
                 raise ValueError(f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor")
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
-        """Trainer.fit, from the checkpoint that is to be resumed; LightningCLI calls this one."""
+        """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""
         settings = self.config["fit"]
-        self.state.settings = settings.as_dict()
-        how, ranks = cast(How, settings["resume"]), cast(Ranks, settings["resume_ranks"])
-        with (
-            looked_after(),
-            self.peers.errors_told(),
-            forwarded(self.trainer),
-            prepared(self.trainer, model, self.state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path,
-        ):
+        with protect(
+            self.trainer,
+            model,
+            resume=cast(Resume, settings["resume"]),
+            ranks=cast(Ranks, settings["resume_ranks"]),
+            ckpt_path=ckpt_path,
+            settings=settings.as_dict(),
+        ) as path:
             self.trainer.fit(model, ckpt_path=path, **more)
 
     def validate(self, model: pl.LightningModule, verbose: bool = True, **more: Any) -> None:
@@ -239,9 +230,6 @@ class FitCLI(LightningCLI):
         if verbose and self.trainer.is_global_zero:
             metrics = {name: value for metrics in by_loader for name, value in metrics.items()}
             Console().print(table(metrics, "evaluation"))
-
-    def _parse_ckpt_path(self) -> None:
-        """Keep the configuration as it was given."""
 
 
 @contextmanager
@@ -271,27 +259,13 @@ def _is_said(record: logging.LogRecord) -> bool:
 
 
 def _refuse_alone(trainer: pl.Trainer) -> None:
-    """With `devices: 1` Lightning takes no notice of torchrun: each of its processes would be a run of its own."""
+    """Refuse `devices: 1` under torchrun, where Lightning would make each process a separate run."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(
             f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}, or each process trains by itself"
         )
-
-
-def _refuse_sharded(strategy: Any) -> None:
-    """Sharded checkpoints are written past our CheckpointIO, and read back by unpickling whatever is in them."""
-    if getattr(strategy, "_save_distributed_checkpoint", False):
-        where, remedy = "save_distributed_checkpoint", "false"
-    elif getattr(strategy, "_state_dict_type", "full") == "sharded":
-        where, remedy = "state_dict_type", "full"
-    else:
-        return
-    raise ValueError(
-        f"{type(strategy).__name__} would save its shards in a directory, neither atomically nor as tensors alone: set "
-        f"the strategy's {where} to {remedy}, which gathers the states in one file"
-    )
 
 
 def _load_tensors_only(config: Any) -> None:

@@ -1,4 +1,7 @@
-"""Next-token training of our language models: one LightningModule."""
+"""Next-token training of our language models: one LightningModule.
+
+What it shares with others is in `module`, its loss in `cross_entropy`, its optimizer in `optim`.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.durable import lightning_internals
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 
-# Of the configuration, what weights of one setting may be trained on with in another.
+# Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
 PAPER_3B = OptimizerSettings(
     lr=3.2e-4, end_lr=1.28e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, default_warmup_steps=1000, decay="linear"
@@ -32,16 +36,16 @@ class LanguageModule(TrainingModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
     A batch's loss is the mean over its predictions, on all ranks together; so is the one that is logged. Where the
-    batch numbers its documents, attention stays inside of them, and the first token of a document is not predicted from
+    batch numbers its documents, attention stays inside them, and the first token of a document is not predicted from
     the one before.
 
-    Runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size the
-    number of devices and tensor_parallel_size 1; weights are drawn whole in each process, and then sharded).
+    It runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size
+    the number of devices and tensor_parallel_size 1; each process makes the whole weights, and then shards them).
 
     Attributes:
         model: the `LanguageModel`; its keys in a checkpoint's state_dict have the prefix "model.". A checkpoint can be
             read by `diffvision.models.language.load`.
-        tokenizer: what was given; the command line hands it to the data.
+        tokenizer: the argument; the command line hands it to the data.
     """
 
     keys: ClassVar = ("tokens", "documents")
@@ -64,14 +68,14 @@ class LanguageModule(TrainingModule):
 
         Args:
             model: name of a language model: "diff-3m", "transformer-1.4b", ...; or "local-dir:FOLDER", a saved one to
-                go on with, such as `diffvision adapt` writes.
-            model_args: fields of `LanguageConfig` that replace the named model's (vocab_size, max_length, ...); a saved
-                one's max_length and rotary_theta alone.
+                start from, such as `diffvision adapt` writes.
+            model_args: fields of `LanguageConfig` that replace the named model's (vocab_size, max_length, ...); for a
+                saved one only max_length and rotary_theta.
             tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
-            pretrained: checkpoint to start from, as `language.load` reads it; it may differ in max_length and
-                rotary_theta alone.
+            pretrained: checkpoint to start from, as `language.load` reads it; it may differ only in max_length and
+                rotary_theta.
             optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
-            z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0 for none.
+            z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
             loss_chunk: tokens whose logits are in memory together.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile each block, in place.
@@ -104,7 +108,7 @@ class LanguageModule(TrainingModule):
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the model has embeddings for."""
+        """Number of ids that the model has embeddings for."""
         return self.model.config.vocab_size
 
     def _start_from(self, checkpoint: str) -> None:
@@ -114,23 +118,24 @@ class LanguageModule(TrainingModule):
         self.model.load_state_dict(loaded.state_dict())
 
     def _same_model(self, theirs: dict[str, Any], checkpoint: str, but: tuple[str, ...] = ()) -> None:
-        """ValueError where a checkpoint's configuration is not this model's, but for some fields."""
+        """Raise ValueError where a checkpoint's configuration is not this model's, except for some fields."""
         ours = asdict(self.model.config)
         if not theirs.keys() >= {"variant", "depth"}:
-            raise ValueError(f"{checkpoint} is none of our language training: give a checkpoint of LanguageModule")
+            raise ValueError(f"{checkpoint} is no checkpoint of our language training: give one of LanguageModule")
         if wrong := _differing(theirs, ours, but):
-            told = ", ".join(f"{k} {theirs.get(k)!r} (here {ours[k]!r})" for k in wrong)
-            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {told}: {_named(theirs, but)}")
+            fields = ", ".join(f"{k} {theirs.get(k)!r} (here {ours[k]!r})" for k in wrong)
+            advice = _advice(theirs, but)
+            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {fields}: {advice}")
 
     def configure_model(self) -> None:
-        """Shard the model over the devices, where the strategy asks for it: each block, and the rest together."""
+        """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
         mesh = self.device_mesh
         if mesh is None or isinstance(self.model, FSDPModule):
             return
         if (size := mesh["tensor_parallel"].size()) > 1:
             raise ValueError(
                 f"tensor_parallel_size is {size}, but the model is sharded over data only: set the strategy's "
-                f"tensor_parallel_size to 1 and its data_parallel_size to {mesh.size()}, for its defaults are not that"
+                f"tensor_parallel_size to 1 and its data_parallel_size to {mesh.size()}; its defaults are others"
             )
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh["data_parallel"])
@@ -138,20 +143,21 @@ class LanguageModule(TrainingModule):
         register_fsdp_forward_method(self.model, "hidden")
 
     def setup(self, stage: str) -> None:
+        """Check that the data's sequences are not longer than the model reads."""
         super().setup(stage)
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         if isinstance(length, int) and length > (limit := self.model.config.max_length):
             raise ValueError(
                 f"data.length is {length} tokens, over the model's max_length of {limit}: "
-                "set model.model_args.max_length to as many, or lower data.length"
+                "set model.model_args.max_length to that length, or lower data.length"
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
+        """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
         return self.model(tokens)
 
     def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
+        """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
         inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         penalty = self.z_loss if self.training else 0.0
@@ -161,6 +167,7 @@ class LanguageModule(TrainingModule):
         return loss, nll, (targets != IGNORED).sum()
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch's predictions."""
         loss, nll, count = self.sums(batch)
         # The mean of the ranks' gradients is that of the global batch only if all divide by the same number.
         share = count if "documents" not in batch else self.trainer.strategy.reduce(count.float(), reduce_op="mean")
@@ -173,23 +180,25 @@ class LanguageModule(TrainingModule):
         return loss / share
 
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
-        """Summed over ranks on the steps that are logged; on others this rank's own, for ranks need not wait then."""
+        """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
         if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def on_validation_epoch_start(self) -> None:
+        """Begin the sums of an evaluation."""
         self.begin_sums(2)  # nats, predictions
 
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sum the cross entropy of a batch."""
         self._in_step(working=True)
         with self._plain_tensors():
             _, nll, count = self.sums(batch)
         self.add_sums(dataloader_idx, nll, count)
 
     def on_validation_epoch_end(self) -> None:
-        """Sums over ranks, whose batches need not be equal, before anything is divided."""
+        """Log loss and perplexity, from sums over all ranks."""
         while self._in_step(working=False):
             with self._plain_tensors():
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
@@ -202,8 +211,10 @@ class LanguageModule(TrainingModule):
             self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
 
     def predict_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Log-probabilities of a batch's tokens [B, L + 1] but the first, in float32: [B, L]; 0 for the first token of
-        a document, which is not predicted."""
+        """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
+
+        They are 0 for the first token of a document, which is not predicted.
+        """
         inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
@@ -214,8 +225,11 @@ class LanguageModule(TrainingModule):
         return torch.cat(scores).view_as(targets)
 
     def _in_step(self, working: bool) -> bool:
-        """Whether any rank has a batch to validate. Sharded layers are gathered by all ranks together, so one with
-        fewer batches than others goes along until all are done; elsewhere no rank needs to know of the others."""
+        """Return whether any rank has a batch to validate.
+
+        Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
+        are done. Without sharding, ranks need not know of each other.
+        """
         if not isinstance(self.model, FSDPModule):
             return working
         flag = torch.tensor(float(working), device=self.device)
@@ -223,35 +237,42 @@ class LanguageModule(TrainingModule):
 
     @contextmanager
     def _plain_tensors(self) -> Iterator[None]:
-        """No gradients, and no inference mode either: what FSDP2 gathers in it, the next training step would use."""
+        """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
         with torch.inference_mode(False), torch.no_grad():
             yield
 
     def configure_optimizers(self) -> Any:
+        """Return AdamW and its schedule."""
         optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the configuration before the weights are loaded."""
         self.check_checkpoint(checkpoint)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError, with what to set, where a checkpoint is of another model; `fit` asks before it reads data."""
-        path = None if self._trainer is None else self._trainer.ckpt_path
+        """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""
+        path = getattr(lightning_internals.attached_trainer(self), "ckpt_path", None)
         name = str(path or "the checkpoint")
         self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
-        if KEY in (about := checkpoint.get("diffvision", {})):  # older files have the configuration, compared above
+        if KEY in (
+            about := checkpoint.get("diffvision", {})
+        ):  # older files have only the configuration, compared above
             check(about, self.model, name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down what `language.load` needs to rebuild the model, as plain Python values."""
+        """Save what `language.load` needs to rebuild the model, as plain Python values."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["hyper_parameters"]["config"] = asdict(self.model.config)
         about = {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
         checkpoint["diffvision"] = about
 
     def rebuilt(self) -> dict[str, Any]:
-        """Of a saved model all fields of its configuration, which makes one of any name the same."""
+        """Return arguments that replace the module's where it gets its weights from a checkpoint.
+
+        For a saved model these are all fields of its configuration, with which a model of any name is the same.
+        """
         if not self.name.startswith(FOLDER):
             return {"pretrained": None}
         name = language.model_names()[0]
@@ -259,7 +280,7 @@ class LanguageModule(TrainingModule):
 
 
 def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a model reads of a batch, what it predicts (IGNORED: nothing), and the documents of what it reads."""
+    """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if documents is None:
@@ -268,16 +289,20 @@ def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _differing(theirs: dict[str, Any], ours: dict[str, Any], but: tuple[str, ...]) -> list[str]:
-    """Fields of two configurations that are not the same."""
+    """Return the fields in which two configurations differ."""
     return [name for name, value in ours.items() if name not in but and theirs.get(name) != value]
 
 
-def _named(theirs: dict[str, Any], but: tuple[str, ...]) -> str:
-    """What to set for a model of this configuration: the named model that is nearest, and the fields that it lacks."""
+def _advice(theirs: dict[str, Any], but: tuple[str, ...]) -> str:
+    """Say what to set for a model of this configuration: the nearest named model, and the fields that differ."""
     known = {name: asdict(language.config(name)) for name in language.model_names()}
-    far = {name: _differing(theirs, own, but) for name, own in known.items() if own["variant"] == theirs["variant"]}
-    if not far:
+    differing = {
+        name: _differing(theirs, config, but)
+        for name, config in known.items()
+        if config["variant"] == theirs["variant"]
+    }
+    if not differing:
         return f"no model has its variant {theirs['variant']!r}"
-    name = min(far, key=lambda name: len(far[name]))
-    args = "".join(f" --model.model_args.{field}={json.dumps(theirs.get(field))}" for field in far[name])
+    name = min(differing, key=lambda name: len(differing[name]))
+    args = "".join(f" --model.model_args.{field}={json.dumps(theirs.get(field))}" for field in differing[name])
     return f"set --model.model={name}{args}"

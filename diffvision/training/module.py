@@ -1,4 +1,7 @@
-"""What our LightningModules share: hyperparameters, learning rate, batches by name, sums of an evaluation."""
+"""What our LightningModules share: hyperparameters, learning rate, batches by name, sums of an evaluation.
+
+What they train is in `clip`, `classification` and `language`.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from diffvision.data.batches import named
-from diffvision.training.durable.finite import StepGuard
+from diffvision.training.durable import StepGuard, lightning_internals
 from diffvision.training.optim import OptimizerSettings, WarmupDecay
 
-# Warnings of other libraries at their own code, which nobody who trains can do anything about.
+# Warnings of other libraries about code that is not the user's.
 OTHERS = (
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's loaders, of torch
-    r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # OpenCLIP's loss, of torch, at every step
-    "Total length of `list` across ranks is zero",  # of our data without an evaluation
-    # Lightning advises to save the weights of before the step; ours resume after it, as everyone's do.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
+    r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
+    "Total length of `list` across ranks is zero",  # about our data without an evaluation
+    # Lightning advises to save the weights from before the step; ours resume after it, as usual.
     "Using ModelCheckpoint with manual optimization",
 )
 
 
-class TrainingModule(pl.LightningModule):
+class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     """A LightningModule around a host's model, for scripts and the command line alike.
 
     Its arguments are its hyperparameters, as plain values, so that `load_from_checkpoint(path)` needs no others.
-    Batches reach its steps and the callbacks as dictionaries, whatever the loader gives. `test_step` does what
+    Batches reach its steps and the callbacks as dictionaries, whatever the loader yields. `test_step` does what
     `validation_step` does; the names of its metrics begin with "test" instead of "val".
 
     Attributes:
@@ -38,14 +41,15 @@ class TrainingModule(pl.LightningModule):
     """
 
     keys: ClassVar[tuple[str, ...]]  # of a batch, in the order of a tuple
-    needed: ClassVar[tuple[str, ...]]  # of them, what a step cannot do without
+    needed: ClassVar[tuple[str, ...]]  # the keys that a step cannot do without
     model: Any
 
     def __init__(self, arguments: Mapping[str, Any], default: OptimizerSettings) -> None:
-        """
+        """Save the arguments as hyperparameters.
+
         Args:
             arguments: those of the subclass, by name; `locals()` will do.
-            default: settings of the optimizer that `arguments["optimizer"]`, if it is a dictionary, does not have.
+            default: the optimizer's settings that `arguments["optimizer"]` leaves out, if it is a dictionary.
         """
         super().__init__()
         given = arguments["optimizer"]
@@ -54,46 +58,41 @@ class TrainingModule(pl.LightningModule):
         self.save_hyperparameters(kept | {"optimizer": plain(self.settings)})
 
     def setup(self, stage: str) -> None:
+        """Silence warnings about other libraries' code, and check Lightning's version before a fit."""
+        if stage == "fit":
+            lightning_internals.require()
         for message in OTHERS:
             warnings.filterwarnings("ignore", message=message)
 
     @property
     def lr(self) -> float:
-        """The highest learning rate, where Lightning's `Tuner.lr_find` looks for it; it can be set."""
+        """Highest learning rate, which Lightning's `Tuner.lr_find` reads and sets."""
         return self.settings.lr
 
     @lr.setter
     def lr(self, lr: float) -> None:
         self.settings = replace(self.settings, lr=lr)
         self.hparams["optimizer"] = plain(self.settings)
-        for config in [] if self._trainer is None else self.trainer.lr_scheduler_configs:
+        trainer = lightning_internals.attached_trainer(self)
+        for config in [] if trainer is None else trainer.lr_scheduler_configs:
             if isinstance(config.scheduler, WarmupDecay):
                 config.scheduler.set_lr(lr)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """A new StepGuard for each fit; the other stages keep the one that the trainer has."""
+        """Return a new StepGuard for each fit; the other stages keep the one that the trainer has."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
         guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
         if guards and not self.fitting:
             return []
         for guard in guards:
-            if guard.of_module:  # and of an earlier fit: Lightning would replace it too, with a message
+            if guard.of_module:  # from an earlier fit: Lightning would replace it too, with a message
                 callbacks.remove(guard)
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
         guard.of_module = True
         return [guard]
 
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int | None = None) -> Any:
-        """Lightning's, around the public hook, which would replace a data module's if it were overridden here.
-
-        Args:
-            dataloader_idx: None: it is no loader's batch, but an input of `forward` (Lightning's summary and exports).
-        """
-        batch = super()._on_before_batch_transfer(batch, dataloader_idx or 0)
-        return batch if dataloader_idx is None else self.as_read(batch)
-
     def as_read(self, batch: Any) -> Any:
-        """A loader's batch as the steps read it. ValueError where it cannot be."""
+        """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""
         batch = named(batch, self.keys)
         if missing := [key for key in self.needed if key not in batch]:
             raise ValueError(
@@ -103,27 +102,30 @@ class TrainingModule(pl.LightningModule):
         return batch
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Do what `validation_step` does."""
         self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_start(self) -> None:
+        """Do what `on_validation_epoch_start` does."""
         self.on_validation_epoch_start()
 
     def on_test_epoch_end(self) -> None:
+        """Do what `on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def begin_sums(self, size: int) -> None:
-        """Begin an evaluation, with so many sums for each of its loaders."""
+        """Begin an evaluation with `size` sums for each of its loaders."""
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
         self._sums = torch.zeros(len(loaders), size, dtype=torch.float64, device=self.device)
 
     def add_sums(self, loader: int, *sums: Tensor | float) -> None:
-        """Add those of a batch."""
+        """Add the sums of a batch."""
         self._sums[loader] += torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in sums])
 
     def all_sums(self) -> Iterator[tuple[str, str, list[float]]]:
-        """Of each loader what its metrics' names begin and end with, and its sums over all ranks.
+        """Yield for each loader the prefix and suffix of its metrics' names, and its sums over all ranks.
 
-        Ranks need not have equal batches, so nothing is divided before.
+        Ranks need not have equal batches, so sums come before any division.
         """
         stage = "test" if self.trainer.testing else "val"
         rows = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
@@ -131,22 +133,23 @@ class TrainingModule(pl.LightningModule):
             yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
     def log_means(self, values: dict[str, float], prog_bar: bool = True) -> None:
-        """Log what all ranks have alike, by names that say already which loader's it is."""
+        """Log values that are equal on all ranks, by names that say which loader they are of."""
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
 
     @property
     def fitting(self) -> bool:
+        """Whether the trainer fits, rather than validates, tests or predicts."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The hyperparameters of a checkpoint ask for no other file of weights: it has them itself."""
+        """Save hyperparameters that need no other file of weights, because the checkpoint holds them."""
         checkpoint["hyper_parameters"] = dict(self.hparams) | self.rebuilt()
 
     def rebuilt(self) -> dict[str, Any]:
-        """Arguments that a module which gets its weights from a checkpoint is built with instead of its own."""
+        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
         raise NotImplementedError
 
 
 def plain(settings: OptimizerSettings) -> dict[str, Any]:
-    """Settings as values that a checkpoint may hold."""
+    """Return settings as values that a checkpoint may hold."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(settings).items()}

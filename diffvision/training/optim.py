@@ -1,4 +1,7 @@
-"""AdamW, its parameter groups and the learning-rate schedule."""
+"""AdamW, its parameter groups and the learning-rate schedule.
+
+Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of here.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+
+from diffvision.training.durable import lightning_internals
 
 Decay = Literal["cosine", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up and then a decay, both stepwise.
+    """Settings of AdamW with a linear warm-up and then a decay, both stepwise.
 
     Attributes:
         lr: the highest learning rate, reached at the end of the warm-up.
@@ -29,12 +32,12 @@ class OptimizerSettings:
         eps: AdamW's.
         warmup_epochs: length of the warm-up; fractions are allowed.
         warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
-        default_warmup_steps: the warm-up where neither of the two is set; None: one epoch. Where that is more than half
-            of the run, the warm-up is a tenth of the run.
+        default_warmup_steps: the warm-up if neither of the two is set; None: one epoch. If that is more than half of
+            the run, the warm-up is a tenth of the run.
         start_lr: where the warm-up starts from.
         end_lr: where the decay ends.
         decay: "cosine", or "linear" as the DIFF Transformer's.
-        clip_norm: the gradient's norm is clipped to this; None leaves it.
+        clip_norm: the gradient's norm is clipped to this; None: no clipping.
         max_skipped: steps in a row that are skipped because their loss or gradient is not finite; the next one stops
             the run, 0 stops it at the first.
     """
@@ -68,13 +71,16 @@ class OptimizerSettings:
 
 
 def without_decay(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is kept from weight decay: anything 1-D or scalar (norms, biases, logit scale, V1's lambda
-    vectors) and V2's lambda projection. Embeddings decay, as in OpenCLIP and SLIP."""
+    """Return whether a parameter is kept from weight decay.
+
+    That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors) and V2's lambda projection.
+    Embeddings decay, as in OpenCLIP and SLIP.
+    """
     return parameter.ndim < 2 or "lambda" in name or name.endswith("bias")
 
 
 def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, with and without decay; `undecayed` names further ones without."""
+    """Return the trainable parameters in two groups, with and without decay; `undecayed` names more without."""
     decayed: list[Tensor] = []
     rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -89,8 +95,8 @@ def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[st
 class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
     """Linear warm-up to each group's rate, then a cosine or a line to `end_lr`: a pure function of the step.
 
-    Its state is the step alone. Loading a checkpoint puts back the rates, decay, betas and eps of the configuration,
-    which the optimizer's own state would silently replace by those of the earlier run.
+    Its state is only the step. Loading a checkpoint restores the rates, decay, betas and eps of the configuration,
+    which the optimizer's state would silently replace by those of the earlier run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings, warmup: int, total: int) -> None:
@@ -104,7 +110,7 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
         super().__init__(optimizer)
 
     def factor(self, step: int) -> float:
-        """The learning rate of a step (from 0) over the highest one."""
+        """Return the learning rate of a step (from 0) over the highest one."""
         start, end = self.settings.start_lr / self.settings.lr, self.settings.end_lr / self.settings.lr
         if step < self.warmup:
             return start + (1 - start) * (step + 1) / self.warmup
@@ -113,6 +119,7 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
         return end + (1 - end) * left
 
     def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of each group at the current step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def set_lr(self, lr: float) -> None:
@@ -123,9 +130,11 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
             group["lr"] *= scale
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the step."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the step; everything else stays as configured."""
         self.last_epoch = state_dict["last_epoch"]
         for group, configured, lr in zip(self.optimizer.param_groups, self.configured, self.get_lr(), strict=True):
             group.update(configured, lr=lr)
@@ -133,25 +142,22 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
 
 
 def batches_per_epoch(trainer: pl.Trainer) -> int | None:
-    """Batches that the trainer takes from its loader in an epoch, on each rank; None if the loader has no length.
+    """Return the batches that each rank takes from its loader in an epoch; None if the loader has no length.
 
     `trainer.estimated_stepping_batches` sets the loader up before its state is restored, so that Lightning drops the
-    state on resume. Here the loader is asked for once more, and divided over ranks as Lightning will divide it.
+    state on resume. Here the loader is made once more, and divided over ranks as Lightning will divide it.
     """
-    source = trainer.fit_loop._data_source
-    loader = source.dataloader() if source.is_defined() and source.instance is not None else None
-    combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
-    prepare = trainer._data_connector._prepare_dataloader
-    lengths = [sized_len(prepare(one, shuffle=True, mode=RunningStage.TRAINING)) for one in combined.flattened]
+    loaders, mode = lightning_internals.training_loaders(trainer)
+    lengths = [sized_len(loader) for loader in loaders]
     known = [length for length in lengths if length is not None]
     if not known or len(known) < len(lengths):
         return None
-    batches, limit = min(known) if combined._mode == "min_size" else max(known), trainer.limit_train_batches
+    batches, limit = min(known) if mode == "min_size" else max(known), trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def steps_of(trainer: pl.Trainer, batches: int, epoch: int) -> int:
-    """Optimizer steps that an epoch's batches make, which GradientAccumulationScheduler changes by the epoch."""
+    """Return the optimizer steps of an epoch's batches; GradientAccumulationScheduler changes them by the epoch."""
     every = trainer.accumulate_grad_batches
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it unannounced
         if isinstance(callback, GradientAccumulationScheduler):
@@ -160,10 +166,12 @@ def steps_of(trainer: pl.Trainer, batches: int, epoch: int) -> int:
 
 
 def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> int:
-    """Steps of the warm-up in a run of `total` steps.
+    """Return the steps of the warm-up.
 
     Args:
+        settings: the optimizer's.
         epoch: steps of an epoch; None if they are not known.
+        total: steps of the run.
 
     Raises:
         ValueError: warmup_epochs is set, and an epoch's steps are not known.
@@ -179,9 +187,9 @@ def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> 
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupDecay:
-    """The schedule of a run, its length read from the trainer's max_steps or max_epochs and its loader's length.
+    """Return the schedule of a run as long as the trainer's max_steps or max_epochs and its loader's length say.
 
-    In a `fast_dev_run` a warm-up that is set does not count, for such a run is shorter than any.
+    In a `fast_dev_run` there is no warm-up, because such a run is shorter than any.
     """
     batches, epochs = batches_per_epoch(trainer), trainer.max_epochs
     epoch = None if batches is None else steps_of(trainer, batches, 0)
@@ -199,7 +207,7 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
 
 
 def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate."""
+    """Return AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate."""
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)

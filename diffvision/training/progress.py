@@ -1,4 +1,7 @@
-"""One line that shows how far a run is: redrawn in a terminal; printed now and then in a file or a notebook."""
+"""The progress line of a run: redrawn in a terminal; printed every few seconds in a file or a notebook.
+
+How a terminal is written to is in `terminal`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.training.durable.preemption import asking
+from diffvision.training.durable import asking
 from diffvision.training.terminal import Screen
 
-# What metrics are called on the line, the most important first. Any others come last, under their full names.
+# Names of metrics on the line, the most important first. All others come last, under their full names.
 ALIASES = {
     r"train/loss": "loss",
     r"zero_shot/(?P<dataset>.+)/acc1": "acc1",
@@ -35,20 +38,21 @@ ALIASES = {
     r"val/acc5": "val acc5",
 }
 SHORTEST_BAR, LONGEST_BAR = 5, 40  # columns
-REDRAWN = 0.25  # seconds between two drawings: a metric's value is waited for, on a GPU
-MEMORY = 100  # steps that the mean time of a step looks back on
+REDRAWN = 0.25  # seconds between two drawings, because reading a metric waits for the GPU
+MEMORY = 100  # steps over which the time of a step is averaged
 
 
 class ProgressLine(ProgressBar):
     """Epoch and step, counted from 1, of the whole run; the time left for all of it; and the metrics that fit.
 
     The time left is that of the remaining steps and validations, each as long as the recent ones of this process. In a
-    terminal the line is redrawn in place and what others print appears above it. Elsewhere a line is printed at most
-    every `seconds` on logging steps and in evaluations, and after each validation and epoch.
+    terminal the line is redrawn in place and other output appears above it. Elsewhere a line is printed at most every
+    `seconds` on logging steps and in evaluations, and after each validation and epoch.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
-        """
+        """Set how often a line is printed.
+
         Args:
             seconds: between two lines where the output is no terminal.
         """
@@ -56,19 +60,22 @@ class ProgressLine(ProgressBar):
         self.seconds, self.is_enabled = seconds, True
         self._screen: Screen | None = None
         self._clock = Clock()
-        self._parts: list[str] = []  # metrics as they are shown
-        self._doing, self._within = "", 0.0  # the evaluation at hand, and how much of it is done
-        self._shown, self._step = 0.0, -1  # when, and the step that a validation has already shown
+        self._parts: list[str] = []  # metrics, formatted
+        self._doing, self._within = "", 0.0  # the current evaluation, and how much of it is done
+        self._shown, self._step = 0.0, -1  # the time of the last line, and the step that a validation has shown
 
     def enable(self) -> None:
+        """Show the line."""
         self.is_enabled = True
 
     def disable(self) -> None:
+        """Hide the line, as Lightning does on ranks other than the first."""
         self.is_enabled = False
 
     # --- training ---
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure steps."""
         self._begin()
         self._clock = Clock()
         self._clock.start(trainer.global_step)
@@ -76,6 +83,7 @@ class ProgressLine(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Show the line, if it is time."""
         self._clock.stepped(trainer.global_step)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
         due = self._screen is not None or (every and trainer.global_step % every == 0)
@@ -83,30 +91,37 @@ class ProgressLine(ProgressBar):
             self._show(trainer, metrics=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the line, unless a validation has just shown it."""
         if self._screen is not None or self._step != trainer.global_step:
             self._show(trainer, metrics=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Clear the line."""
         self._end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Clear the line."""
         self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Clear the line."""
         self._end()
 
     # --- evaluations ---
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure the validation."""
         self._begin()
         self._clock.validation_started()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        """Show how much of the validation is done, if it is time."""
         self._evaluating(trainer, batch, batch_idx, dataloader_idx, batches_of(trainer))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the metrics of the validation."""
         self._doing, self._within = "", 0.0
         if not trainer.sanity_checking:
             self._clock.validation_ended()
@@ -115,21 +130,25 @@ class ProgressLine(ProgressBar):
                 self._step = trainer.global_step
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure the test."""
         self._begin()
         self._clock.validation_started()
 
     def on_test_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        """Show how much of the test is done, if it is time."""
         self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_test_batches)
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure the prediction."""
         self._begin()
         self._clock.validation_started()
 
     def on_predict_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        """Show how much of the prediction is done, if it is time."""
         self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_predict_batches)
 
     def _evaluating(
@@ -149,7 +168,8 @@ class ProgressLine(ProgressBar):
         """Note how much of one evaluation is done.
 
         Args:
-            what: is measured; "classes" for the texts that come before the images of a zero-shot evaluation.
+            share: of the evaluation, from 0 to 1.
+            what: is evaluated; "classes" for the texts that come before the images of a zero-shot evaluation.
         """
         doing = self._doing.removesuffix(" classes")
         self._doing, self._within = (f"{doing} classes" if what == "classes" else doing), share
@@ -162,7 +182,7 @@ class ProgressLine(ProgressBar):
         if self.is_enabled and self._screen is None:
             self._screen = Screen.opened()
         if self._screen is None:
-            self._shown = time.monotonic()  # what is short needs no line
+            self._shown = time.monotonic()  # a short evaluation needs no line
 
     def _end(self) -> None:
         if self._screen is not None:
@@ -199,8 +219,10 @@ class ProgressLine(ProgressBar):
 
 
 def followed(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
-    """What an evaluation inside of a run goes through its batches with: a signal is heard between two of them, and
-    the run's line shows how many are done."""
+    """Return the function through which an evaluation in a run passes its batches.
+
+    Between two of them the run acts on signals, and its line shows how many are done.
+    """
     ask, bar = asking(trainer), trainer.progress_bar_callback
 
     def through(batches: Any, description: str) -> Iterator[Any]:
@@ -213,21 +235,21 @@ def followed(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
 
 
 class Clock:
-    """The time that a run still takes, from what its recent steps and its last validation took."""
+    """The time that a run still takes, estimated from its recent steps and its last validation."""
 
     def __init__(self, now: Callable[[], float] = lambda: time.monotonic()) -> None:
         self.now = now
-        self._mean, self._weight = 0.0, 0.0  # seconds a step, exponentially weighted
+        self._mean, self._weight = 0.0, 0.0  # seconds per step, exponentially weighted
         self._validation: float | None = None  # seconds
-        self._began: float | None = None  # the validation at hand
+        self._began: float | None = None  # when the current validation began
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Training begins, or continues, at this step."""
+        """Begin to measure at this step."""
         self._step, self._mark, self._first = step, self.now(), True
 
     def stepped(self, step: int) -> None:
-        """A batch has been trained on; the first step also compiles and fills queues, and is left out."""
+        """Note that a batch was trained on; the first step also compiles and fills queues, and does not count."""
         steps, now = step - self._step, self.now()
         if steps <= 0:
             return
@@ -238,20 +260,23 @@ class Clock:
         self._step, self._mark, self._first = step, now, False
 
     def validation_started(self) -> None:
+        """Note the beginning of a validation."""
         self._began = self.now()
 
     def validation_ended(self) -> None:
+        """Note the end of a validation."""
         assert self._began is not None
         self._validation = self.now() - self._began
         self._began = None
         self._mark += self._validation
 
     def left(self, total: int, validations: float, within: float = 0.0) -> float | None:
-        """Seconds to the last of `total` steps and its validation; None before the second step.
+        """Return the seconds to the last of `total` steps and its validation; None before the second step.
 
         Args:
-            validations: a step.
-            within: share of the validation at hand that is done.
+            total: steps of the run.
+            validations: per step, on average.
+            within: share of the current validation that is done.
         """
         if not self._weight:
             return None
@@ -271,15 +296,15 @@ def line(
     width: int | None = None,
     bar: tuple[str, str] = ("━", "─"),
 ) -> Text:
-    """What is shown, never wider than `width`.
+    """Return the line, never wider than `width`.
 
     Args:
-        head: where the run is.
-        share: of it that is done, if that is known.
-        left: seconds.
-        parts: metrics, the most important first; those that do not fit are left out, whole.
+        head: how far the run is.
+        share: of the run that is done, if it is known.
+        left: seconds that the run still takes.
+        parts: metrics, the most important first; those that do not fit are left out as a whole.
         width: columns; None for all parts and no bar.
-        bar: characters of what is done, and of what is not.
+        bar: characters for the part that is done, and for the rest.
     """
     numbers = ([] if share is None else [f"{math.floor(100 * min(share, 1))}%"]) + (
         [] if left is None else [f"{duration(left)} left"]
@@ -305,16 +330,16 @@ def line(
 
 
 def shown(metrics: Mapping[str, Any]) -> list[str]:
-    """Metrics in short, the most important first: "loss 2.41", "digits acc1 0.953", "812 img/s".
+    """Return metrics in short, the most important first: "loss 2.41", "digits acc1 0.953", "812 img/s".
 
-    A data set's name stands before the alias where metrics of several are there.
+    A data set's name comes before the alias where there are metrics of several.
     """
     named = []
     for order, (key, value) in enumerate(metrics.items()):
         rank, alias, dataset = len(ALIASES) + order, key, None
-        for place, (pattern, short) in enumerate(ALIASES.items()):
+        for position, (pattern, short) in enumerate(ALIASES.items()):
             if match := re.fullmatch(pattern, key):
-                rank, alias, dataset = place, short.format(**match.groupdict()), match.groupdict().get("dataset")
+                rank, alias, dataset = position, short.format(**match.groupdict()), match.groupdict().get("dataset")
         named.append((rank, alias, dataset, number(float(value))))
     several = len({dataset for _, _, dataset, _ in named if dataset}) > 1
     texts = []
@@ -325,7 +350,7 @@ def shown(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three digits of it, or all before the point, in few characters."""
+    """Return a number with three digits, or all before the point, in few characters."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if abs(value) >= 100:
@@ -336,7 +361,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 0:42, 1:02:03 or 2d 03:04."""
+    """Return a duration such as 0:42, 1:02:03 or 2d 03:04."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -346,7 +371,7 @@ def duration(seconds: float) -> str:
 
 
 def position(trainer: pl.Trainer, total: int | None) -> str:
-    """Where a fit is: "epoch 2/6 step 120/786", and without the totals where they are not known."""
+    """Return how far a fit is: "epoch 2/6 step 120/786", without the totals where they are not known."""
     steps = steps_per_epoch(trainer)
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
     if steps and total is not None:
@@ -356,13 +381,13 @@ def position(trainer: pl.Trainer, total: int | None) -> str:
 
 
 def steps_per_epoch(trainer: pl.Trainer) -> int | None:
-    """None where the loader does not know its length."""
+    """Return the optimizer steps of an epoch; None where the loader does not know its length."""
     batches = trainer.num_training_batches
     return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Of the whole run, from its start in whatever process; None where neither its steps nor epochs are limited."""
+    """Return the steps of the whole run, in all its processes; None where neither steps nor epochs are limited."""
     steps = steps_per_epoch(trainer)
     limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
     if steps is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -371,15 +396,15 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def batches_of(trainer: pl.Trainer) -> Sequence[int | float]:
-    """Of the validation at hand, by loader."""
+    """Return the numbers of batches of the current validation, by loader."""
     return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
 
 
 def validations_per_step(trainer: pl.Trainer) -> float:
-    """How many validations there are for each optimizer step, on average."""
+    """Return the number of validations for each optimizer step, on average."""
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if every is None or not math.isfinite(every) or not trainer.enable_validation:
-        return 0.0  # by the clock, or by an epoch's end that nobody knows
+        return 0.0  # by the clock, or at an epoch's end that is not known
     batches = trainer.num_training_batches
     per_batch = 1 / every if epochs is None else batches // every / batches / epochs
     return per_batch * trainer.accumulate_grad_batches

@@ -1,4 +1,7 @@
-"""What a run says of itself: its model in one line at the start; what came of it, and what to do next, at the end."""
+"""What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end.
+
+What is shown in between is in `progress`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,11 @@ from diffvision.training.progress import duration, total_steps
 
 
 class RunSummary(pl.Callback):
-    """Prints the model's name, parameters and device before training, and afterwards the metrics of the last
-    evaluation, where the best and the last checkpoint are, and the command that evaluates the best one."""
+    """Prints the model before training, and afterwards metrics, checkpoints and the command to evaluate the best one.
+
+    Before: name, parameters and device. Afterwards: the metrics of the last evaluation, and the paths of the best and
+    the last checkpoint.
+    """
 
     def __init__(self) -> None:
         self._measured: dict[str, None] = {}  # names of an evaluation's metrics, in order
@@ -32,20 +38,25 @@ class RunSummary(pl.Callback):
         self._start = 0.0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure the time."""
         self._start = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the model."""
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
             print(described(trainer, pl_module) + resumed, flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note which metrics there are before a validation."""
         self._before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note which metrics a validation has added."""
         self._measured |= {name: None for name in trainer.callback_metrics if name not in self._before}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the metrics, the checkpoints and the next command."""
         if not trainer.is_global_zero:
             return
         total = total_steps(trainer)
@@ -59,7 +70,7 @@ class RunSummary(pl.Callback):
 
 
 def described(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """A model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
+    """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
     parameters = [p for p in module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     of_them = "" if trained == count else f", of which {_millions(trained)} are trained"
@@ -78,7 +89,7 @@ def _millions(count: int) -> str:
 
 
 def table(metrics: dict[str, float], title: str) -> Table:
-    """Metrics under their full names, as they can be monitored."""
+    """Return a table of metrics under their full names, as they can be monitored."""
     rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows.add_column("metric", overflow="fold")
     rows.add_column("value", justify="right")
@@ -89,23 +100,24 @@ def table(metrics: dict[str, float], title: str) -> Table:
 
 
 def kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Lines that say where the best and the last checkpoint are, and the command that evaluates the first of them."""
-    callbacks = [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint)]
-    best = [own for own in callbacks if own.monitor and own.best_model_path]
-    last = [own.last_model_path or ("" if own.monitor else own.best_model_path) for own in callbacks]
-    lines, paths = [], [own.best_model_path for own in best]
-    for own in best:
-        lines.append(f"best {own.monitor} {float(own.best_model_score or 0):.4f}: {_near(own.best_model_path)}")
+    """Return lines with the best and the last checkpoint, and the command that evaluates the first of them."""
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    best = [saver for saver in savers if saver.monitor and saver.best_model_path]
+    last = [saver.last_model_path or ("" if saver.monitor else saver.best_model_path) for saver in savers]
+    lines, paths = [], [saver.best_model_path for saver in best]
+    for saver in best:
+        score = float(saver.best_model_score or 0)
+        lines.append(f"best {saver.monitor} {score:.4f}: {_relative(saver.best_model_path)}")
     for path in list(dict.fromkeys(filter(None, last)))[:1]:
-        lines.append(f"last checkpoint: {_near(path)}")
+        lines.append(f"last checkpoint: {_relative(path)}")
         paths.append(path)
     if paths:
-        lines.append(f"evaluate it: {shlex.join(evaluating(trainer, module, _near(paths[0])))}")
+        lines.append(f"evaluate it: {shlex.join(evaluating(trainer, module, _relative(paths[0])))}")
     return lines
 
 
 def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
-    """The command that evaluates a checkpoint of a run on what the run was evaluated on."""
+    """Return the command that evaluates a checkpoint on the data of the run's validation."""
     data: Any = getattr(trainer, "datamodule", None)
     folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
     folders = [folders] if isinstance(folders, str) else list(folders)
@@ -116,21 +128,21 @@ def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str)
         return ["diffvision", "evaluate", *given, "--tasks", "classification"]
     if isinstance(module, LanguageModule) and folders and all(Path(folder).exists() for folder in folders):
         return ["diffvision", "evaluate-language", *given, "--tasks", "perplexity"]
-    config = _near(str(Path(trainer.log_dir or ".", "config.yaml")))
-    packages = {type(own).__module__.partition(".")[0] for own in (module, data) if own is not None}
+    config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
+    packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]
     return ["diffvision", "validate", "--config", config, "--ckpt_path", checkpoint, *allowed]
 
 
 def _is_labelled(path: str) -> bool:
-    """Whether it is an evaluation folder of images with labels."""
+    """Return whether a path is an evaluation folder of images with labels."""
     try:
         return EvaluationFolder(path).task == "zero_shot"
     except ValueError:
         return False
 
 
-def _near(path: str) -> str:
-    """A path below the working directory without that; any other as it is."""
+def _relative(path: str) -> str:
+    """Return a path relative to the working directory, if it is below it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

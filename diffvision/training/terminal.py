@@ -1,4 +1,7 @@
-"""The last line of a terminal, kept in place while others print above it."""
+"""The last line of a terminal, kept in place while other output appears above it.
+
+What the line says is in `progress`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-CLEAR = "\r\x1b[K"  # back to the beginning of the line, and nothing left on it
+CLEAR = "\r\x1b[K"  # back to the beginning of the line, and clear it
 
 
 class Screen:
-    """The last line of a terminal, which stays there while others print: their lines appear above it."""
+    """The last line of a terminal, which stays there while other output appears above it."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -31,28 +34,31 @@ class Screen:
 
     @classmethod
     def opened(cls) -> Screen | None:
-        """None where standard output is no terminal, or one that can not go back to a line's beginning."""
+        """Return a screen, or None where standard output is no terminal or one that cannot redraw a line."""
         console = Console()
         return cls(console) if sys.stdout.isatty() and not console.is_dumb_terminal else None
 
     @property
     def width(self) -> int:
-        """Columns for the line: two are left for a ^C, and the last one, at which some terminals wrap."""
+        """Columns for the line, without two for a ^C and the last one, at which some terminals wrap."""
         return self.console.width - 3
 
     def draw(self, text: Text) -> None:
+        """Replace the line."""
         with self.console.capture() as captured:
             self.console.print(text, end="", soft_wrap=True)
         self._drawn = captured.get()
         self._write(CLEAR + self._drawn)
 
     def above(self, stream: Any, text: str) -> None:
+        """Write other output above the line."""
         self._write(CLEAR)
         stream.write(text)
         stream.flush()
         self._write(self._drawn)
 
     def close(self) -> None:
+        """Clear the line, and restore the streams."""
         self._drawn = ""
         self._write(CLEAR)
         for name, stream in self._streams.items():
@@ -67,22 +73,24 @@ class Screen:
 
 
 class Above:
-    """A stream whose whole lines are written above a screen's last line."""
+    """A stream that writes complete lines above a screen's last line."""
 
     def __init__(self, stream: Any, screen: Screen) -> None:
         self._stream, self._screen, self._rest = stream, screen, ""
 
     def write(self, text: str) -> int:
+        """Write the complete lines, and keep the rest."""
         lines, end, self._rest = (self._rest + text).rpartition("\n")
         if end:
             self._screen.above(self._stream, lines + end)
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
+        """Write several lines."""
         self.write("".join(lines))
 
     def finish(self) -> None:
-        """Write what has no end of line yet."""
+        """Write the rest that has no end of line."""
         self._stream.write(self._rest)
         self._stream.flush()
 
@@ -91,7 +99,7 @@ class Above:
 
 
 def stream_handlers() -> list[Any]:
-    """The handlers of all loggers that write to a stream; they keep the one that was there when they were made."""
+    """Return the handlers of all loggers that write to a stream; each keeps the stream it was made with."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     return [handler for handler in handlers if hasattr(handler, "stream")]

@@ -19,7 +19,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from battery.case import Seen, case, stock
 from battery.small import fit, goes, refused, shards, short
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, clean, newest_valid, record_path
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, clean, newest_valid
+from diffvision.training.durable.records import record_path
 from tiny_runs import plain_checkpoint
 
 KEPT = Path("kept")

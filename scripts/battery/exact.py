@@ -150,10 +150,10 @@ def other_settings() -> str:
     shards()
     goes(*fit(steps=1))
     told = goes(*fit("--resume=auto", "--model.optimizer.lr=0.1", "--model.mixup={mixup_alpha: 0.5}"))
-    line, *_ = [line for line in told.splitlines() if "it goes on with other settings than before: " in line]
+    line, *_ = [line for line in told.splitlines() if "it continues with other settings than before: " in line]
     assert "optimizer.lr 0.1 (was 0.0005)" in line
     assert "mixup" in line
-    return short(line.partition("it goes on")[2])
+    return short(line.partition("it continues")[2])
 
 
 @case("B6 two processes", "bit-equal, with the generators of each")

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from battery.case import Seen, case, stock
 from battery.small import raised
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid, not_finite
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.durable.content import not_finite
 from diffvision.training.durable.finite import FILE, StepGuard
 from diffvision.training.durable.resume import compare
 from diffvision.training.optim import OptimizerSettings

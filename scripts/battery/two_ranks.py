@@ -19,7 +19,7 @@ from battery.small import short
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks
 from diffvision.training.durable.preemption import Preemption
-from diffvision.training.durable.rank_monitor import FailureNews, Peers, looked_after
+from diffvision.training.durable.rank_monitor import FailureNews, Peers, watched_launcher
 
 TIMEOUT = 10  # seconds that the process group of a stock run waits, where it would be half an hour
 KEPT = Path("kept")
@@ -66,7 +66,7 @@ def plain_fit(module: Line, data: DataLoader | None = None, *, ours: bool, devic
     if not ours:
         trainer.fit(module, data)
     else:
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             trainer.fit(module, data)
     print(f"made {trainer.global_step} steps")
 

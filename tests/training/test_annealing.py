@@ -43,7 +43,7 @@ def test_lambda_follows_its_schedule_and_what_is_new_learns(schedule, tmp_path):
     trainer.fit(module, DataLoader(torch.randn(1, 3, 32, 32).expand(8, -1, -1, -1)))
     init, done = depth_lambda_init(1), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
     fixed = [part * (1 - part) if schedule is LambdaAnnealing else part for part in done]
-    expected = [f * init + part * own for f, part, own in zip(fixed, done, module.learned, strict=True)]
+    expected = [f * init + part * learned for f, part, learned in zip(fixed, done, module.learned, strict=True)]
     assert module.lambdas == pytest.approx(expected, abs=1e-6)
     assert module.lambdas[0] > 0
     assert module.learned[-1] != 0

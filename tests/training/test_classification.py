@@ -16,7 +16,7 @@ SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
 
 
 class Images(pl.LightningDataModule):
-    """Random images and labels; a rank validates its own part, and the parts are unequal."""
+    """Random images and labels; a rank validates its part, and the parts are unequal."""
 
     def __init__(self, batch_size: int = 8, samples: int = 21):
         super().__init__()
@@ -31,8 +31,8 @@ class Images(pl.LightningDataModule):
 
     def val_dataloader(self):
         cuts = [0, 17, len(self.rows)] if self.trainer.world_size == 2 else [0, len(self.rows)]
-        own = self.rows[cuts[self.trainer.global_rank] : cuts[self.trainer.global_rank + 1]]
-        return DataLoader(own, batch_size=self.batch_size)
+        rows = self.rows[cuts[self.trainer.global_rank] : cuts[self.trainer.global_rank + 1]]
+        return DataLoader(rows, batch_size=self.batch_size)
 
 
 def make(**settings):

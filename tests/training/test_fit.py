@@ -95,7 +95,7 @@ def test_files_of_the_logger_that_are_links_are_refused(shards, tmp_path, name):
     assert other.read_text() == "years of work"
 
 
-def test_a_run_goes_on_by_itself_from_the_newest_that_is_whole(shards, whole, tmp_path):
+def test_a_run_resumes_by_itself_from_the_newest_that_is_whole(shards, whole, tmp_path):
     """The same command again, its newest checkpoint cut: bit by bit the weights of the run never stopped."""
     version = tmp_path / "fit" / "version_0"
     shutil.copytree(whole.trainer.log_dir, version)
@@ -107,7 +107,7 @@ def test_a_run_goes_on_by_itself_from_the_newest_that_is_whole(shards, whole, tm
     assert all(torch.equal(v, weights(resumed)[k]) for k, v in weights(whole).items())
 
 
-def test_a_run_that_must_go_on_ends_in_one_line(shards, tmp_path, capsys):
+def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):
     data = ["--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=16"]
     model = ["--model=ContrastiveModule", "--model.model=CLIP-debug", f"--trainer.logger.save_dir={tmp_path}"]
     assert main(["fit", *model, *data, "--resume=must"]) == 1

@@ -108,8 +108,8 @@ def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss):
     torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
     torch.testing.assert_close(plain, nll, rtol=1e-12, atol=0)
     assert not plain.requires_grad
-    for found, wanted in zip(torch.autograd.grad(3 * loss, [hidden, weight]), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for actual, wanted in zip(torch.autograd.grad(3 * loss, [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
@@ -122,9 +122,9 @@ def test_losses_and_gradients_in_narrower_dtypes(dtype, rtol):
     whole = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
     torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
     ours, theirs = (torch.autograd.grad(x / 200, [hidden, weight]) for x in (loss, whole))
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert found.dtype == dtype
-        assert (found - wanted).norm() <= rtol * wanted.norm()
+    for actual, wanted in zip(ours, theirs, strict=True):
+        assert actual.dtype == dtype
+        assert (actual - wanted).norm() <= rtol * wanted.norm()
 
 
 def test_autocast_takes_products_in_its_dtype_and_gives_float32_gradients():
@@ -135,11 +135,11 @@ def test_autocast_takes_products_in_its_dtype_and_gives_float32_gradients():
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = linear_cross_entropy(hidden, weight, targets)
     assert loss.item() != exact.item()
-    for found, wanted in zip(
+    for actual, wanted in zip(
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(exact, [hidden, weight]), strict=True
     ):
-        assert found.dtype == torch.float32
-        assert (found - wanted).norm() <= 0.02 * wanted.norm()
+        assert actual.dtype == torch.float32
+        assert (actual - wanted).norm() <= 0.02 * wanted.norm()
 
 
 def test_a_second_backward_pass_is_refused_and_none_costs_no_gradients():
@@ -160,7 +160,7 @@ def test_a_second_backward_pass_is_refused_and_none_costs_no_gradients():
 def test_a_steps_gradients_are_autograds(name, documents):
     args = {"num_heads": 2, "tied": not documents}
     data = Tokens(documents=documents)
-    found = gradients(name=name, model_args=args, data=data, loss_chunk=5)
+    actual = gradients(name=name, model_args=args, data=data, loss_chunk=5)
     model = make(name, args).model.double()
     batch = next(iter(DataLoader(data.rows, batch_size=4)))
     tokens, numbers = batch["tokens"], batch.get("documents")
@@ -170,7 +170,7 @@ def test_a_steps_gradients_are_autograds(name, documents):
         kept = numbers[:, 1:] == numbers[:, :-1]
         logits, targets = logits[kept], targets[kept]
     F.cross_entropy(logits.reshape(-1, SMALL["vocab_size"]), targets.reshape(-1)).backward()
-    same({n: p.grad for n, p in model.named_parameters()}, found)
+    same({n: p.grad for n, p in model.named_parameters()}, actual)
 
 
 def test_checkpointing_and_compiling_change_nothing(monkeypatch):
@@ -243,8 +243,8 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert stored["hyper_parameters"]["config"] == asdict(module.model.config)
     built = architecture(module.model)
-    told = {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json", "architecture": built}
-    assert stored["diffvision"] == told
+    expected = {"model": "diff-debug", "tokenizer": "somewhere/tokenizer.json", "architecture": built}
+    assert stored["diffvision"] == expected
     assert set(stored["state_dict"]) == {f"model.{k}" for k in module.model.state_dict()}
     loaded = language.load(tmp_path / "x.ckpt")
     assert loaded.config == module.model.config
@@ -259,11 +259,11 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     ):
         make(model_args={"mlp_dim": 64}).on_load_checkpoint(stored)
     module.on_load_checkpoint(stored)
-    with pytest.raises(ValueError, match="the checkpoint is none of our language training: give a checkpoint of Lang"):
+    with pytest.raises(ValueError, match="the checkpoint is no checkpoint of our language training: give one of Lang"):
         module.on_load_checkpoint({"state_dict": {}})
 
 
-def test_a_checkpoint_of_another_variant_is_told_with_what_to_set(tmp_path):
+def test_a_checkpoint_of_another_variant_is_named_with_what_to_set(tmp_path):
     language.save(language.create("diff-1m"), tmp_path / "v1")
     with pytest.raises(
         ValueError, match=r"v1 is of another model than 'transformer-1m', with .*--model.model=diff-1m$"
@@ -293,7 +293,7 @@ def test_bad_settings_are_named():
         train(make(), data=Tokens(length=65))
 
 
-def test_vocab_size_is_told_to_the_data():
+def test_the_data_checks_vocab_size():
     assert make().vocab_size == 50
 
 
@@ -308,8 +308,8 @@ class Saved(pl.Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == 0:
-            found = {n: p.grad for n, p in pl_module.model.named_parameters()}
-            whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
+            actual = {n: p.grad for n, p in pl_module.model.named_parameters()}
+            whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in actual.items()}
             torch.save(whole, self.directory / f"{trainer.global_rank}.pt")
 
 

@@ -81,7 +81,7 @@ def test_a_run_from_its_first_line_to_the_command_it_ends_with(
     arguments = [*arguments, evaluation.format(data / "noise")]
     cli = run(data, Path("runs"), *arguments, monitor=monitor)
     out, err = capfd.readouterr()
-    assert not err, "nothing of other libraries"
+    assert not err, "output of other libraries"
     lines = [text.rstrip() for text in out.splitlines()]
     name = arguments[1].partition("=")[2]
     assert re.fullmatch(rf"{name}: [\d.]+ [kM] parameters, on cpu in 32-true", lines[0])

@@ -1,1 +1,55 @@
-"""What keeps a run alive and exact: checkpoints, resuming, signals, failed ranks, steps that are not finite."""
+"""What keeps a run alive and exact: checkpoints, resuming, signals, failed ranks, steps that are not finite.
+
+    with durable.protect(trainer, module, resume="auto") as checkpoint:
+        trainer.fit(module, data, ckpt_path=checkpoint)
+
+Other packages import from here, and nothing from the modules inside but `lightning_internals`. Names are imported when
+they are first used, because most of them need Lightning.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffvision.training.durable.files import refuse_link
+    from diffvision.training.durable.finite import StepGuard, gathered, spread
+    from diffvision.training.durable.preemption import Preempted, asking
+    from diffvision.training.durable.protection import protect
+    from diffvision.training.durable.rank_monitor import LostRank
+    from diffvision.training.durable.records import record_path
+    from diffvision.training.durable.resume import Ranks, Resume
+
+_MODULES = {
+    "LostRank": "rank_monitor",
+    "Preempted": "preemption",
+    "Ranks": "resume",
+    "Resume": "resume",
+    "StepGuard": "finite",
+    "asking": "preemption",
+    "gathered": "finite",
+    "protect": "protection",
+    "record_path": "records",
+    "refuse_link": "files",
+    "spread": "finite",
+}
+__all__ = [
+    "LostRank",
+    "Preempted",
+    "Ranks",
+    "Resume",
+    "StepGuard",
+    "asking",
+    "gathered",
+    "protect",
+    "record_path",
+    "refuse_link",
+    "spread",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,7 @@
-"""As many steps on every rank: a rank with a batch more than the others would wait for them for ever."""
+"""As many steps on every rank, because a rank with more batches than the others would wait for them for ever.
+
+How ranks exchange numbers is in `rank_monitor`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ LAST, NONE = 1, 2  # of a rank's batches in an epoch: this one is the last; ther
 
 
 class EvenRanks(pl.Callback):
-    """Sees before the first step that all ranks read the same shards, and ends each epoch where the first rank has no
-    batch left.
+    """Checks before the first step that all ranks read the same shards, and ends epochs on all ranks together.
 
-    A loader that says how long it is costs nothing; of one that does not, the ranks ask each other at each batch.
+    An epoch ends where the first rank has no batch left. Where loaders know their length that costs no messages; where
+    one does not, the ranks ask each other at each batch.
 
     Args:
         peers: the run's ranks.
@@ -26,26 +29,32 @@ class EvenRanks(pl.Callback):
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self._asks = False  # whether batches are counted as they come
-        self._trained = 0  # of this epoch
-        self._told = False
+        self._asks = False  # whether ranks ask each other at each batch
+        self._trained = 0  # batches of this epoch
+        self._warned = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Connect the ranks before a fit."""
         if stage == "fit":
             self.peers.join(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raises ValueError where ranks read different shards, or one has no batch."""
+        """Compare the ranks' shards and numbers of batches.
+
+        Raises:
+            ValueError: ranks read different shards, or one has no batch.
+        """
         if self.peers.world > 1:
             same_shards(self.peers.gathered(shards_of(trainer)))
-            self._even(trainer)
+            self._shorten(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count batches, and compare their numbers again where Lightning reloads the loaders."""
         self._trained = 0
         if self.peers.world > 1 and trainer.current_epoch and vars(trainer)["reload_dataloaders_every_n_epochs"]:
-            self._even(trainer)
+            self._shorten(trainer)
 
-    def _even(self, trainer: pl.Trainer) -> None:
+    def _shorten(self, trainer: pl.Trainer) -> None:
         lengths = self.peers.gathered(trainer.num_training_batches)
         self._asks = math.inf in lengths
         if min(lengths) == max(lengths):
@@ -54,22 +63,23 @@ class EvenRanks(pl.Callback):
             empty = [rank for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{named(empty)} no batch and the others up to {max(lengths)}: {REMEDY}")
         trainer.fit_loop.max_batches = min(lengths)
-        if trainer.val_check_batch not in (None, math.inf):  # which Lightning has computed from each rank's own length
+        if trainer.val_check_batch not in (None, math.inf):  # Lightning has computed it from each rank's own length
             trainer.val_check_batch = self.peers.least(int(trainer.val_check_batch))
         if not self._asks:
             left = ", ".join(f"rank {r} {n - min(lengths)} of {n}" for r, n in enumerate(lengths) if n > min(lengths))
             rank_zero_warn(f"ranks have different numbers of batches; each epoch leaves out: {left}. {REMEDY}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Mark this batch as the epoch's last where any rank has no other."""
         self._trained += 1
         if not self._asks:
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        states = self._told_of(LAST if progress.is_last_batch else 0)
+        states = self._exchange(LAST if progress.is_last_batch else 0)
         if any(states) and not progress.is_last_batch:
             progress.is_last_batch = True  # so that this step and what follows it are as on the others
-        if any(states) and not all(states) and not self._told:
-            self._told = True
+        if any(states) and not all(states) and not self._warned:
+            self._warned = True
             last = [rank for rank, state in enumerate(states) if state]
             rank_zero_warn(
                 f"{named(last)} no batch left after {self._trained} in an epoch and others have: what they have left "
@@ -77,11 +87,12 @@ class EvenRanks(pl.Callback):
             )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Answer the others where this rank had no batch in the epoch."""
         if self._asks and self._trained == 0:
-            self._told_of(NONE)
+            self._exchange(NONE)
 
-    def _told_of(self, state: int) -> list[int]:
-        """What each rank says of its batches. Raises ValueError where some have none at all."""
+    def _exchange(self, state: int) -> list[int]:
+        """Return every rank's state of its batches; raise ValueError where some ranks have none at all."""
         states = self.peers.most([state if rank == self.peers.rank else 0 for rank in range(self.peers.world)])
         empty = [rank for rank, state in enumerate(states) if state == NONE]
         if empty and len(empty) < len(states):
@@ -90,7 +101,7 @@ class EvenRanks(pl.Callback):
 
 
 def shards_of(trainer: pl.Trainer) -> tuple[str, str] | None:
-    """What tells a loader's shards from others, and that in words for a reader; None where it reads none."""
+    """Return what identifies a loader's shards, and a description of them; None for a loader without shards."""
     shards = getattr(trainer.train_dataloader, "shards", None)
     fingerprint, content = getattr(shards, "fingerprint", None), getattr(shards, "content", None)
     if shards is None or fingerprint is None or content is None:
@@ -99,18 +110,18 @@ def shards_of(trainer: pl.Trainer) -> tuple[str, str] | None:
 
 
 def same_shards(seen: list[tuple[str, str] | None]) -> None:
-    """ValueError where ranks see other shards."""
+    """Raise ValueError where ranks see different shards."""
     if len(set(seen)) == 1:
         return
     groups: dict[Any, list[int]] = {}
-    for rank, own in enumerate(seen):
-        groups.setdefault(own, []).append(rank)
-    told = "; ".join(f"{named(ranks)} {own[1] if own else 'none'}" for own, ranks in groups.items())
-    raise ValueError(f"ranks see different shards: {told}. Put the same files where every rank looks")
+    for rank, shards in enumerate(seen):
+        groups.setdefault(shards, []).append(rank)
+    listed = "; ".join(f"{named(ranks)} {shards[1] if shards else 'none'}" for shards, ranks in groups.items())
+    raise ValueError(f"ranks see different shards: {listed}. Put the same files where every rank looks")
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks as the subject of a sentence."""
+    """Return ranks as the subject of a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

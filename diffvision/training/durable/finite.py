@@ -1,4 +1,7 @@
-"""No step is made on a loss or gradient that is not finite: it is skipped and told; after some the run stops."""
+"""No step is made on a loss or gradient that is not finite: it is skipped and reported; after some the run stops.
+
+What becomes of checkpoints meanwhile is in `rotation`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, descriptor
+from diffvision.training.durable.checkpoints import DurableCheckpointIO
+from diffvision.training.durable.files import descriptor
 from diffvision.training.durable.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
@@ -27,39 +31,43 @@ class StepGuard(pl.Callback):
 
     All ranks decide alike without a message between them: the gradients are those after the strategy's reduction, into
     which a rank whose loss is not finite has put NaN. A skipped step changes no weight, moment or running statistic.
-    The trainer's step and the schedule go on; a line in `skipped_steps.jsonl` beside the logs tells of it, and
+    The trainer's step and the schedule advance; a line in `skipped_steps.jsonl` next to the logs reports it, and
     `train/skipped_steps` counts. Only the first process writes.
 
-    A gradient scaler (16-mixed) skips overflows by itself, as it looks for its scale: they count only where a loss
+    A gradient scaler (16-mixed) skips overflows by itself while it searches its scale: they count only where a loss
     was not finite, or the scale has fallen below 1.
 
     Attributes:
-        skipped: steps of this run, also before it was resumed.
-        in_a_row: of them, those since the last step that was made.
+        skipped: steps that were skipped in this run, also before it was resumed.
+        in_a_row: steps that were skipped since the last step that was made.
         of_module: whether a TrainingModule made it, for one fit.
     """
 
     of_module = False
 
     def __init__(self, clip_norm: float | None = None, max_skipped: int = 10) -> None:
-        """
+        """Set the limits.
+
         Args:
-            clip_norm: the gradient's norm is clipped to this; None leaves it.
+            clip_norm: the gradient's norm is clipped to this; None: no clipping.
             max_skipped: so many steps in a row are skipped, the next one stops the run; 0 stops at the first.
         """
         self.clip_norm, self.max_skipped = clip_norm, max_skipped
         self.skipped = self.in_a_row = 0
-        self._losses: list[Tensor] = []  # of the step at hand: one a backward pass
+        self._losses: list[Tensor] = []  # of the current step: one for each backward pass
         self._batches: list[int] = []
         self._batch: Any = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the counts of skipped steps."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the counts of skipped steps."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Connect the writer of checkpoints, which keeps replaced ones while steps are skipped."""
         self._statistics = Statistics(pl_module)
         self._rotation = Rotation(skipping=self.in_a_row > 0)
         if isinstance(writer := trainer.strategy.checkpoint_io, DurableCheckpointIO):
@@ -68,20 +76,27 @@ class StepGuard(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Note the batch, to report it if its step is skipped."""
         self._batches.append(batch_idx)
         self._batch = batch
 
     def on_train_batch_end(self, *args: Any) -> None:
+        """Forget the batch."""
         self._batch = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Note the loss, and let one that is not finite spread to all ranks."""
         self._losses.append(loss.detach())
         spread(loss)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Raises FloatingPointError, on all ranks, where more than `max_skipped` steps in a row are not finite."""
+        """Clip the gradient, or skip the step.
+
+        Raises:
+            FloatingPointError: on all ranks, where more than `max_skipped` steps in a row are not finite.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = gradient_norm(parameters)
         if torch.isfinite(norm):
@@ -99,60 +114,62 @@ class StepGuard(pl.Callback):
 
     def _skip(self, trainer: pl.Trainer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        blame = max(gathered(trainer, own := self._blame()))
+        blame = max(gathered(trainer, own_blame := self._blame()))
         if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
             return
         for parameter in parameters:
-            parameter.grad = None  # the optimizer leaves alone what has no gradient: no decay, no moments
-        told = [told for told in gathered(trainer, self._told(trainer) if own == blame else None) if told]
+            parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
+        description = self._describe(trainer) if own_blame == blame else None
+        blamed = [rank for rank in gathered(trainer, description) if rank]
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         self._rotation.step_skipped()
         step = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batches": self._batches}
-        file = _write(trainer, {**step, "norm": str(norm.item()), "in_a_row": self.in_a_row, "ranks": told})
+        file = _append(trainer, {**step, "norm": str(norm.item()), "in_a_row": self.in_a_row, "ranks": blamed})
         where = f"step {trainer.global_step} (batch {self._batches[-1]} of epoch {trainer.current_epoch})"
-        which = ", ".join(f"{rank['loss']} on rank {rank['rank']}" for rank in told)
+        which = ", ".join(f"{rank['loss']} on rank {rank['rank']}" for rank in blamed)
         what = f"the gradient's norm is {norm.item()} at {where}, the loss {which}"
         if self.in_a_row > self.max_skipped:
             raise FloatingPointError(
                 f"{what}: steps {trainer.global_step + 1 - self.in_a_row} to {trainer.global_step} were not finite, "
                 f"and no more than {self.max_skipped} in a row are skipped (optimizer.max_skipped). None of them "
-                f"changed the weights; {file} tells their batches: {REMEDIES}{self._kept()}"
+                f"changed the weights; {file} lists their batches: {REMEDIES}{self._kept()}"
             )
-        rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} tells its samples")
+        rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} lists its samples")
 
     def _kept(self) -> str:
-        """Which checkpoints a run can be resumed from, where newer ones would have taken their place."""
+        """Name the checkpoints to resume from that newer ones would have replaced."""
         kept = ", ".join(str(path) for path in self._rotation.kept)
         return f". Kept from before these steps: {kept}" if kept else ""
 
     def _blame(self) -> int:
-        """How much points to this rank: 2 its batch is not finite, 1 its loss, 0 nothing."""
+        """Return how much points to this rank: 2 its batch is not finite, 1 its loss is not, 0 neither."""
         if self._bad_rows():
             return 2
         return int(not all(torch.isfinite(loss).all() for loss in self._losses))
 
     def _bad_rows(self) -> list[int]:
-        """Samples of the last batch that hold NaN or infinity."""
+        """Return the samples of the last batch that hold NaN or infinity."""
         values = self._batch.values() if isinstance(self._batch, dict) else ()
         floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
         return sorted({row for v in floats for row in (~v.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()})
 
-    def _told(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """This rank's loss and, of a loader that knows them, the samples: those that are not finite, or all."""
+    def _describe(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return this rank's loss and, if the loader knows them, the samples that are not finite, or all of them."""
         bad = [loss for loss in self._losses if not torch.isfinite(loss).all()]
-        told: dict[str, Any] = {"rank": trainer.global_rank, "loss": str(bad[0].item()) if bad else "finite"}
+        description: dict[str, Any] = {"rank": trainer.global_rank, "loss": str(bad[0].item()) if bad else "finite"}
         names = getattr(trainer.train_dataloader, "names", None)
         if names is not None:
             if rows := self._bad_rows():
                 last = names(trainer.current_epoch, self._batches[-1])
-                told["samples"] = [last[row] for row in rows]
+                description["samples"] = [last[row] for row in rows]
             else:
-                told["samples"] = [name for batch in self._batches for name in names(trainer.current_epoch, batch)]
-        return told
+                samples = [name for batch in self._batches for name in names(trainer.current_epoch, batch)]
+                description["samples"] = samples
+        return description
 
 
 class Statistics:
-    """Batch norms' running statistics as of the last good step: a forward pass has spoilt them before anyone knows."""
+    """Batch norms' running statistics as of the last good step: a forward pass spoils them before anyone knows."""
 
     def __init__(self, module: nn.Module) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
@@ -160,39 +177,44 @@ class Statistics:
         self.kept = [buffer.clone() for buffer in self.live]
 
     def keep(self) -> None:
+        """Keep the current statistics."""
         for kept, live in zip(self.kept, self.live, strict=True):
             kept.copy_(live)
 
     def restore(self) -> None:
+        """Restore the statistics that were kept last."""
         for kept, live in zip(self.kept, self.live, strict=True):
             live.copy_(kept)
 
 
 def spread(loss: Tensor) -> None:
-    """Have a loss that is not finite spoil all of its gradients, which may be finite themselves: their reduction then
-    tells every rank of it. A finite one's are multiplied by one, which changes no bit; nothing waits for a GPU."""
+    """Let a loss that is not finite spoil all of its gradients, so that their reduction shows it to every rank.
+
+    These gradients may be finite themselves. Those of a finite loss are multiplied by one, which changes no bit. The
+    GPU is not waited for.
+    """
     if loss.requires_grad:
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
         loss.register_hook(lambda gradient: gradient * factor)
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of all gradients together, over all shards of those that are sharded."""
+    """Return the norm of all gradients together, over all shards of those that are sharded."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds its part of the norm
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
-def gathered(trainer: pl.Trainer, own: Any) -> list[Any]:
-    """What each rank says, by rank."""
-    said = [own] * trainer.world_size
+def gathered(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return each rank's value, by rank."""
+    values = [value] * trainer.world_size
     if trainer.world_size > 1:
-        torch.distributed.all_gather_object(said, own)
-    return said
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
-def _write(trainer: pl.Trainer, record: dict[str, Any]) -> str:
-    """Append a line to the file, and say which it is; a file that cannot be written is no reason to stop."""
-    directory = trainer.log_dir or trainer.default_root_dir  # asked of all ranks: the first one tells the others
+def _append(trainer: pl.Trainer, record: dict[str, Any]) -> str:
+    """Append a line to the file of skipped steps and return its path; warn where it cannot be written."""
+    directory = trainer.log_dir or trainer.default_root_dir  # a collective: the first rank broadcasts it
     file = Path(directory, FILE)
     if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it unannounced
         return str(file)

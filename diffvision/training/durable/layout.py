@@ -1,4 +1,7 @@
-"""What a checkpoint holds, as types and values, and where one differs from it."""
+"""The layout of a checkpoint's content, as types and values, and the comparison of content with it.
+
+Reading files and checking their numbers is in `content`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and the checkpoint's own keys do not tell
+RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and Lightning's keys leave out
 COUNT = range(1 << 62)
-# Layouts, which `misfit` reads: a type; a range of whole numbers; a pattern of a str; a tuple of the known values; a
+# Layouts that `misfit` reads: a type; a range of whole numbers; a pattern of a str; a tuple of the known values; a
 # list of one kind of item; a dict with these keys, or, where its key is str, with any names and one kind of value.
+# The names are in files that were written by earlier versions: never rename them.
 LIGHTNING = {  # what Lightning reads of every checkpoint
     "pytorch-lightning_version": re.compile(r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+\w+)?"),
     "epoch": COUNT,
@@ -23,8 +27,8 @@ LIGHTNING = {  # what Lightning reads of every checkpoint
     "optimizer_states": [{"state": dict, "param_groups": [dict]}],
     "lr_schedulers": [dict],
 }
-OPTIONAL = ("current_model_state", "hyper_parameters", "diffvision")  # dicts, where they are there
-RUN = {  # what we read under RUN_KEY, where it is there
+OPTIONAL = ("current_model_state", "hyper_parameters", "diffvision")  # dicts, if present
+RUN = {  # what is read under RUN_KEY, if present
     "world_size": COUNT[1:],
     "optimizers": [str],
     "schedulers": [str],
@@ -50,14 +54,14 @@ KINDS = {range: int, re.Pattern: str, tuple: str}
 
 
 def misfit(value: Any, layout: Any, name: str = "its content") -> str:
-    """Where a value differs from a layout such as LIGHTNING, in words; empty where it does not."""
+    """Say where a value differs from a layout such as LIGHTNING; return "" where it does not."""
     kind: Any = layout if isinstance(layout, type | UnionType) else KINDS.get(type(layout), type(layout))
     if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (get_args(kind) or (kind,))):
         return f"{name} is of type {type(value).__name__}, not {getattr(kind, '__name__', kind)}"
     if (isinstance(layout, range | tuple) and value not in layout) or (
         isinstance(layout, re.Pattern) and not layout.fullmatch(value)
     ):
-        return f"{name} is {str(value)[:40]!r}, which it never is"
+        return f"{name} is {str(value)[:40]!r}, which no checkpoint has"
     parts: Iterator[tuple[str, Any, Any]] = iter(())
     if isinstance(layout, list):
         parts = ((f"an item of {name}", item, layout[0]) for item in value)
@@ -69,4 +73,4 @@ def misfit(value: Any, layout: Any, name: str = "its content") -> str:
         if missing := [key for key in layout if key not in value]:
             return f"{name} has no {missing[0]}"
         parts = ((f"{key} in {name}", value[key], layout[key]) for key in layout)
-    return next(filter(None, (misfit(item, expected, where) for where, item, expected in parts)), "")
+    return next(filter(None, (misfit(item, expected, part) for part, item, expected in parts)), "")

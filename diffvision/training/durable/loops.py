@@ -1,9 +1,9 @@
-"""Where in Lightning's loops a checkpoint was taken, and how they go on from there.
+"""Where in Lightning's loops a checkpoint was taken, and how the loops continue from there.
 
 Lightning 2.6 takes a checkpoint of a step's end for one of what comes after it too: the validation that was due then,
 and the end of an epoch with its hooks, are skipped by the run that is resumed; and a run by max_steps, resumed from an
-epoch's end, ends that epoch twice. So the loops' counters are put to where the callbacks were, before they are loaded
-(`settle`), and what was still to be done is done (`go_on`).
+epoch's end, ends that epoch twice. So the loops' counters are set to where the callbacks were, before they are loaded
+(`settle`), and what was left to do is done (`resume`). Lightning's private names are in `lightning_internals`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.evaluation_loop import RestartStage
+
+from diffvision.training.durable import lightning_internals
 
 INSIDE, ACCUMULATING = "in the middle of a batch", "between the batches of one optimizer step"
-VALIDATED = "epoch_loop.val_loop.batch_progress"  # of a fit's loops, the batches that were validated
-Place = Literal["step", "validation", "validated", "epoch"]
+VALIDATED = "epoch_loop.val_loop.batch_progress"  # key in the state of a fit's loops: the batches that were validated
+Moment = Literal["step", "validation", "validated", "epoch"]  # values in checkpoints: never rename them
 
 
 def unfinished(trainer: pl.Trainer) -> str:
-    """Why a checkpoint of this moment could not be resumed exactly, in words; empty where it can be.
+    """Say why a checkpoint of this moment could not be resumed exactly; return "" where it can be.
 
     The gradients of a step that is not yet made are in no checkpoint, and its samples count as consumed.
     """
-    loop = trainer.fit_loop.epoch_loop
-    batch: Any = loop.batch_progress.current
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if batch.ready != batch.processed:
         return INSIDE
-    return ACCUMULATING if batch.ready and loop._should_accumulate() else ""
+    return ACCUMULATING if batch.ready and lightning_internals.is_accumulating(trainer) else ""
 
 
-def place(trainer: pl.Trainer, *, validating: bool) -> Place:
-    """Between which hooks a fit is: after a step, in its validation, after that, or at an epoch's end.
+def moment(trainer: pl.Trainer, *, validating: bool) -> Moment:
+    """Return between which hooks a fit is: after a step, in its validation, after that, or at an epoch's end.
 
-    Of a validation that has not ended all is done again.
+    A validation that has not ended is repeated as a whole.
 
     Args:
         validating: between on_validation_start and on_validation_end.
@@ -51,8 +51,8 @@ def place(trainer: pl.Trainer, *, validating: bool) -> Place:
     return "validation" if validating else "validated"
 
 
-def settle(loops: dict[str, Any], at: Place) -> None:
-    """Have the state of a fit's loops, from a checkpoint, say that the hook which saved it has been left."""
+def settle(loops: dict[str, Any], at: Moment) -> None:
+    """Change the state of a fit's loops, from a checkpoint, so that the hook which saved it counts as completed."""
     progress = loops["epoch_progress"] if at == "epoch" else loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts["completed"] = counts["processed"]
@@ -60,7 +60,7 @@ def settle(loops: dict[str, Any], at: Place) -> None:
 
 @contextmanager
 def one_more(trainer: pl.Trainer) -> Iterator[None]:
-    """Let a run that is at its end begin once more: what follows the last step may still be to be done."""
+    """Let a run that is at its end begin once more, because what follows the last step may be left to do."""
     fit = trainer.fit_loop
     limits = fit.max_epochs, fit.epoch_loop.max_steps
     fit.max_epochs = limits[0] + 1 if isinstance(limits[0], int) and limits[0] > 0 else limits[0]
@@ -71,36 +71,33 @@ def one_more(trainer: pl.Trainer) -> Iterator[None]:
         fit.max_epochs, fit.epoch_loop.max_steps = limits
 
 
-def at_last_step(trainer: pl.Trainer) -> bool:
+def is_at_last_step(trainer: pl.Trainer) -> bool:
+    """Return whether all steps of a run by max_steps are made."""
     return 0 < trainer.max_steps <= trainer.global_step
 
 
-def go_on(trainer: pl.Trainer, at: Place) -> None:
-    """Have the loops do what was still to be done at a checkpoint; to be called in on_train_start.
+def resume(trainer: pl.Trainer, at: Moment) -> None:
+    """Let the loops do what was left to do at a checkpoint; called in on_train_start.
 
-    First the checkpoint callbacks that had not had their turn yet when another saved have it now.
+    First come the checkpoint callbacks that were still to be called when another one saved.
     """
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    validation, fetcher = loop.val_loop, fit._data_fetcher
-    assert fetcher is not None
     if at == "epoch":
-        loop._restarting = False  # the next epoch is none that was begun
+        lightning_internals.begin_epoch(trainer)
         return
     if at == "step":
-        _callbacks_have_their_turn(trainer)
-    if loop._is_training_done:
-        fetcher.done = True  # no batch is left of this epoch, or of the run: what comes is its end
-    if at in ("step", "validation") and loop._should_check_val_fx(fetcher):
-        validation._restarting, validation._restart_stage = False, RestartStage.RESTARTED_MID_EVALUATION
-        return
-    if at == "step":
-        loop._batches_that_stepped += 1  # as the end of the step would have
+        _call_checkpoint_callbacks(trainer)
+    if lightning_internals.is_training_done(trainer):
+        lightning_internals.end_epoch(trainer)
+    if at in ("step", "validation") and lightning_internals.is_validation_due(trainer):
+        lightning_internals.restart_validation(trainer)
+    elif at == "step":
+        lightning_internals.count_step(trainer)
 
 
-def _callbacks_have_their_turn(trainer: pl.Trainer) -> None:
+def _call_checkpoint_callbacks(trainer: pl.Trainer) -> None:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (progress.total, progress.current):
-        counts.completed -= 1  # as it is in that hook
+        counts.completed -= 1  # the value in that hook
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, progress.current.ready - 1)

@@ -1,7 +1,7 @@
-"""Signals: every rank agrees at the next step, one checkpoint is written, and the run ends or goes on.
+"""Signals: every rank agrees at the next step, one checkpoint is written, and the run ends or continues.
 
-Lightning's own handlers work inside of the signal (a broadcast, a save) and so hang where one rank alone has it; these
-only note it down. What is agreed is acted upon between two batches of training or of an evaluation.
+Lightning's handlers work inside the signal (a broadcast, a save), and hang where only one rank receives it; these only
+note it. The ranks act between two batches of training or of an evaluation. Workers of a rank are in `workers`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
+from diffvision.training.durable import lightning_internals
 from diffvision.training.durable.rank_monitor import Peers
 from diffvision.training.durable.workers import shielded
 
 SAVED = "preempted.ckpt"
-SAVE = signal.SIGUSR2  # and go on
-AGAIN = b"Ctrl-C: saving after this step and ending; once more ends at once\n"
+SAVE = signal.SIGUSR2  # the run continues
+AGAIN = b"Ctrl-C: saving after this step and ending; a second one ends at once\n"
 
 
 class Preempted(SIGTERMException):
@@ -38,10 +39,10 @@ class Preempted(SIGTERMException):
 
 
 class Preemption(pl.Callback):
-    """Has a fit save and end on SIGTERM and SIGINT, save and go on on SIGUSR2, and requeue itself under SLURM.
+    """Lets a fit save and end on SIGTERM and SIGINT, save and continue on SIGUSR2, and requeue itself under SLURM.
 
-    One checkpoint, preempted.ckpt beside those of the first ModelCheckpoint, is replaced each time. It should be the
-    last of the callbacks, so that those before it have done with the step.
+    One checkpoint, preempted.ckpt next to those of the first ModelCheckpoint, is replaced each time. This should be the
+    last of the callbacks, so that those before it are done with the step.
 
     Args:
         peers: the run's ranks; a signal to one is one to all.
@@ -50,7 +51,7 @@ class Preemption(pl.Callback):
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.received: set[int] = set()
-        self._known: tuple[int, ...] = (SAVE, signal.SIGINT, signal.SIGTERM)  # the last that came in counts
+        self._known: tuple[int, ...] = (SAVE, signal.SIGINT, signal.SIGTERM)  # of several received, the last one counts
         self._requeues: int | None = None
         self._before: dict[int, Any] = {}
         self._shield = ExitStack()
@@ -60,26 +61,24 @@ class Preemption(pl.Callback):
     # --- signals ---
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """From here on a signal is noted down; before, each has its usual effect, for there is nothing to save."""
+        """Begin to note signals; before, each has its usual effect, because there is nothing to save."""
         if stage != "fit":
             return
         self._trainer = trainer
         self.peers.join(trainer)
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal
             self._known = (SAVE, self._requeues, signal.SIGINT, signal.SIGTERM)
-        # Lightning's: its handlers, and a broadcast on the accelerator before each batch, which waits for its queue.
-        vars(trainer._signal_connector)["register_signal_handlers"] = nothing
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = nothing
+        lightning_internals.disable_signal_handlers(trainer)
         if threading.current_thread() is threading.main_thread():
             self._shield.enter_context(shielded())
             for number in self._known:
                 before = signal.getsignal(number)
-                if number in IGNORED_TO_THE_END:  # it did not end: it fits again, as a notebook may
+                if number in IGNORED_TO_THE_END:  # the process did not end but fits again, as a notebook may
                     IGNORED_TO_THE_END.remove(number)
                     before = signal.SIG_DFL
-                if before is not signal.SIG_IGN:  # as of SIGINT in the background
+                if before is not signal.SIG_IGN:  # as SIGINT is in the background
                     self._before[number] = before
                     signal.signal(number, self._note)
 
@@ -88,7 +87,7 @@ class Preemption(pl.Callback):
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             stderr = sys.__stderr__.fileno() if sys.__stderr__ else 2
-            os.write(stderr, (b"\r\x1b[K" if os.isatty(stderr) else b"\n") + AGAIN)  # in place of the run's line
+            os.write(stderr, (b"\r\x1b[K" if os.isatty(stderr) else b"\n") + AGAIN)  # replaces the progress line
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -98,9 +97,11 @@ class Preemption(pl.Callback):
         self._shield.close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give signals their former effect."""
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give signals their former effect; in a preempted run further ones are ignored until the process ends."""
         noted = set(self._before) - {signal.SIGINT}
         if isinstance(exception, Preempted):
             ignore_until_the_end(noted)
@@ -108,22 +109,24 @@ class Preemption(pl.Callback):
         self._restore()
 
     def _agreed(self) -> int:
-        """The signal that any rank has received, the same on all; 0 for none."""
+        """Return the signal that any rank has received, the same on all; 0 for none."""
         received = self.peers.most([number in self.received for number in self._known])
         return max(
-            (number for number, there in zip(self._known, received, strict=True) if there),
+            (number for number, seen in zip(self._known, received, strict=True) if seen),
             default=0,
             key=self._known.index,
         )
 
-    # --- where they are acted upon ---
+    # --- where the ranks act ---
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End a run that has not trained yet, without a checkpoint."""
         if (number := self._agreed()) not in (0, SAVE):
-            raise Preempted(number)  # nothing is trained yet
+            raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.fit_loop._should_accumulate():
+        """Act after a step on what the ranks have agreed on."""
+        if lightning_internals.is_accumulating(trainer):
             return
         number = self._agreed()
         last = trainer.global_step == trainer.max_steps  # then the run ends by itself
@@ -131,17 +134,19 @@ class Preemption(pl.Callback):
             self._act(trainer, number)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count how often the ranks will ask each other in this validation."""
         batches = sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
-        # Where ranks have different numbers of batches, only so often do all of them come by.
+        # Ranks may have different numbers of batches: they ask as often as all of them can.
         self._turns = self.peers.least(int(min(batches, sys.maxsize)))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Act between two batches of a validation."""
         if self._turns > 0:
             self._turns -= 1
             self._interrupt(trainer)
 
     def asking(self, batches: Any, description: str = "") -> Iterator[Any]:
-        """The same batches, of an evaluation on all ranks that takes long; between two of them a run may end."""
+        """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
         turns = self.peers.least(len(batches))
         for number, batch in enumerate(batches):
             if number < turns and self._trainer is not None:
@@ -149,7 +154,7 @@ class Preemption(pl.Callback):
             yield batch
 
     def _interrupt(self, trainer: pl.Trainer) -> None:
-        """In an evaluation: end, if that is wanted; what is to be saved alone can wait for the next step."""
+        """End a run in an evaluation, if a signal asks for it; one that only asks to save waits for the next step."""
         number = self._agreed()
         if number in (0, SAVE) or trainer.state.fn != "fit":
             return
@@ -163,15 +168,15 @@ class Preemption(pl.Callback):
         name = signal.Signals(number).name
         path = saved_path(trainer)
         if path is None:
-            told = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
+            report = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
         else:
             trainer.save_checkpoint(path)  # with a barrier: when it returns, the file is whole
-            told = f"{name}: saved {path} at step {trainer.global_step}"
+            report = f"{name}: saved {path} at step {trainer.global_step}"
             if number != SAVE:
-                told += "; to resume, run the same command with --resume auto (and without --ckpt_path)"
+                report += "; to resume, run the same command with --resume auto (and without --ckpt_path)"
         self.received.discard(SAVE)
         if trainer.is_global_zero:
-            print(told, file=sys.stderr, flush=True)
+            print(report, file=sys.stderr, flush=True)
         if number == SAVE:
             return
         if number == self._requeues and trainer.is_global_zero:
@@ -183,19 +188,18 @@ IGNORED_TO_THE_END: set[int] = set()
 
 
 def ignore_until_the_end(numbers: Iterable[int]) -> None:
-    """For a process that ends because of a signal: another one, as torchrun sends to all ranks when the first of them
-    has ended, would kill it before it has given its exit status. Python keeps SIG_IGN, and no handler, to its end."""
+    """Ignore signals until this process ends.
+
+    torchrun sends another one to all ranks when the first of them has ended, which would kill the others before they
+    return their exit status. Python keeps SIG_IGN to its end, but no handler.
+    """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
         IGNORED_TO_THE_END.add(number)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of what Lightning would do."""
-
-
 def saved_path(trainer: pl.Trainer) -> str | None:
-    """Where a signal's checkpoint goes: beside those of the first ModelCheckpoint."""
+    """Return where a signal's checkpoint is saved: next to those of the first ModelCheckpoint."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return os.path.join(callback.dirpath, SAVED)
@@ -203,13 +207,16 @@ def saved_path(trainer: pl.Trainer) -> str | None:
 
 
 def asking(trainer: pl.Trainer) -> Callable[[Any, str], Iterable] | None:
-    """What a long evaluation inside of a fit goes through its batches with, so that a signal is heard between them."""
+    """Return the function through which a long evaluation in a fit passes its batches, to act on signals between two.
+
+    None: the trainer has no `Preemption`.
+    """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
-    return next((own.asking for own in callbacks if isinstance(own, Preemption)), None)
+    return next((callback.asking for callback in callbacks if isinstance(callback, Preemption)), None)
 
 
 def requeue() -> None:
-    """Have SLURM run this job again, as Lightning does."""
+    """Ask SLURM to run this job again, as Lightning does."""
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -223,9 +230,9 @@ def requeue() -> None:
 
 @contextmanager
 def forwarded(trainer: pl.Trainer) -> Iterator[None]:
-    """Around a fit: a process that only waits for ranks it has forked hands signals on, and ends as they do."""
+    """Forward signals to the ranks that this process has forked and only waits for, and end as they do."""
     launcher: Any = trainer.strategy.launcher
-    waits = hasattr(launcher, "_start_method") and threading.current_thread() is threading.main_thread()
+    waits = lightning_internals.forks_ranks(launcher) and threading.current_thread() is threading.main_thread()
     before = {}
     for number in (signal.SIGTERM, SAVE) if waits else ():
         before[number] = signal.signal(number, lambda number, frame: launcher.kill(number))

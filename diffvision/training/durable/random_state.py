@@ -1,4 +1,7 @@
-"""The random generators of a process: Python's, numpy's, torch's and its GPU's, as plain values."""
+"""The random generators of a process as plain values: Python's, numpy's, torch's and its GPU's.
+
+When they are captured and restored is decided in `run_state`.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ import torch
 
 
 def captured(device: torch.device) -> dict[str, Any]:
-    """The states of this process's generators: tensors and numbers, which load with weights_only=True.
+    """Return the states of this process's generators: tensors and numbers, which load with weights_only=True.
 
     Args:
-        device: the one that this process trains on; of other GPUs it draws nothing.
+        device: the one that this process trains on; it draws no random numbers on other GPUs.
     """
     version, words, gauss = random.getstate()
-    _, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002  (what transforms and mixup draw from)
+    _, keys, position, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002  (what transforms and mixup draw from)
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
             "keys": torch.from_numpy(keys.astype(np.int64)),
-            "place": int(place),
+            "place": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },
@@ -31,11 +34,11 @@ def captured(device: torch.device) -> dict[str, Any]:
 
 
 def put_back(state: dict[str, Any], device: torch.device) -> None:
-    """Set this process's generators to what `captured` gave. A state of a CPU leaves the GPU's as it is."""
-    python, own = state["python"], state["numpy"]
+    """Set this process's generators to what `captured` gave; a state taken on a CPU leaves the GPU's unchanged."""
+    python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = own["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, own["place"], own["has_gauss"], own["cached"]))  # noqa: NPY002
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, numpy["place"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,7 +1,7 @@
-"""The processes of a run beside their gradients: a word at each step, and the news that one of them has failed.
+"""What the ranks of a run say to each other besides gradients: numbers at each step, and that one of them has failed.
 
-A collective waits for every rank. One that has failed never comes, and its peers would wait for half an hour; so a
-thread of each rank looks after the others and after the process that started it, and ends its own when they are gone.
+A collective waits for every rank. One that has failed never comes, and the others would wait for half an hour; so a
+thread of each rank watches the others and the process that started it, and ends its own process when they are gone.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-LOOK = 0.5  # seconds between two looks at the others
-GRACE = 4.0  # seconds that a rank has to end by itself: to tell its error, to close its loggers
-LAUNCHER = "DIFFVISION_LAUNCHER"  # in the environment: the process that starts ranks, by its number
+from diffvision.training.durable import lightning_internals
+
+INTERVAL = 0.5  # seconds between two checks of the other ranks
+GRACE = 4.0  # seconds that a rank has to end by itself: to report its error, to close its loggers
+LAUNCHER = "DIFFVISION_LAUNCHER"  # in the environment: the number of the process that starts ranks
 FAILED = "failed"
 GONE = re.compile("closed by peer|reset by peer|Broken pipe|Connection refused|failed to recv|[Ss]ocket.*clos", re.S)
 
 
 class LostRank(ConnectionError):
-    """This process ends because another one has; the message is which, and its error."""
+    """This process ends because another one has; the message says which, and its error."""
 
 
 class Peers:
-    """What the ranks of a run tell each other; with one process, nothing.
+    """The ranks of a run, which exchange numbers and errors; with one process, there is no one to exchange with.
 
-    Numbers go over a gloo group of their own, on CPUs: no accelerator's queue waits for them.
+    Numbers are sent over a separate gloo group, on CPUs: no accelerator's queue waits for them.
 
     Attributes:
-        rank, world: of how many processes this is which.
+        rank: the index of this process.
+        world: the number of processes.
     """
 
     def __init__(self) -> None:
@@ -51,19 +53,20 @@ class Peers:
         self._watch: Watch | None = None
 
     def join(self, trainer: pl.Trainer) -> None:
-        """To be called by all ranks together, once torch.distributed is up."""
+        """Connect the ranks; all of them call it together, once torch.distributed is initialised."""
         self.rank, self.world = trainer.global_rank, trainer.world_size
         if self.world == 1 or not dist.is_initialized() or self._watch is not None:
             return
         self._group = dist.new_group(backend="gloo")
         store = dist.distributed_c10d._get_default_store()
-        # A client of its own: the ranks' one is locked while they wait for each other.
-        own = dist.PrefixStore(f"diffvision/{dist.get_world_size()}/{id_of(self._group)}", store.clone())
-        self._watch = Watch(self.rank, own, started_by(), taken_over(trainer))
+        # A separate client: the ranks' own one is locked while they wait for each other.
+        separate = dist.PrefixStore(f"diffvision/{dist.get_world_size()}/{self._group.group_name}", store.clone())
+        started = lightning_internals.take_started_ranks(trainer.strategy.launcher)
+        self._watch = Watch(self.rank, separate, launcher_process(), started)
         self._watch.start()
 
     def most(self, numbers: Sequence[int]) -> list[int]:
-        """Of each number the largest that any rank has."""
+        """Return the largest of each number over all ranks."""
         if self._group is None:
             return list(numbers)
         sent = torch.tensor(numbers, dtype=torch.int64)
@@ -71,11 +74,11 @@ class Peers:
         return sent.tolist()
 
     def least(self, number: int) -> int:
-        """The smallest number that any rank has."""
+        """Return the smallest number over all ranks."""
         return -self.most([-number])[0]
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -83,19 +86,19 @@ class Peers:
         return values
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others of this rank's error, unless it is but the echo of theirs; this process ends soon."""
+        """Report this rank's error to the others, unless it follows from theirs; this process ends soon."""
         if self._watch is not None:
             self._watch.fail(error)
 
     def leave(self) -> None:
-        """Nobody is looked after any more."""
+        """Stop watching the other ranks."""
         if self._watch is not None:
             self._watch.stopped.set()
         self._watch = self._group = None
 
     @contextmanager
-    def errors_told(self) -> Iterator[None]:
-        """An error of this rank as it was raised first; `LostRank` where it is the echo of another's."""
+    def errors_reported(self) -> Iterator[None]:
+        """Raise an error of this rank as it was raised first, or `LostRank` where it follows from another's."""
         watch: Watch | None = None
         try:
             yield
@@ -113,29 +116,31 @@ class Peers:
 
 
 class Watch(threading.Thread):
-    """Looks whether another rank has failed, or the starting process is gone, and ends this process if need be.
+    """A thread that ends this process when another rank has failed, or the process that started it is gone.
 
     Args:
+        rank: of this process.
         store: where ranks write; None where there are no others yet.
-        parent: number of the process that started this one and must outlive it; None: any may go.
+        parent: number of the process that started this one and must outlive it; None: any may end first.
         started: ranks that this process has started, the first of them rank 1.
 
     Attributes:
         error: of this rank, when it has failed.
-        reason: why it must end, in words, when that is another's doing.
+        reason: why this process must end, when another one is the cause.
     """
 
     def __init__(self, rank: int, store: Any, parent: int | None, started: Sequence[subprocess.Popen] = ()) -> None:
-        super().__init__(daemon=True, name="look-after-ranks")
+        super().__init__(daemon=True, name="watch-ranks")
         self.rank, self.store, self.parent, self.started = rank, store, parent, list(started)
         self.stopped = threading.Event()
         self.error: BaseException | None = None
         self.reason: str | None = None
 
     def run(self) -> None:
-        while not self.stopped.wait(LOOK):
+        """Check the others until the run ends."""
+        while not self.stopped.wait(INTERVAL):
             if self.parent is not None and os.getppid() != self.parent:
-                end()  # nobody is left to be told
+                end_process()  # nobody is left to report to
             if self.error is None and not self.look():
                 continue
             if self.stopped.wait(GRACE):
@@ -145,16 +150,16 @@ class Watch(threading.Thread):
             else:
                 traceback.print_exception(self.error)
                 sys.stderr.flush()
-            end()
+            end_process()
 
     def look(self) -> bool:
-        """Whether another rank has failed."""
-        if told := self._told() or self._ended():
-            self.reason = f"rank {self.rank} ends because {told}"
-        return bool(told)
+        """Return whether another rank has failed."""
+        if cause := self._reported() or self._ended():
+            self.reason = f"rank {self.rank} ends because {cause}"
+        return bool(cause)
 
-    def _told(self) -> str:
-        """What the first rank that failed has told, if one has."""
+    def _reported(self) -> str:
+        """Return what the first rank that failed has reported, or "" if none has."""
         if self.store is None:
             return ""
         try:
@@ -166,7 +171,7 @@ class Watch(threading.Thread):
         return "" if int(rank) == self.rank else f"rank {rank} has failed: {error}"
 
     def _ended(self) -> str:
-        """Which of the started ranks is gone without having told anything, if one is."""
+        """Say which of the started ranks is gone without a report, or return "" if none is."""
         for rank, process in enumerate(self.started, start=1):
             if status := process.poll():
                 how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -174,6 +179,7 @@ class Watch(threading.Thread):
         return ""
 
     def fail(self, error: BaseException) -> None:
+        """Note this rank's error and report it to the others, unless it follows from theirs."""
         if self.error is not None:
             return
         self.error = error
@@ -187,58 +193,38 @@ class Watch(threading.Thread):
                 return
 
 
-def alive(process: int) -> bool:
-    """Whether a process of that number runs; one that has ended and waits for its parent does not. True where there is
-    no /proc to tell."""
+def is_alive(process: int) -> bool:
+    """Return whether a process of that number runs, and is not a zombie; True where there is no /proc to read."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return not Path("/proc/self").exists()
 
 
-def end() -> None:
-    """Ends this process now, whatever its main thread waits for, and the workers that it has."""
+def end_process() -> None:
+    """End this process now, whatever its main thread waits for, and its workers."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)
 
 
-def taken_over(trainer: pl.Trainer) -> list[subprocess.Popen]:
-    """The ranks that Lightning's launcher has started, which are now ours to look after.
-
-    Its own watch kills this process, the first rank, as soon as one of them has an exit status: also that of a
-    preempted run, and before this one could tell the error.
-    """
-    launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _SubprocessScriptLauncher):
-        return []
-    started = list(launcher.procs)
-    launcher.procs.clear()
-    return started
-
-
-def id_of(group: Any) -> str:
-    """The same on all ranks, another for each group."""
-    return str(group.group_name)
-
-
-def started_by() -> int | None:
-    """The process that started this rank, as torchrun's agent or the first rank; None where that may end before it."""
+def launcher_process() -> int | None:
+    """Return the process that started this rank (torchrun's agent, the first rank); None where it may end first."""
     parent = os.getppid()
     return parent if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get(LAUNCHER) == str(parent) else None
 
 
 @contextmanager
-def looked_after() -> Iterator[None]:
-    """While a rank has not met the others yet: it ends with the process that started it.
+def watched_launcher() -> Iterator[None]:
+    """End this process with the one that started it, also while it has not met the other ranks yet.
 
     Raises:
         LostRank: that one has ended already, while this one was importing.
     """
     launcher = os.environ.get(LAUNCHER)
-    if launcher and os.environ.get("LOCAL_RANK", "0") != "0" and not alive(int(launcher)):
+    if launcher and os.environ.get("LOCAL_RANK", "0") != "0" and not is_alive(int(launcher)):
         raise LostRank(f"process {launcher}, which started this rank, is gone: its error is above")
-    watch = Watch(0, None, started_by())
+    watch = Watch(0, None, launcher_process())
     if watch.parent is not None:
         watch.start()
     else:
@@ -252,21 +238,26 @@ def looked_after() -> Iterator[None]:
 
 
 class FailureNews(pl.Callback):
-    """Tells the other ranks of an exception on this one. It must be the first of the callbacks: those after it may wait
-    for the others, who would not come."""
+    """Reports an exception on this rank to the others.
+
+    It must be the first of the callbacks: those after it may wait for the other ranks, which would not come.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Connect the ranks before a fit."""
         if stage == "fit":
             self.peers.join(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException):  # which all ranks have agreed upon
+        """Report the exception, unless all ranks have agreed on it."""
+        if isinstance(exception, SIGTERMException):
             self.peers.leave()
         else:
             self.peers.fail(exception)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop watching the other ranks."""
         self.peers.leave()

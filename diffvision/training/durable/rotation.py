@@ -1,4 +1,8 @@
-"""A checkpoint that makes way for a newer one is deleted once a step at the newer weights was finite."""
+"""When checkpoints that were replaced or removed are really deleted: after the next step that was finite.
+
+One step that is too large leaves weights that are finite and useless: all steps after it are skipped, while
+checkpoints of these weights replace the good ones. The files themselves are written in `checkpoints`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,14 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from diffvision.training.durable.checkpoints import TEMPORARY, record_path
+from diffvision.training.durable.records import TEMPORARY, record_path
 
 
 class Rotation:
     """What ModelCheckpoint removes and what a save replaces, until the next step.
 
-    One step that is too large leaves weights that are finite and useless: all steps after it are skipped, while
-    checkpoints of these weights take the place of the good ones. So a checkpoint that is to go gets a temporary name
-    first. A finite step, whose gradient was taken at the newer weights, deletes it; a skipped one gives its name back,
-    and whatever was saved before stays for as long as steps are skipped.
+    A checkpoint that goes gets a temporary name first. A finite step, whose gradient was taken at the newer weights,
+    deletes it; a skipped one gives its name back, and whatever was saved before stays for as long as steps are skipped.
 
     Args:
         skipping: the last step was skipped.
@@ -28,13 +30,13 @@ class Rotation:
     def __init__(self, *, skipping: bool = False) -> None:
         self.skipping = skipping
         self.kept: list[Path] = []
-        self._aside: list[tuple[Path, Path]] = []  # a temporary name, and the one before
+        self._aside: list[tuple[Path, Path]] = []  # the temporary name and the former one
         self._saved: set[Path] = set()  # while steps were skipped
 
     # --- what the StepGuard reports ---
 
     def step_finite(self) -> None:
-        """The weights that were saved last are of use: delete what they took the place of."""
+        """Delete what the last checkpoints replaced: a finite step has shown that their weights are of use."""
         for path in [temporary for temporary, _ in self._aside] + self.kept:
             path.unlink(missing_ok=True)
             record_path(path).unlink(missing_ok=True)
@@ -42,21 +44,22 @@ class Rotation:
         self._saved.clear()
 
     def step_skipped(self) -> None:
-        """They may be useless: keep what was there before."""
+        """Keep what the last checkpoints replaced: their weights may be useless."""
         self.skipping = True
         for temporary, path in self._aside:
-            self.kept.append(_moved(temporary, _free_name(path)))
+            self.kept.append(_move(temporary, _free_name(path)))
         self._aside = []
 
     # --- what DurableCheckpointIO does ---
 
     def saved(self, path: Path) -> None:
+        """Note that a checkpoint was written."""
         if self.skipping:
             self._saved.add(path)
             self.kept = [kept for kept in self.kept if kept != path]
 
     def before_replacing(self, path: Path) -> None:
-        """Keep a second name of a file over which another is written; without hard links it cannot be kept."""
+        """Keep a second name of a file that is overwritten; a filesystem without hard links cannot keep it."""
         if path in self._saved:
             return
         temporary = self._temporary(path)
@@ -67,13 +70,13 @@ class Rotation:
             self._put_aside(temporary, path)
 
     def removing(self, path: Path) -> bool:
-        """Whether a checkpoint that is to be removed stays until the next step."""
+        """Return whether a checkpoint that Lightning removes stays until the next step."""
         if path in self._saved or not path.is_file():
             return False
         if self.skipping:
             self.kept.append(path)
         else:
-            self._put_aside(_moved(path, self._temporary(path)), path)
+            self._put_aside(_move(path, self._temporary(path)), path)
         return True
 
     def _put_aside(self, temporary: Path, path: Path) -> None:
@@ -82,19 +85,19 @@ class Rotation:
             self.step_skipped()
 
     def _temporary(self, path: Path) -> Path:
-        """A name that the next start of a killed run removes."""
+        """Return a name that the next start of a killed run removes."""
         return path.with_name(TEMPORARY.format(f"{os.getpid()}-aside{len(self._aside)}"))
 
 
-def _moved(path: Path, to: Path) -> Path:
-    """Rename a checkpoint, with its record."""
-    path.rename(to)
+def _move(path: Path, target: Path) -> Path:
+    """Rename a checkpoint and its record; return the new name."""
+    path.rename(target)
     with suppress(FileNotFoundError):
-        record_path(path).rename(record_path(to))
-    return to
+        record_path(path).rename(record_path(target))
+    return target
 
 
 def _free_name(path: Path) -> Path:
-    """Its name, or where another file has that, one which says that it is of before steps were skipped."""
+    """Return a path, or where another file has its name, one that says that it is older than the skipped steps."""
     names = (path.with_stem(f"{path.stem}-before-skipped" + (f"-v{n}" if n else "")) for n in count())
     return path if not path.exists() else next(name for name in names if not name.exists())

@@ -1,4 +1,7 @@
-"""What every checkpoint keeps of a run beside its weights, and how the run goes on from it exactly."""
+"""What every checkpoint keeps of a run besides its weights, and how a resumed run continues from it exactly.
+
+Which checkpoint a run resumes from is decided in `resume`.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import ShardLoader
-from diffvision.training.durable import loops
-from diffvision.training.durable.checkpoints import RUN_KEY
+from diffvision.training.durable import lightning_internals, loops
 from diffvision.training.durable.finite import gathered
+from diffvision.training.durable.layout import RUN_KEY
 from diffvision.training.durable.random_state import captured, put_back
 
-# Of a configuration, what makes no difference to weights or samples.
+# Settings of a configuration that make no difference to weights or samples.
 HARMLESS = (
     "config",
     "ckpt_path",
     "resume",
     "verbose",
     "weights_only",
-    "seed_everything",  # generators go on from where they were
+    "seed_everything",  # the states of generators are restored
     "trainer.logger",
     "trainer.default_root_dir",
     "trainer.enable_",
     "trainer.log_every_n_steps",
     "trainer.profiler",
-    "trainer.devices",  # their number is compared as that of processes
+    "trainer.devices",  # the number of processes is compared instead
     "trainer.num_nodes",
     "trainer.fast_dev_run",
     "data.init_args.num_workers",
@@ -52,24 +55,19 @@ COMPARED = (  # of a trainer, where there is no configuration
     "max_epochs",
     "limit_train_batches",
 )
-NAMED = 8  # of settings that differ, as many are named
-KEPT = (  # of a ModelCheckpoint, what it does not load with its own state
-    "_last_global_step_saved",
-    "_last_checkpoint_saved",
-    "_defer_save_until_validation",
-    "current_score",
-)
+NAMED = 8  # at most as many settings that differ are named
 
 
 class RunState(pl.Callback):
-    """Keeps in every checkpoint what its own keys do not tell, and has a run that goes on from one go on exactly:
+    """Keeps in every checkpoint what Lightning's own keys leave out, and lets a resumed run continue exactly.
 
-    every process's random generators, the metrics that callbacks watch, what ModelCheckpoint saved last, and the place
-    between a step, its validation and the epoch's end. What cannot be the same is told, by the name of the setting.
+    That is: every process's random generators, the metrics that callbacks watch, what ModelCheckpoint saved last, and
+    the moment between a step, its validation and the epoch's end. What cannot be the same is warned of, by the name of
+    the setting.
 
     Attributes:
         path: the checkpoint that this process resumes from; None for a new run.
-        saved: what of it tells of the run that wrote it, and its optimizers' states.
+        saved: what that checkpoint says of the run that wrote it, and its optimizers' states.
         settings: the configuration, as nested dictionaries of plain values.
     """
 
@@ -80,12 +78,13 @@ class RunState(pl.Callback):
         self.settings = settings or {}
         self._run: dict[str, Any] | None = None  # of the checkpoint that was loaded
         self._before_validation: tuple[Any, Any] | None = None  # generators, and the batches validated before
-        self._told = False
+        self._warned = False
         self._beginning = ExitStack()
 
     # --- saving ---
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Add the state of the run, under `RUN_KEY`; its keys are in files, so never rename them."""
         checkpoint[RUN_KEY] = {
             "world_size": trainer.world_size,
             "optimizers": names_of(trainer.optimizers),
@@ -94,45 +93,57 @@ class RunState(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         unfinished = loops.unfinished(trainer)
-        at = loops.place(trainer, validating=self._before_validation is not None)
+        at = loops.moment(trainer, validating=self._before_validation is not None)
         random = captured(trainer.strategy.root_device)
         if at == "validation" and self._before_validation is not None:
             random, checkpoint["loops"]["fit_loop"][loops.VALIDATED] = self._before_validation
         for logger in trainer.loggers:
-            logger.save()  # what was logged is on disk when the run may begin from here again
+            logger.save()  # a run resumed from here needs on disk what was logged before
         checkpoint[RUN_KEY] |= {
             "place": at,
             "unfinished": unfinished,
             "random": gathered(trainer, random),
             "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
-            "saves": {c.state_key: {k: getattr(c, k) for k in KEPT} for c in _model_checkpoints(trainer)},
-            "row": _row(trainer) if at == "step" else {},
+            "saves": {
+                c.state_key: {k: getattr(c, k) for k in lightning_internals.SAVE_STATE}
+                for c in _model_checkpoints(trainer)
+            },
+            "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
             "settings": self._described(trainer),
         }
-        if unfinished and not self._told:
-            self._told = True
+        if unfinished and not self._warned:
+            self._warned = True
             rank_zero_warn(
-                f"a checkpoint is taken {unfinished}: no run will be resumed from it, for its gradients are in no "
+                f"a checkpoint is taken {unfinished}: no run will be resumed from it, because its gradients are in no "
                 "checkpoint. Let checkpoints and validation (val_check_interval) be a multiple of "
                 f"accumulate_grad_batches ({trainer.accumulate_grad_batches}) apart"
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the state before a validation, to which a checkpoint within it goes back."""
         self._beginning.close()
         if trainer.state.fn == TrainerFn.FITTING:
             progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.state_dict()
             self._before_validation = captured(trainer.strategy.root_device), progress
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the state before the validation."""
         self._before_validation = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the extension of the run's limits."""
         self._beginning.close()
 
-    # --- going on ---
+    # --- resuming ---
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Each process looked for itself, before there was a group to ask: one that sees other files must not go on."""
+        """Check that all processes resume from the same checkpoint.
+
+        Each one looked for it before there was a group to ask.
+
+        Raises:
+            RuntimeError: they see different files.
+        """
         if stage != "fit" or trainer.world_size == 1:
             return
         first = trainer.strategy.broadcast(self.path)
@@ -143,7 +154,11 @@ class RunState(pl.Callback):
             )
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Raises ValueError where the checkpoint cannot be gone on from; before data is read."""
+        """Check what a checkpoint is resumed with, before data is read.
+
+        Raises:
+            ValueError: it cannot be resumed.
+        """
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = run = checkpoint.get(RUN_KEY, {})
@@ -160,7 +175,11 @@ class RunState(pl.Callback):
             loops.settle(checkpoint["loops"]["fit_loop"], run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raises ValueError where the optimizers are of other kinds than those whose states are to be loaded."""
+        """Check that the optimizers are of the kinds whose states will be loaded.
+
+        Raises:
+            ValueError: they are of others.
+        """
         if self._run is not None and "place" in self._run:
             self._beginning.enter_context(loops.one_more(trainer))
         if self.path is None:
@@ -168,7 +187,7 @@ class RunState(pl.Callback):
         theirs, ours = self.saved.get("optimizers"), names_of(trainer.optimizers)
         there = {key for state in self.saved["optimizer_states"] for group in state["param_groups"] for key in group}
         here = {key for optimizer in trainer.optimizers for group in optimizer.param_groups for key in group}
-        # Of a checkpoint without our record only the settings tell; a new version of torch may add to them.
+        # A checkpoint without our record names no classes, only settings; a new version of torch may add some.
         if theirs == ours or (not theirs and (there <= here or here <= there)):
             return
         differing = f"settings only there: {few(there - here) or 'none'}; only here: {few(here - there) or 'none'}"
@@ -178,48 +197,50 @@ class RunState(pl.Callback):
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """After all that draws random numbers at a start, and before the first batch."""
+        """Restore the run, after all that draws random numbers at a start and before the first batch."""
         self._beginning.close()
         run, self._run = self._run, None
         if run is None:
             return
-        _callbacks_go_on(trainer)
-        self._tell(trainer, run)
-        _same_data(trainer)
+        _resume_callbacks(trainer)
+        self._warn(trainer, run)
+        _check_data(trainer)
         if "place" not in run:
             return
         states = run["random"]
         put_back(states[trainer.global_rank % len(states)], trainer.strategy.root_device)
         trainer.callback_metrics.update(run["metrics"])
         _restore_saves(trainer, run["saves"])
-        if run["row"]:
-            trainer._logger_connector.log_metrics(run["row"])
-        loops.go_on(trainer, run["place"])
-        if run["place"] != "epoch" and loops.at_last_step(trainer):
+        if run["row"]:  # the metrics of a step are logged after its checkpoint is taken
+            lightning_internals.log_metrics(trainer, run["row"])
+        loops.resume(trainer, run["place"])
+        if run["place"] != "epoch" and loops.is_at_last_step(trainer):
             self._beginning.enter_context(loops.one_more(trainer))  # until what follows that step has begun
 
-    def _tell(self, trainer: pl.Trainer, run: dict[str, Any]) -> None:
-        """One line for each thing that makes the resumed run another than the one that was interrupted."""
+    def _warn(self, trainer: pl.Trainer, run: dict[str, Any]) -> None:
+        """Warn once for each way in which the resumed run differs from the one that was interrupted."""
         origin = f"resumed from {trainer.ckpt_path}"
         if not hasattr(trainer.train_dataloader, "state_dict"):
             kind = type(trainer.train_dataloader).__name__
-            rank_zero_warn(f"{origin}: {kind} keeps no place (state_dict), so its samples may be repeated or left out")
+            rank_zero_warn(
+                f"{origin}: {kind} does not save its position (state_dict), so its samples may be repeated or left out"
+            )
         if "random" not in run:
-            rank_zero_warn(f"{origin}: it keeps no random generators, so dropout and the like go another way")
+            rank_zero_warn(f"{origin}: it has no states of random generators, so dropout and the like will differ")
         elif len(run["random"]) != trainer.world_size:
             rank_zero_warn(
                 f"{origin}: {len(run['random'])} processes trained it and here are {trainer.world_size}: every sample "
                 "comes as it would have, random numbers (dropout) do not"
             )
         if "settings" in run and (lines := list(_changed(run["settings"], self._described(trainer)))):
-            rank_zero_warn(f"{origin}: it goes on with other settings than before: {few(lines, limit=NAMED)}")
+            rank_zero_warn(f"{origin}: it continues with other settings than before: {few(lines, limit=NAMED)}")
 
     def _described(self, trainer: pl.Trainer) -> dict[str, str]:
-        """What a run's numbers follow from, by name."""
+        """Return what a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        own = flattened(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
-        return own | {
+        settings = flattened(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
+        return settings | {
             "torch": str(torch.__version__),
             "lightning": pl.__version__,
             "device": f"{device.type} ({kind})",
@@ -228,7 +249,7 @@ class RunState(pl.Callback):
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, str]:
-    """Nested settings as {"model.init_args.lr": "0.1"}, without those that make no difference."""
+    """Return nested settings as {"model.init_args.lr": "0.1"}, without those that make no difference."""
     if name.startswith(HARMLESS):
         return {}
     if not isinstance(settings, dict):
@@ -245,37 +266,28 @@ def _changed(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
 
 
 def _short(value: str) -> str:
-    """A setting with our classes by their names alone: a class may be written with the module that exports it, or with
-    the one that holds it."""
+    """Return a setting with our classes by their names alone: the module before them may be written in several ways."""
     return re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
 
 
-def _callbacks_go_on(trainer: pl.Trainer) -> None:
-    """Lightning's that count on the epoch's start, which a run resumed within an epoch does not come by."""
+def _resume_callbacks(trainer: pl.Trainer) -> None:
+    """Update Lightning's callbacks that rely on an epoch's start, which a run resumed within an epoch skips."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         if isinstance(callback, StochasticWeightAveraging):
             rank_zero_warn(
-                f"resumed from {trainer.ckpt_path}: StochasticWeightAveraging does not go on exactly; EMA does"
+                f"resumed from {trainer.ckpt_path}: StochasticWeightAveraging does not resume exactly; EMA does"
             )
 
 
-def _same_data(trainer: pl.Trainer) -> None:
-    """Lightning loads no loader's state at an epoch's end; ours says with it whether it is of the same data."""
+def _check_data(trainer: pl.Trainer) -> None:
+    """Load the state of our loader, by which it checks its data: Lightning loads none at an epoch's end."""
     loader = trainer.train_dataloader
-    states = trainer.fit_loop._combined_loader_states_to_load
+    states = lightning_internals.loader_states(trainer)
     if isinstance(loader, ShardLoader) and states:
         loader.load_state_dict(cast(Any, states[0]))
-
-
-def _row(trainer: pl.Trainer) -> dict[str, float]:
-    """What is logged of a step, which happens after its checkpoint is taken: the run that goes on logs it."""
-    connector = trainer._logger_connector
-    if not connector.should_update_logs or not trainer.loggers:
-        return {}
-    return {name: float(value) for name, value in connector.metrics["log"].items()}
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
@@ -283,21 +295,22 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _restore_saves(trainer: pl.Trainer, saves: dict[str, dict[str, Any]]) -> None:
-    """Without, ModelCheckpoint saves a step twice, or between the batches of one."""
+    """Restore what ModelCheckpoint saved last; otherwise it saves a step twice, or between the batches of one."""
     for callback in _model_checkpoints(trainer):
         kept = saves.get(callback.state_key, {})
-        for name in kept.keys() & set(KEPT):
+        for name in kept.keys() & set(lightning_internals.SAVE_STATE):
             setattr(callback, name, kept[name])
         path = str(trainer.ckpt_path)
         if path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
-            callback._last_global_step_saved, callback._last_checkpoint_saved = trainer.global_step, path
+            lightning_internals.set_last_save(callback, trainer.global_step, path)
 
 
 def names_of(optimizers: list[Any]) -> list[str]:
+    """Return the names of the classes of optimizers or schedulers."""
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def few(items: Any, joint: str = ", ", limit: int = 3) -> str:
-    """The first few of many, in words."""
+    """Return the first few of many items as text, with the number of the others."""
     items = sorted(items) if isinstance(items, set) else list(items)
     return joint.join(items[:limit]) + (f"{joint}and {len(items) - limit} more" if len(items) > limit else "")

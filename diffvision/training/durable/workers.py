@@ -1,7 +1,7 @@
-"""Signals to a whole group of processes are the rank's business: its forked workers leave them to it.
+"""Signals to a whole group of processes are handled by the rank: its forked DataLoader workers ignore them.
 
 torchrun, SLURM and a terminal's Ctrl-C signal all processes of a job. A DataLoader's worker would end at once, and its
-rank with it, in the middle of a step and without a checkpoint.
+rank with it, in the middle of a step and without a checkpoint. What the rank does is in `preemption`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LEFT = {signal.SIGTERM, signal.SIGINT}
-LOOK = 1.0  # seconds between two looks whether the parent lives
+IGNORED = {signal.SIGTERM, signal.SIGINT}
+INTERVAL = 1.0  # seconds between two checks that the parent is alive
 _shielding = False
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Processes that are forked inside end on SIGTERM only where it is their parent that sends it, and with it."""
+    """Let processes that are forked inside end on SIGTERM only where their parent sends it, and with their parent."""
     global _shielding
     _shielding = True
     try:
@@ -28,19 +28,19 @@ def shielded() -> Iterator[None]:
         _shielding = False
 
 
-def _leave_signals() -> None:
+def _ignore_signals() -> None:
     if _shielding:
-        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT)  # for the threads to come too
-        threading.Thread(target=_hear_parent, args=(os.getppid(),), daemon=True, name="hear-parent").start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # for later threads too
+        threading.Thread(target=_wait_for_parent, args=(os.getppid(),), daemon=True, name="wait-for-parent").start()
 
 
-def _hear_parent(parent: int) -> None:
-    """Process.terminate() is the parent's word, which the blocked signal would keep from being heard."""
+def _wait_for_parent(parent: int) -> None:
+    """End this process when its parent ends, or sends a SIGTERM: Process.terminate(), which is blocked like others."""
     while os.getppid() == parent:
-        heard = signal.sigtimedwait(LEFT, LOOK)
-        if heard is not None and heard.si_signo == signal.SIGTERM and heard.si_pid == parent:
+        received = signal.sigtimedwait(IGNORED, INTERVAL)
+        if received is not None and received.si_signo == signal.SIGTERM and received.si_pid == parent:
             break
     os._exit(0)
 
 
-os.register_at_fork(after_in_child=_leave_signals)
+os.register_at_fork(after_in_child=_ignore_signals)

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable import checkpoints
-from diffvision.training.durable.checkpoints import DamagedCheckpoint, DurableCheckpointIO, clean, newest_valid, verify
+from diffvision.training.durable import files, records
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, checkpoints_in, clean, newest_valid, verify
 from diffvision.training.durable.random_state import captured
+from diffvision.training.durable.records import DamagedCheckpoint
 from diffvision.training.durable.resume import RunState
 from diffvision.training.durable.rotation import Rotation
 from diffvision.training.language import LanguageModule
@@ -52,7 +53,7 @@ def step_of(path: Path) -> int:
 
 # Where a save over another touches the disk: the tensors' write, and of the checkpoint, of its record before and of its
 # record after a file's sync, its rename and the directory's sync.
-PLACES, RENAME = 10, 6
+TOUCHES, RENAME = 10, 6
 
 
 def count_touches(at) -> None:
@@ -70,29 +71,29 @@ def count_touches(at) -> None:
         return touch
 
     os.fsync, os.replace = counted(os.fsync), counted(os.replace)
-    checkpoints._Hashing.write = counted(checkpoints._Hashing.write, least=10_000)
+    files.HashingFile.write = counted(files.HashingFile.write, least=10_000)
 
 
-def save_until_killed(place: int, path: Path) -> None:
-    count_touches(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == place else None)
+def save_until_killed(number: int, path: Path) -> None:
+    count_touches(lambda touch: os.kill(os.getpid(), signal.SIGKILL) if touch == number else None)
     save(path, 2)
 
 
-def run_killed(place: int, path: Path) -> bool:
+def run_killed(number: int, path: Path) -> bool:
     """Whether a process that saves a second step was killed at that touch of the disk, or had fewer of them."""
-    process = multiprocessing.get_context("fork").Process(target=save_until_killed, args=(place, path), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=save_until_killed, args=(number, path), daemon=True)
     process.start()
     process.join(20)
     return process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place", range(1, PLACES + 2))
-def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(place, tmp_path):
+@pytest.mark.parametrize("number", range(1, TOUCHES + 2))
+def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(number, tmp_path):
     """Over the only good one: after each kill it is valid, and the next start finds no leavings."""
     last = save(tmp_path / "last.ckpt", 1)
-    assert run_killed(place, last) == (place <= PLACES)
+    assert run_killed(number, last) == (number <= TOUCHES)
     assert newest_valid([tmp_path]) == (last, {})
-    step = 1 if place <= RENAME else 2
+    step = 1 if number <= RENAME else 2
     assert verify(last).step == step_of(last) == step
     torch.testing.assert_close(IO.load_checkpoint(last)["state_dict"], content(step)["state_dict"])
     aside = Rotation()
@@ -100,17 +101,17 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(place, 
     assert len(list(tmp_path.iterdir())) > 3
     clean(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "last.ckpt.json"}
-    save(last, 3)  # and a run goes on from there
+    save(last, 3)  # and a run continues from there
     assert verify(last).step == 3
 
 
-@pytest.mark.parametrize("place", range(1, 8))
-def test_a_save_killed_beside_others_leaves_them_to_go_on_from(place, tmp_path):
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_save_killed_next_to_others_leaves_them_to_resume_from(number, tmp_path):
     first = save(tmp_path / "step=1.ckpt", 1)
-    assert run_killed(place, tmp_path / "step=2.ckpt")
+    assert run_killed(number, tmp_path / "step=2.ckpt")
     path, faults = newest_valid([tmp_path])
-    assert path == (first if place <= RENAME else tmp_path / "step=2.ckpt")
-    assert step_of(path) == (1 if place <= RENAME else 2)
+    assert path == (first if number <= RENAME else tmp_path / "step=2.ckpt")
+    assert step_of(path) == (1 if number <= RENAME else 2)
     clean(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {n for c in (first, path) for n in (c.name, f"{c.name}.json")}
     assert not faults
@@ -118,8 +119,8 @@ def test_a_save_killed_beside_others_leaves_them_to_go_on_from(place, tmp_path):
 
 def test_killed_again_and_again_while_it_is_replaced_it_is_still_known(tmp_path):
     path = save(tmp_path / "last.ckpt", 1)
-    for place in (6, 6, 9):
-        assert run_killed(place, path)
+    for number in (6, 6, 9):
+        assert run_killed(number, path)
         assert verify(path).step == step_of(path)
         assert newest_valid([tmp_path]) == (path, {})
 
@@ -142,27 +143,27 @@ def flip(path):
 
 
 def without_record(path):
-    checkpoints.record_path(path).unlink()
+    records.record_path(path).unlink()
 
 
 def nonsense(path):
-    checkpoints.record_path(path).write_text("{")
+    records.record_path(path).write_text("{")
 
 
 def other_schema(path):
-    beside = checkpoints.record_path(path)
-    beside.write_text(json.dumps(json.loads(beside.read_text()) | {"schema": 0}))
+    record = records.record_path(path)
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"schema": 0}))
 
 
 def nested(path):
-    checkpoints.record_path(path).write_text("[" * 100_000)
+    records.record_path(path).write_text("[" * 100_000)
 
 
 DAMAGE = [
     (cut, r"has 100 bytes of the [\d,]+ that were saved"),
     (empty, "is empty"),
     (flip, r"has other bytes than were saved \(sha256\)"),
-    (without_record, "has no record step=2.ckpt.json beside it"),
+    (without_record, "has no record step=2.ckpt.json next to it"),
     (nonsense, "has an unreadable record step=2.ckpt.json"),
     (nested, "has an unreadable record step=2.ckpt.json"),
     (other_schema, "has a record of schema 0, not 1"),
@@ -170,7 +171,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_and_told(damage, reason, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason(damage, reason, tmp_path):
     first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
     assert newest_valid([tmp_path]) == (second, {})
     damage(second)
@@ -185,10 +186,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(damage, reason, tmp_path):
 
 def with_record(path, **values):
     """Put values into the record of a checkpoint."""
-    beside = checkpoints.record_path(path)
-    written = json.loads(beside.read_text())
+    record = records.record_path(path)
+    written = json.loads(record.read_text())
     written["records"][0] |= values
-    beside.write_text(json.dumps(written))
+    record.write_text(json.dumps(written))
 
 
 def believed(path):
@@ -212,13 +213,13 @@ def believed(path):
         (None, "an item of records in its content has no step"),
         ([], "records in it is empty"),
         ("x", "records .*is of type str, not list"),
-        ("9" * 5000, "has an unreadable record step=2.ckpt.json beside it$"),  # more digits than Python reads
+        ("9" * 5000, "has an unreadable record step=2.ckpt.json next to it$"),  # more digits than Python reads
     ],
 )
 def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
     first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
-    beside = checkpoints.record_path(second)
-    written = json.loads(beside.read_text())
+    record = records.record_path(second)
+    written = json.loads(record.read_text())
     if values is None:
         del written["records"][0]["step"]
     elif isinstance(values, dict):
@@ -226,7 +227,7 @@ def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
     else:
         written["records"] = values
     text = json.dumps(written)
-    beside.write_text(text.replace(f'"{values}"', values) if len(values or ()) > 1000 else text)
+    record.write_text(text.replace(f'"{values}"', values) if len(values or ()) > 1000 else text)
     path, faults = newest_valid([tmp_path])
     assert path == first
     assert list(faults) == [second]
@@ -338,8 +339,8 @@ def test_what_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
 
 def test_a_flipped_step_in_a_record_makes_no_checkpoint_newer(tmp_path):
     first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
-    beside = checkpoints.record_path(first)
-    beside.write_text(beside.read_text().replace('"step": 1', '"step": 9'))
+    record = records.record_path(first)
+    record.write_text(record.read_text().replace('"step": 1', '"step": 9'))
     assert newest_valid([tmp_path]) == (second, {first: "is of step 1, and its record of step 9"})
 
 
@@ -352,7 +353,7 @@ def test_weights_alone_directories_and_links_are_no_checkpoints_to_resume(tmp_pa
     assert path == first
     assert {p.name: reason.split(",")[0] for p, reason in faults.items()} == {
         "best.ckpt": "holds weights alone",
-        "sharded.ckpt": "has no record sharded.ckpt.json beside it",
+        "sharded.ckpt": "has no record sharded.ckpt.json next to it",
     }
     IO.remove_checkpoint(tmp_path / "sharded.ckpt")
     assert not (tmp_path / "sharded.ckpt").exists()
@@ -365,8 +366,8 @@ def test_a_record_tells_what_is_in_a_checkpoint(tmp_path):
     assert (record.file, record.step, record.world_size, record.model) == ("a.ckpt", 7, 2, "m")
     assert record.optimizers == ["AdamW"]
     assert record.bytes == (tmp_path / "a.ckpt").stat().st_size
-    assert record.keys_sha256 == checkpoints.keys_digest(content(1)["state_dict"])
-    assert record.keys_sha256 != checkpoints.keys_digest({"weight": torch.zeros(2)})
+    assert record.keys_sha256 == records.keys_digest(content(1)["state_dict"])
+    assert record.keys_sha256 != records.keys_digest({"weight": torch.zeros(2)})
     assert (tmp_path / "a.ckpt").stat().st_mode == (tmp_path / "a.ckpt.json").stat().st_mode
 
 
@@ -470,13 +471,13 @@ def test_every_checkpoint_of_our_modules_is_plain_and_recorded(name, tmp_path):
     kept = ModelCheckpoint(tmp_path, "{step}", "train/loss", save_last=True, save_top_k=2, every_n_train_steps=1)
     more = [EMAWeightAveraging(decay=0.9)] if name == "classification" else []
     trained(module, row_of(module), kept, *more)
-    names = {path.name for path in checkpoints.checkpoints_in(tmp_path)}
+    names = {path.name for path in checkpoints_in(tmp_path)}
     assert len(names) == 3  # the best two and the last one
     assert {p.name for p in tmp_path.iterdir()} == names | {f"{n}.json" for n in names}
-    for path in checkpoints.checkpoints_in(tmp_path):
+    for path in checkpoints_in(tmp_path):
         stored, record = torch.load(path, weights_only=True), verify(path)
         assert stored["state_dict"].keys() == module.state_dict().keys()
         assert (record.step, record.world_size, record.optimizers) == (stored["global_step"], 1, ["AdamW"])
         assert record.model == module.name
-        assert record.keys_sha256 == checkpoints.keys_digest(module.state_dict())
+        assert record.keys_sha256 == records.keys_digest(module.state_dict())
     assert newest_valid([tmp_path])[0] is not None

@@ -1,4 +1,4 @@
-"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix, and what is told."""
+"""A resumed run against the run never stopped, bit by bit: the quick part of the resume matrix; and its warnings."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,17 +40,17 @@ def whole(root):
     """The outcome of a case's run that is not interrupted, trained once."""
     known: dict[Case, Outcome] = {}
 
-    def found(case: Case) -> Outcome:
+    def outcome(case: Case) -> Outcome:
         if case.whole not in known:
             known[case.whole] = outcome_of(root / "data", kept_in(root, case.whole, True), case.whole)
         return known[case.whole]
 
-    return found
+    return outcome
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(2,), (2, 1)])
-def test_ranks_go_on_exactly_and_others_with_the_same_samples(root, whole, ranks):
+def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks):
     case = Case(Setting("language"), "step saved", ranks=ranks)
     outcome = outcome_of(root / "data", kept_in(root, case, False), case)
     assert outcome.began == [0, 2]
@@ -77,7 +77,7 @@ def test_the_matrix_tells_what_differs(whole):
     assert "| language | epochs | on | 3 | 1/2 |" in resume_matrix.page(results, [], "python")
 
 
-# --- what is refused, and what is told ---
+# --- what is refused, and what is warned of ---
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_checkpoint_between_two_steps_is_passed_over(kept):
         compare(str(asked), tiny_runs.module_of(TRAINED), world_size=1, ranks="same")
 
 
-def test_averages_are_what_is_evaluated_and_gone_on_from_with_averaging_alone(kept):
+def test_averages_are_evaluated_and_resumed_only_with_averaging(kept):
     path, _ = newest_valid([kept])
     content = torch.load(path, weights_only=True)
     loaded = language.load(path).state_dict()
@@ -119,26 +119,26 @@ def test_averages_of_sharded_weights_and_decays_that_cannot_be_are_refused():
         EMA().setup(trainer, None, "fit")
 
 
-def test_what_differs_is_told_by_its_name(root, kept, tmp_path):
+def test_a_warning_names_what_differs(root, kept, tmp_path):
     """Another precision, number of ranks and configuration: one line each."""
     run = torch.load(newest_valid([kept])[0], weights_only=True)["diffvision_run"]
     loader = SimpleNamespace(state_dict=dict)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, max_steps=7, precision="bf16-mixed")
-    told = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})
-    told = SimpleNamespace(**vars(told) | {"train_dataloader": loader, "world_size": 4, "ckpt_path": "x.ckpt"})
+    resumed = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})
+    resumed = SimpleNamespace(**vars(resumed) | {"train_dataloader": loader, "world_size": 4, "ckpt_path": "x.ckpt"})
     with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
-        RunState()._tell(told, run)
+        RunState()._warn(resumed, run)
     ranks, settings = [str(line.message) for line in lines]
     assert ranks.startswith(
         "resumed from x.ckpt: 1 processes trained it and here are 4: every sample comes as it would"
     )
     assert "other settings than before: accumulate_grad_batches 1 (was 3), " in settings
     assert "precision bf16-mixed (was 32-true)" in settings
-    told.train_dataloader, told.world_size = DataLoader([0]), 1
+    resumed.train_dataloader, resumed.world_size = DataLoader([0]), 1
     with pytest.warns(UserWarning, match="resumed from x.ckpt") as lines:
-        RunState()._tell(told, {})
-    assert "DataLoader keeps no place (state_dict), so its samples may be repeated" in str(lines[0].message)
-    assert "it keeps no random generators, so dropout and the like go another way" in str(lines[1].message)
+        RunState()._warn(resumed, {})
+    assert "DataLoader does not save its position (state_dict), so its samples may be" in str(lines[0].message)
+    assert "it has no states of random generators, so dropout and the like will differ" in str(lines[1].message)
 
 
 def test_settings_that_make_no_difference_are_not_compared():
@@ -146,7 +146,7 @@ def test_settings_that_make_no_difference_are_not_compared():
     assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
 
 
-def test_generators_go_on_where_they_were(tmp_path):
+def test_generators_continue_where_they_were(tmp_path):
     tiny_runs.seed(3)
     torch.randn(3), __import__("random").gauss(0, 1), __import__("numpy").random.normal()  # leave one half of a pair
     torch.save(captured(torch.device("cpu")), tmp_path / "state.pt")

@@ -16,13 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.training.clip import ContrastiveModule, of_some_length
-from diffvision.training.durable.checkpoints import (
-    DurableCheckpointIO,
-    checkpoints_in,
-    newest_valid,
-    not_finite,
-    verify,
-)
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
+from diffvision.training.durable.content import not_finite
 from diffvision.training.durable.finite import FILE, StepGuard
 from diffvision.training.durable.resume import compare
 from diffvision.training.optim import OptimizerSettings
@@ -114,7 +109,7 @@ def flat(state):
 # --- skipping ---
 
 
-def test_a_skipped_step_changes_nothing_and_is_told(tmp_path):
+def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
     """A NaN in the batch; an infinite loss with finite gradients; the others train as if these two were not there."""
     module, states = Tiny(clip_norm=1.0), States()
     with pytest.warns(UserWarning, match=r"at step [24] .batch [24] of epoch 0., the loss (nan|inf) on rank 0"):
@@ -167,14 +162,14 @@ def test_with_accumulation_the_whole_step_is_skipped(tmp_path):
 
 
 def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays(tmp_path):
-    """The count in a row is part of the checkpoint that a run goes on from."""
+    """The count in a row is part of the checkpoint that a run resumes from."""
     saving = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{step}", every_n_train_steps=1, save_top_k=-1)
     bad = batches(6, b2=NAN, b3=NAN, b4=NAN, b5=NAN)
     module = Tiny(max_skipped=2)
-    with pytest.warns(UserWarning, match="skipped"), pytest.raises(FloatingPointError, match="steps 2 to 4") as told:
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(FloatingPointError, match="steps 2 to 4") as raised:
         fit(module, bad, tmp_path, saving)
-    assert "optimizer.max_skipped" in str(told.value)
-    assert FILE in str(told.value)
+    assert "optimizer.max_skipped" in str(raised.value)
+    assert FILE in str(raised.value)
     path, faults = newest_valid([tmp_path / "kept"])
     assert path is not None
     assert path.name == "step=4.ckpt"
@@ -197,8 +192,8 @@ class Rate(pl.Callback):
 
 def good_steps(directory):
     """Steps of the valid checkpoints whose weights are of use."""
-    found = [(path, verify(path)) for path in checkpoints_in(directory)]
-    weights = {record.step: torch.load(path, weights_only=True)["state_dict"] for path, record in found}
+    records = [(path, verify(path)) for path in checkpoints_in(directory)]
+    weights = {record.step: torch.load(path, weights_only=True)["state_dict"] for path, record in records}
     return sorted(step for step, state in weights.items() if state["net.1.weight"].abs().max() < 1e6)
 
 
@@ -241,7 +236,7 @@ def test_rotation_is_as_before_once_steps_are_finite_again(settings, tmp_path):
 
 
 def test_a_gradient_scaler_looks_for_its_scale_until_there_is_none_left(tmp_path):
-    """Overflows of a scale that is too high are its own matter; an infinite loss or overflows at any scale are not."""
+    """Overflows of a scale that is too high do not count; an infinite loss or overflows at any scale are not."""
 
     def run(root, rows, scale, module):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)

@@ -22,7 +22,7 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
 from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, looked_after
+from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -239,7 +239,7 @@ def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
     assert handlers == [signal.SIG_DFL]
 
 
-def test_sigusr2_saves_and_goes_on(tmp_path):
+def test_sigusr2_saves_and_continues(tmp_path):
     torch.manual_seed(1)
     plain = Tiny()
     fitted(tmp_path / "plain", plain)
@@ -277,7 +277,7 @@ def test_slurm_requeues_once_the_checkpoint_is_on_disk(tmp_path, monkeypatch, ar
     assert not list(tmp_path.glob("hpc_ckpt*"))
 
 
-# --- two ranks, each a process of its own ---
+# --- two ranks, each a separate process ---
 
 
 def two(root, module, data=None, **settings) -> list[Ended]:
@@ -286,7 +286,7 @@ def two(root, module, data=None, **settings) -> list[Ended]:
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             callbacks = [FailureNews(peers), ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
             trainer = trainer_of(root, peers, devices=2, strategy="ddp", callbacks=callbacks, **settings)
             trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
@@ -310,7 +310,7 @@ def test_all_ranks_save_once_and_end_whichever_had_the_signal(tmp_path, ranks):
 
 
 @pytest.mark.forks
-def test_an_exception_on_one_rank_ends_the_others_and_is_told_once(tmp_path):
+def test_an_exception_on_one_rank_ends_the_others_and_is_reported_once(tmp_path):
     def boom():
         raise KeyError("no such colour")
 
@@ -350,14 +350,14 @@ class Sized(Counted):
 @pytest.mark.parametrize("kind", [Counted, Sized])
 def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
     first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 4])))
-    told = {
+    message = {
         Counted: "rank 1 has no batch left after 4 in an epoch and others have: what they have left is left out",
         Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
     }
     assert (first.code, second.code) == (0, 0), first.told + second.told
     assert "steps 8 ('on_train_epoch_end', 8)" in first.told
-    assert first.told.count(told[kind]) == 1
-    assert told[kind] not in second.told
+    assert first.told.count(message[kind]) == 1
+    assert message[kind] not in second.told
 
 
 @pytest.mark.forks
@@ -365,8 +365,10 @@ def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
 def test_a_rank_without_batches_is_an_error(tmp_path, kind):
     first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 0])))
     assert (first.code, second.code) == (1, 1)
-    told = "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
-    assert told in first.told
+    message = (
+        "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
+    )
+    assert message in first.told
 
 
 def test_ranks_that_see_other_shards_are_named():
@@ -403,7 +405,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
     def work():
         peers = Peers()
-        with looked_after(), peers.errors_told():
+        with watched_launcher(), peers.errors_reported():
             trainer = trainer_of(tmp_path, peers, devices=2, strategy="ddp", max_epochs=-1, limit_val_batches=0)
             data = DataLoader(torch.ones(99, 3), num_workers=1, multiprocessing_context="fork")
             trainer.fit(Tiny(3, (tmp_path / "trains").touch), data)

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what is refused before any data is read."""
+"""What a run resumes from, and what is refused before any data is read."""
 
 import errno
 import multiprocessing
@@ -24,7 +24,7 @@ from diffvision.training.durable.run_state import RunState
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),  # test_exact.py asserts what differs, and is told
+    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),  # test_exact.py asserts these warnings
 ]
 
 
@@ -100,7 +100,7 @@ def flip(path):
 # --- which one ---
 
 
-def test_auto_begins_goes_on_and_falls_back_and_says_so(tmp_path, caplog):
+def test_auto_begins_resumes_and_falls_back_and_says_so(tmp_path, caplog):
     with caplog.at_level("INFO"):
         assert run(tmp_path, "auto") == [0, 1]
         assert "nothing to resume from in " in caplog.text
@@ -110,9 +110,9 @@ def test_auto_begins_goes_on_and_falls_back_and_says_so(tmp_path, caplog):
     (saved(tmp_path) / "step=3.ckpt").write_bytes(b"")
     (saved(tmp_path) / ".saving-99.tmp").write_bytes(b"half")
     (saved(tmp_path) / "step=9.ckpt.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it (has other bytes|is empty)") as told:
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it (has other bytes|is empty)") as warned:
         assert run(tmp_path, "must", steps=5) == [2, 3, 4]
-    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    assert len([w for w in warned if "passed over" in str(w.message)]) == 2
     assert not list(saved(tmp_path).glob(".saving*"))
     assert not (saved(tmp_path) / "step=9.ckpt.json").exists()
     assert [p.name for p in (tmp_path / "fit").iterdir()] == ["version_0"]
@@ -131,9 +131,9 @@ def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_b
     run(tmp_path, steps=4)
     rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
     rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as told:
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as warned:
         assert run(tmp_path, "must", steps=5) == [2, 3, 4]
-    assert len([w for w in told if "passed over" in str(w.message)]) == 2
+    assert len([w for w in warned if "passed over" in str(w.message)]) == 2
     rewritten(newest, lambda content: content.update(lr_schedulers=0))
     with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt: it is malformed: lr_schedulers in"):
         run(tmp_path, ckpt_path=str(newest))
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
         run(tmp_path, ckpt_path=str(given))
 
 
-def test_accumulation_goes_on_as_its_epoch_began(tmp_path):
+def test_accumulation_continues_as_its_epoch_began(tmp_path):
     """Of 8 batches each the second epoch makes 4 steps."""
     for steps, how in ((9, "never"), (12, "must")):
         state, module = RunState(), Tiny()
@@ -221,8 +221,8 @@ def test_accumulation_goes_on_as_its_epoch_began(tmp_path):
 def test_lightning_looks_for_no_other(tmp_path, monkeypatch):
     """That of an OnExceptionCheckpoint, passed over for its flipped bit, and one that is left of a job of SLURM."""
     run(tmp_path, steps=1)
-    own = Path(shutil.copy(saved(tmp_path) / "step=1.ckpt", tmp_path / "on_exception.ckpt"))
-    shutil.copy(own, tmp_path / "hpc_ckpt_1.ckpt")
+    copy = Path(shutil.copy(saved(tmp_path) / "step=1.ckpt", tmp_path / "on_exception.ckpt"))
+    shutil.copy(copy, tmp_path / "hpc_ckpt_1.ckpt")
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
     trainer, state, module = trainer_of(tmp_path, version=1), RunState(), Tiny()
     trainer.callbacks.append(OnExceptionCheckpoint(tmp_path))
@@ -278,7 +278,7 @@ def checkpoint(tmp_path_factory) -> Path:
         (Tiny(layers=9), r"14 keys .* only here; and 11 more. Set the model"),
     ],
 )
-def test_another_architecture_is_told_by_its_keys(checkpoint, module, message, tmp_path):
+def test_another_architecture_is_refused_with_its_keys(checkpoint, module, message, tmp_path):
     data = Data()
     with pytest.raises(
         ValueError, match=rf"cannot resume from .*step=1.ckpt: it is of another architecture, {message}"
@@ -318,7 +318,7 @@ def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
     compare(str(checkpoint), loose, world_size=1, ranks="same")
 
 
-def test_another_optimizer_is_told_before_the_first_batch(checkpoint, tmp_path):
+def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
     module = Tiny(layers=2, optimizer=torch.optim.SGD)
     with pytest.raises(
         ValueError, match=r"its optimizer is AdamW and here it is SGD \(settings only there: .*betas.*; on"
@@ -352,7 +352,7 @@ def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
         (None, "it is damaged or no checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_is_told(content, message, tmp_path):
+def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
     path = tmp_path / "x.ckpt"
     if content is None:
         path.write_bytes(b"PK\x03\x04 and no more")
@@ -429,7 +429,7 @@ def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
     assert other.read_text() == "years of work"
 
 
-def test_a_filesystem_without_locks_is_told(tmp_path, monkeypatch):
+def test_a_filesystem_without_locks_is_warned_of(tmp_path, monkeypatch):
     def unable(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -461,7 +461,7 @@ def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, mo
     assert not data.asked
 
 
-def test_ranks_that_see_other_files_do_not_go_on():
+def test_ranks_that_see_other_files_do_not_resume():
     state, stopped = RunState(), RunState()
     state.path = "a.ckpt"
 

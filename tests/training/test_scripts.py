@@ -1,4 +1,4 @@
-"""The modules in a researcher's own script: a plain Trainer, loaders of one's own, and nothing of our command line."""
+"""The modules in a script: a plain Trainer, other loaders than ours, and no command line."""
 
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def test_every_exported_name_is_there_and_others_are_not(room):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tuples", [False, True])
-def test_a_loader_of_ones_own_trains_and_validates_with_every_default(kind, tuples):
+def test_another_loader_trains_and_validates_with_every_default(kind, tuples):
     made = trainer(seen := Seen())
     made.fit(make(kind), loader(kind, tuples=tuples), loader(kind, tuples=tuples))
     assert made.global_step == 4
@@ -226,7 +226,7 @@ class Placed:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")
-def test_a_loader_of_ones_own_keeps_its_place_on_resume(tmp_path):
+def test_another_loader_keeps_its_position_on_resume(tmp_path):
     """What reads trainer.estimated_stepping_batches loses it: the batches would be 0, 1, ... again."""
     settings = OptimizerSettings(warmup_steps=0)
     kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -236,7 +236,7 @@ def test_a_loader_of_ones_own_keeps_its_place_on_resume(tmp_path):
     assert [batch["image"][0, 0, 0, 0].item() for batch in seen.batches] == [3.0, 4.0]
 
 
-# --- the Trainer's own settings ---
+# --- settings of the Trainer ---
 
 
 @pytest.mark.parametrize("kind", ["vision", "language"])
@@ -265,7 +265,7 @@ def test_accumulated_gradients_are_those_of_one_larger_batch(kind):
         ({"accumulate_grad_batches": 4}, "accumulate_grad_batches is 4: .* set accum_freq to 4"),
     ],
 )
-def test_what_contrastive_training_does_by_settings_of_its_own_is_named(settings, ours):
+def test_what_contrastive_training_does_by_other_settings_is_named(settings, ours):
     with pytest.raises(ValueError, match=ours):
         trainer(**settings).fit(make("clip"), loader("clip"))
     trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
@@ -274,11 +274,11 @@ def test_what_contrastive_training_does_by_settings_of_its_own_is_named(settings
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learning_rate_is_looked_for_and_set(kind, tmp_path):
     module = make(kind)
-    found = Tuner(trainer(max_epochs=20, default_root_dir=tmp_path)).lr_find(module, loader(kind), num_training=20)
-    assert module.lr == module.settings.lr == module.hparams["optimizer"]["lr"] == found.suggestion() != 5e-4
+    tuned = Tuner(trainer(max_epochs=20, default_root_dir=tmp_path)).lr_find(module, loader(kind), num_training=20)
+    assert module.lr == module.settings.lr == module.hparams["optimizer"]["lr"] == tuned.suggestion() != 5e-4
 
 
-def test_a_learning_rate_found_at_the_start_of_a_fit_is_the_schedules(tmp_path):
+def test_a_learning_rate_tuned_at_the_start_of_a_fit_is_the_schedules(tmp_path):
     made = trainer(LearningRateFinder(num_training_steps=15), max_epochs=5, default_root_dir=tmp_path)
     module = make("vision")
     made.fit(module, loader("vision"))
@@ -441,11 +441,17 @@ def test_data_take_transforms_and_tokenizer_from_the_module(digits):
 
 def test_the_test_command_evaluates_a_checkpoint_and_prints_a_table(digits, tmp_path, capsys):
     checkpoint = saved(make("clip"), tmp_path / "x.ckpt")
-    own = ["--model=ContrastiveModule", "--model.model=DiffCLIP-debug", "--data=ImageTextData"]
-    own += [f"--data.train={digits}/train", "--data.batch_size=16", f"--data.evaluations=[{digits}/zero_shot]"]
-    own += [f"--trainer.default_root_dir={tmp_path}", f"--trainer.logger.save_dir={tmp_path}"]
+    arguments = ["--model=ContrastiveModule", "--model.model=DiffCLIP-debug", "--data=ImageTextData"]
+    arguments += [f"--data.train={digits}/train", "--data.batch_size=16", f"--data.evaluations=[{digits}/zero_shot]"]
+    arguments += [f"--trainer.default_root_dir={tmp_path}", f"--trainer.logger.save_dir={tmp_path}"]
     main(
-        ["test", *own, "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu", f"--ckpt_path={checkpoint}"]
+        [
+            "test",
+            *arguments,
+            "--trainer.enable_progress_bar=false",
+            "--trainer.accelerator=cpu",
+            f"--ckpt_path={checkpoint}",
+        ]
     )
     assert "zero_shot/digits/acc1" in capsys.readouterr().out
 
@@ -460,7 +466,7 @@ class Length(Callback):
 
 @pytest.mark.forks
 def test_two_processes_share_a_loader_and_warn_of_nothing():
-    """Warnings are errors in tests: of OpenCLIP's loss in torch, of Lightning's loaders, of our own metrics."""
+    """Warnings are errors in tests: of OpenCLIP's loss in torch, of Lightning's loaders, of our metrics."""
     made = trainer(Length(), DataReport(), devices=2, strategy="ddp_fork", max_epochs=2)
     made.fit(make("clip"), loader("clip"))
 

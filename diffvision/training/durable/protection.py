@@ -1,0 +1,101 @@
+"""The one function that protects a fit: it connects all that this package does to a trainer.
+
+What each part does is in its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+
+from diffvision.training.durable import lightning_internals
+from diffvision.training.durable.checkpoints import DurableCheckpointIO
+from diffvision.training.durable.equal_steps import EvenRanks
+from diffvision.training.durable.preemption import Preemption, forwarded
+from diffvision.training.durable.rank_monitor import FailureNews, Peers, watched_launcher
+from diffvision.training.durable.resume import Ranks, Resume, prepared
+from diffvision.training.durable.run_state import RunState
+
+_OURS = (FailureNews, RunState, EvenRanks, Preemption)
+
+
+@contextmanager
+def protect(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    resume: Resume = "never",
+    ranks: Ranks = "same",
+    ckpt_path: str | None = None,
+    settings: dict[str, Any] | None = None,
+) -> Iterator[str | None]:
+    """Protect a fit: whole checkpoints, exact resuming, signals, failed ranks, as many steps on every rank.
+
+        with protect(trainer, module, resume="auto") as checkpoint:
+            trainer.fit(module, data, ckpt_path=checkpoint)
+
+    Callbacks and a plugin for checkpoints stay with the trainer; a checkpoint plugin that was asked for is kept. Steps
+    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` bring along.
+
+    Args:
+        trainer: what will fit the module inside.
+        module: what is trained.
+        resume: "auto": resume from the newest valid checkpoint of the run's directory, or begin where there is none;
+            "must": it is an error that there is none; "never": begin, and it is an error that there is one.
+        ranks: "any": a checkpoint of another number of processes will do.
+        ckpt_path: a checkpoint to resume from; then `resume` is "never".
+        settings: the configuration, as nested dictionaries of plain values: a resumed run names those that differ.
+
+    Yields:
+        The checkpoint to resume from, or None.
+
+    Raises:
+        ValueError: there is nothing to resume from, or something that must not be resumed from; the strategy would save
+            sharded checkpoints; or the installed Lightning is of another version than those that were tested.
+        OSError: a directory cannot be written to, or another run holds it.
+        LostRank: another process of the run has failed.
+    """
+    lightning_internals.require()
+    refuse_sharded(trainer.strategy)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = DurableCheckpointIO()
+    state, peers = RunState(settings), Peers()
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
+    with (
+        watched_launcher(),
+        peers.errors_reported(),
+        forwarded(trainer),
+        prepared(trainer, module, state, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
+    ):
+        yield path
+
+
+def in_order(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
+    """Return callbacks with ours among them, in the order that each needs.
+
+    News of a failure come first. The state is restored after all others have begun, and before checkpoints are saved.
+    Signals are acted on when the others are done with a step.
+    """
+    savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+    return [FailureNews(peers), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
+
+
+def refuse_sharded(strategy: Any) -> None:
+    """Refuse a strategy that saves sharded checkpoints: they are read back by unpickling whatever is in them.
+
+    They are also written past our plugin for checkpoints.
+    """
+    if (setting := lightning_internals.sharded_checkpoint_setting(strategy)) is None:
+        return
+    name, remedy = setting
+    raise ValueError(
+        f"{type(strategy).__name__} would save its shards in a directory, neither atomically nor as tensors alone: set "
+        f"the strategy's {name} to {remedy}, which gathers the states in one file"
+    )

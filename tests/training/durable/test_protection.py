@@ -1,0 +1,92 @@
+"""`protect` around the fit of a script: what it adds to a trainer, and that a stopped run resumes."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from diffvision.training import durable
+from diffvision.training.durable import protect
+from diffvision.training.durable.checkpoints import DurableCheckpointIO, verify
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),
+]
+
+
+class Tiny(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(3, 3), []
+
+    def training_step(self, batch, batch_idx):
+        self.steps.append(self.trainer.global_step)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def trainer_of(root, steps, **settings):
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=CSVLogger(root, "fit", 0),
+        max_steps=steps,
+        callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def train(root, steps, resume):
+    module, trainer = Tiny(), trainer_of(root, steps)
+    with protect(trainer, module, resume=resume) as checkpoint:
+        trainer.fit(module, DataLoader(torch.ones(8, 3)), ckpt_path=checkpoint)
+    return module, trainer, checkpoint
+
+
+def test_a_script_resumes_from_whole_checkpoints(tmp_path):
+    _, _, checkpoint = train(tmp_path, 2, "never")
+    assert checkpoint is None
+    assert verify(tmp_path / "kept" / "step=2.ckpt").step == 2
+    again, trainer, checkpoint = train(tmp_path, 4, "auto")
+    assert checkpoint == str(tmp_path / "kept" / "step=2.ckpt")
+    assert again.steps == [2, 3]
+    with pytest.raises(ValueError, match="already holds 4 checkpoints"):
+        train(tmp_path, 4, "never")
+    assert "_parse_ckpt_path" not in vars(trainer._checkpoint_connector)  # restored after the fit
+
+
+def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fit(tmp_path):
+    trainer, module = trainer_of(tmp_path, 1), Tiny()
+    trainer.callbacks.insert(0, EarlyStopping("loss"))
+    for _ in range(2):
+        with protect(trainer, module, settings={"seed": 1}):
+            pass
+        names = [type(callback).__name__ for callback in trainer.callbacks]
+        assert names == ["FailureNews", "EarlyStopping", "RunState", "ModelCheckpoint", "EvenRanks", "Preemption"]
+    assert isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
+
+
+def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
+    class Custom(TorchCheckpointIO):
+        pass
+
+    trainer = trainer_of(tmp_path, 1, plugins=[Custom()])
+    with protect(trainer, Tiny()):
+        assert type(trainer.strategy.checkpoint_io) is Custom
+
+
+def test_every_name_of_the_door_is_there():
+    for name in durable.__all__:
+        assert getattr(durable, name) is not None
+    assert sorted(durable.__all__) == sorted(durable._MODULES)
+    with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
+        _ = durable.nowhere
