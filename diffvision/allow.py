@@ -59,8 +59,10 @@ class _Refused(ValueError):
 
 
 class Refusing:
-    """Put before a parser's class: what is wrong with the arguments is said in one line, not in a page of usage; an
-    import that is refused is a separate error."""
+    """Put before a parser's class, so that a mistake is answered in one line, not in a page of usage.
+
+    An import that is refused is a separate error.
+    """
 
     prog: str
     exit_on_error: bool

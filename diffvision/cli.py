@@ -150,7 +150,7 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
 
 
 def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """The arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
+    """Return the arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
     parameters = inspect.signature(command).parameters.values()
     switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
     valued: list[str] = []
@@ -161,7 +161,7 @@ def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
 
 
 def _with_texts(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """The arguments, where a text or a list of texts may be given: what begins with a bracket is a list, others a text.
+    """Return the arguments with each text as it was typed; where a list may be given, what begins with `[` is one.
 
     They are read as YAML, in which `# 3` and `null` are empty and `- a cat` is a list: those become a list of one.
     """
@@ -198,7 +198,7 @@ def _reported(call: Callable[[], Any]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """An error's message; of one of the system's, the file and what is the matter with it."""
+    """Return an error's message; of one of the system's, the file and what is wrong with it."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)

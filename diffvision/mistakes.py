@@ -80,7 +80,7 @@ def _expected(name: str, value: str, kinds: list[str], classes: Callable[[str], 
 
 
 def _choices(expected: str) -> list[str]:
-    """What a type stands for, as one would write it."""
+    """Return what a type stands for, as one would write it."""
     if expected.startswith(_LITERAL):
         return expected.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
     if expected.startswith("dot import path"):
@@ -93,7 +93,7 @@ def _choices(expected: str) -> list[str]:
 
 
 def _of_options(message: str, parser: ArgumentParser) -> str:
-    """A message, with the option that each unknown one is nearest to."""
+    """Return a message with the option that the first unknown one is nearest to."""
     if match := re.fullmatch(r"the following arguments are required: (\w+)\.model", message):  # of LightningCLI
         return f"{match[1]} needs a model: give a recipe, such as --config clip/debug.yaml, or a class, as --model NAME"
     unknown, _, rest = message.partition("unrecognized arguments: ")

@@ -23,7 +23,7 @@ __all__ = ["adapted_vit"]
 
 @register_model
 def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """A VisionTransformer of timm's made differential.
+    """Build a VisionTransformer of timm's made differential.
 
     Args:
         pretrained: load the weights that the configuration names, as a folder's does.
@@ -39,7 +39,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     if not base or not method:
         raise ValueError("adapted_vit needs a base and a method: base='vit_base_patch16_224', method='v2'")
     if pretrained and not config:
-        raise ValueError(f"adapted_vit has no weights of its own: adapt those of {base}, and load 'local-dir:FOLDER'")
+        raise ValueError(f"adapted_vit has no pretrained weights: adapt those of {base}, and load 'local-dir:FOLDER'")
     # Not at the top: `adapt` imports OpenCLIP, and this module is imported right after timm.
     from diffvision.models.adapt import adapt
 
@@ -65,6 +65,6 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def _filtered(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
-    """timm's own filter, and of its weights those of a model that was cut, if it was."""
-    found = checkpoint_filter_fn(state, model)
-    return {name: value for name, value in found.items() if kept is None or name in kept}
+    """Filter weights as timm does, and keep those of a model that was cut, if it was."""
+    filtered = checkpoint_filter_fn(state, model)
+    return {name: value for name, value in filtered.items() if kept is None or name in kept}

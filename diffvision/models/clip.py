@@ -1,10 +1,10 @@
-"""OpenCLIP's side: our models by name, and its own towers with any attention of `diffvision.nn.ATTENTION`.
+"""OpenCLIP's side: our models by name, and OpenCLIP's towers with any attention of `diffvision.nn.ATTENTION`.
 
-OpenCLIP can be handed a timm image tower by name, but has no hook for its own towers: an unknown `block_type` builds
-its default block without a word. So `patch` wraps the two functions that build towers, and
+OpenCLIP can be handed a timm image tower by name, but has no hook for the towers that it builds itself: an unknown
+`block_type` builds its default block without a word. So `patch` wraps the two functions that build towers, and
 `text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) then says
 which attention the blocks get: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
-`text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's own image
+`text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's image
 tower, where `head_width` is the width of a differential head's output. Every other tower is built as before.
 
 Without this package the same configuration builds plain blocks, and loading our weights into them fails on their names.
@@ -38,7 +38,7 @@ _BUILDERS = {
     _VISION: ["embed_dim", "vision_cfg", "quick_gelu", "cast_dtype"],
 }
 _ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
-# What the tower itself decides, and what its own custom block (which ours replaces) would have read.
+# What the tower itself decides, and what its custom block (which ours replaces) would have read.
 _TOWER_SETTINGS = {"dim", "num_heads", "depth", "heads", "device", "dtype"}
 _CUSTOM_BLOCK_FIELDS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
 
@@ -63,8 +63,17 @@ class TextBlock(ResidualAttentionBlock):
     def attention(
         self, q_x: Tensor, k_x: Tensor | None = None, v_x: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """Self-attention over q_x [B, L, width]. `attn_mask` is additive, [L, L] or [B * heads, L, L], and replaces
-        the block's own causality; ValueError on a boolean mask and on cross-attention (k_x or v_x given)."""
+        """Attend over q_x [B, L, width].
+
+        Args:
+            q_x: the tokens.
+            k_x: must be None, as must v_x: the block is self-attention.
+            v_x: as k_x.
+            attn_mask: additive, [L, L] or [B * heads, L, L]; it replaces the block's causality.
+
+        Raises:
+            ValueError: a boolean mask, or cross-attention.
+        """
         if k_x is not None or v_x is not None:
             raise ValueError("a diffvision text block is self-attention: it takes no k_x or v_x")
         if attn_mask is None:
@@ -110,7 +119,7 @@ def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[st
 
 
 def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str, Any]) -> None:
-    """The same of a text tower, initialised by OpenCLIP's own rule for them."""
+    """Exchange the attention of a text tower, and initialise it by OpenCLIP's rule for them."""
     transformer = tower.transformer
     causal = _has_causal_mask(tower)
     if causal:
@@ -128,8 +137,10 @@ def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str
 
 
 def _has_causal_mask(tower: TextTransformer) -> bool:
-    """Whether the one mask that the tower's blocks are ever given is the causal one. A class token brings a mask that
-    depends on the batch, so such towers keep theirs."""
+    """Return whether the one mask that the tower's blocks are ever given is the causal one.
+
+    A class token brings a mask that depends on the batch, so such towers keep theirs.
+    """
     mask = tower.attn_mask
     if mask is None or tower.cls_emb is not None:
         return False
@@ -145,11 +156,9 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         if (asked := _asked(cfg, "text_cfg")) is None:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
         if cfg.hf_model_name:
-            raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's own text tower, not {cfg.hf_model_name!r}"
-            )
+            raise ValueError(f"block_type {cfg.block_type!r} is for OpenCLIP's text tower, not {cfg.hf_model_name!r}")
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _told_of(cfg.block_type):
+        with _naming(cfg.block_type):
             _use_text_attention(tower, *asked)
         return tower
 
@@ -165,11 +174,11 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
         if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's own vision transformer, not "
+                f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer, not "
                 f"{cfg.timm_model_name or 'a ResNet'!r}: of timm's models name one that is differential itself"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _told_of(cfg.block_type):
+        with _naming(cfg.block_type):
             _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *asked)
         return tower
 
@@ -181,21 +190,21 @@ _WRAPPERS = {_TEXT: _wrap_text, _VISION: _wrap_vision}
 
 
 def _asked(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
-    """The variant and settings that a tower's configuration asks for; None if it is none of ours."""
+    """Return the variant and settings that a tower's configuration asks for; None if it is none of ours."""
     block_type = getattr(cfg, "block_type", None) or ""
     if block_type.partition(":")[0] != _PREFIX:
         return None
     variant, settings = parse_block_type(block_type)
     if custom := [field for field in _CUSTOM_BLOCK_FIELDS if getattr(cfg, field)]:
         raise ValueError(
-            f"{name} sets {custom}, which block_type {block_type!r} does not read: put the variant's own "
+            f"{name} sets {custom}, which block_type {block_type!r} does not read: put the variant's "
             "settings into block_type"
         )
     return variant, settings
 
 
 @contextmanager
-def _told_of(block_type: str) -> Iterator[None]:
+def _naming(block_type: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:  # a value of the wrong kind, such as head_dim=wide
@@ -204,8 +213,8 @@ def _told_of(block_type: str) -> Iterator[None]:
 
 def _rebind(name: str, old: Callable, new: Callable) -> None:
     """Bind a builder anew wherever OpenCLIP's modules hold it (some import it by name)."""
-    for place, module in list(sys.modules.items()):
-        if place.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
             setattr(module, name, new)
 
 
@@ -231,7 +240,7 @@ def _check_host() -> None:
 def patch() -> None:
     """Teach OpenCLIP our blocks and the names of `clip_configs/`; a second call changes nothing.
 
-    RuntimeError, with nothing changed, if the installed OpenCLIP has no such place for a hook.
+    RuntimeError, with nothing changed, if the installed OpenCLIP lacks what the hooks need.
     """
     if not hasattr(getattr(open_clip.model, _TEXT, None), "_replaces"):
         _check_host()
@@ -243,7 +252,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Undo `patch`: OpenCLIP's own builder again, and our names unknown. Models already built keep working."""
+    """Undo `patch`: OpenCLIP's builders again, and our names unknown. Models already built keep working."""
     for name in _WRAPPERS:
         wrapper: Any = getattr(open_clip.model, name, None)
         if hasattr(wrapper, "_replaces"):

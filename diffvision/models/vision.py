@@ -1,6 +1,6 @@
 """timm's side: vision transformers with any attention of `diffvision.nn.ATTENTION`, under names that timm knows.
 
-A model is timm's own `VisionTransformer` with the block below: only what attends is changed, so all that timm does with
+A model is timm's `VisionTransformer` with the block below: only what attends is changed, so all that timm does with
 its models (features, resizing, checkpointing, layer decay, saving) works with these. A name is a family and a shape:
 
     diff_vit_<shape>     V1: half of the plain model's heads, of the same size     diff_vit_base_patch16_224
@@ -9,9 +9,9 @@ its models (features, resizing, checkpointing, layer decay, saving) works with t
     gda_vit_<shape>      grouped: V1's heads, several to a noise head               gda_vit_base_patch16_224
 
 `diff_vit_base` and its siblings are short for the shapes of `ALIASES`. There is a plain twin for each CLIP tower and
-the debug models; that of `diff_vit_base_patch16_224` is timm's own `vit_base_patch16_224`, the same function.
+the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
-Beside timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
+Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
 model's configuration can hold them. None has pretrained weights: `pretrained=True` is a RuntimeError.
 """
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
         num_heads: heads as the attention counts them (differential ones).
         attn_layer: called as `attn_layer(dim, num_heads, depth=, qkv_bias=, qk_norm=, proj_bias=, attn_drop=,
             proj_drop=, device=, dtype=)`, such as `partial(build_attention, "v1")`; depth is the block's index.
-        scale_attn_norm: must be False; what there is to it is the attention's own head norm.
+        scale_attn_norm: must be False; use head_norm, the attention's norm of each head.
         Others: as `timm.models.vision_transformer.Block`.
 
     Raises:
@@ -248,7 +248,7 @@ def model_names() -> list[str]:
 
 
 def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
-    """What timm and its users read of a model before it is built; the keys of timm's own vision transformers."""
+    """Return what timm reads of a model before it is built, with the keys of timm's vision transformers."""
     clip = "_clip" in name
     return {
         "url": "",  # no weights
@@ -267,7 +267,7 @@ def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
-    """Builds a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
+    """Build a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
     # A shape's settings serve all variants; what a user asks for by hand must mean something to this one.
@@ -296,7 +296,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
 
 
 def _register(name: str) -> None:
-    """Gives timm a function of this module called `name`, as its decorator expects them."""
+    """Give timm a function of this module called `name`, as its decorator expects them."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
         return _create(name, pretrained, **kwargs)

@@ -169,21 +169,21 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text if fit else argparse.SUPPRESS)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
+        self.config = parser.parse_args(args)  # Lightning's method warns whenever arguments come from a function call
         if "subcommand" in self.config:
             _load_tensors_only(self.config[self.config["subcommand"]])
 
     def instantiate_classes(self) -> None:
-        """An error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
+        """Raise an error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            own = _raised_elsewhere(error)
-            if own is None:
+            cause = _raised_elsewhere(error)
+            if cause is None:
                 raise
-            if isinstance(own, ValueError | OSError):
-                raise own from own.__cause__
-            raise ValueError(f"{type(own).__name__}: {own}") from own  # a host's, such as timm's of an unknown model
+            if isinstance(cause, ValueError | OSError):
+                raise cause from cause.__cause__
+            raise ValueError(f"{type(cause).__name__}: {cause}") from cause  # such as timm's of an unknown model
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
@@ -197,7 +197,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """A callback that watches a metric of a folder which is not evaluated would fail after an epoch's work."""
+        """Refuse a callback that watches a metric of a folder which is not evaluated: it would fail after an epoch."""
         folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
         measured = [f"{folder.task}/{folder.name}/" for folder in folders]
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
@@ -269,7 +269,7 @@ def _refuse_alone(trainer: pl.Trainer) -> None:
 
 
 def _load_tensors_only(config: Any) -> None:
-    """A checkpoint is a file of this machine, of tensors and plain values: ValueError for any other wish."""
+    """Raise a ValueError unless a checkpoint is a file of this machine, read as tensors and plain values."""
     refuse_urls(config.get("ckpt_path"), "ckpt_path")
     if config.get("ckpt_path") and Path(config["ckpt_path"]).is_dir():
         raise ValueError(
@@ -283,7 +283,7 @@ def _load_tensors_only(config: Any) -> None:
 
 
 def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
-    """The first of an error and its causes that jsonargparse itself did not raise, if there is one."""
+    """Return the first of an error and its causes that jsonargparse itself did not raise, if there is one."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
@@ -310,7 +310,7 @@ def fit(args: list[str] | None = None) -> FitCLI:
 
 
 def _refusal(message: str) -> str | None:
-    """What to say in place of a message of Lightning's that names no setting, or no near name."""
+    """Return what to say instead of a message of Lightning's that names no setting, or no near name."""
     if "No supported gpu backend found" in message:
         return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
     if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):

@@ -31,7 +31,7 @@ def recipe(name: str) -> Path:
 
 
 def with_recipes(args: Sequence[str]) -> list[str]:
-    """Return a command line with the path of each recipe in place of its name. A file of that path comes first.
+    """Return a command line with the path of each recipe instead of its name. A file of that path comes first.
 
     Raises:
         FileNotFoundError: a configuration file that is neither a file nor a recipe.
@@ -48,7 +48,7 @@ def with_recipes(args: Sequence[str]) -> list[str]:
 
 
 def _configuration(value: str) -> str:
-    """The path of a configuration; what does not look like a file's name, such as YAML itself, stays."""
+    """Return the path of a configuration; what does not look like a file's name, such as YAML itself, stays."""
     if "\n" in value or Path(value).suffix not in (".yaml", ".yml", ".json"):
         return value
     path = Path(value) if Path(value).is_file() else recipe(value)
@@ -57,7 +57,7 @@ def _configuration(value: str) -> str:
 
 
 def _check_mapping(path: Path) -> None:
-    """ValueError with the file and the line, which a parser's own message lacks. Events are read without recursion."""
+    """Raise a ValueError with the file and the line, which a parser's message lacks; read without recursion."""
     try:
         kinds = [type(event) for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
     except yaml.MarkedYAMLError as error:

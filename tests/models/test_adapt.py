@@ -235,7 +235,7 @@ def test_a_name_says_base_and_method():
     for settings, message in (({}, "needs a base and a method"), ({"pretrained": True}, "needs a base")):
         with pytest.raises(ValueError, match=message):
             timm.create_model("adapted_vit", **settings)
-    with pytest.raises(ValueError, match="adapted_vit has no weights of its own"):
+    with pytest.raises(ValueError, match="adapted_vit has no pretrained weights"):
         timm.create_model("adapted_vit", pretrained=True, base="plain_vit_debug", method="v2")
 
 
