@@ -20,16 +20,17 @@ __version__ = "0.1.0"
 
 __all__ = ["Model", "__version__", "adapt", "models", "open_model", "replace_attention"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Model": "opening",
-        "adapt": "models.adapt",
-        "models": None,
-        "open_model": "opening",
-        "replace_attention": "models.replace",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Model": "opening",
+            "adapt": "models.adapt",
+            "models": None,
+            "open_model": "opening",
+            "replace_attention": "models.replace",
+        },
+    )
 
 register("timm")
 register("open_clip")

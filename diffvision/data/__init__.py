@@ -79,4 +79,5 @@ _MODULES = {
     "write_manifest": "shards.writer",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

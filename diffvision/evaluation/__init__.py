@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "EVALUATIONS": "suite",
-        "FeatureExtractor": "extractor",
-        "Options": "options",
-        "evaluate": "suite",
-        "run": "command",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "EVALUATIONS": "suite",
+            "FeatureExtractor": "extractor",
+            "Options": "options",
+            "evaluate": "suite",
+            "run": "command",
+        },
+    )

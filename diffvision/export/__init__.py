@@ -9,4 +9,5 @@ if TYPE_CHECKING:
 
 __all__ = ["save_folder"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"save_folder": "folders"})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"save_folder": "folders"})

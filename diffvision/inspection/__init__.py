@@ -10,4 +10,5 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect", "inspect_models"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"inspect": "command", "inspect_models": "inspecting"})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"inspect": "command", "inspect_models": "inspecting"})

@@ -9,4 +9,5 @@ if TYPE_CHECKING:
 
 __all__ = ["adapted", "clip", "language", "vision"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__))
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__))

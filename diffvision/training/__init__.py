@@ -54,4 +54,5 @@ __all__ = [
     "TrainOnlyNew",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

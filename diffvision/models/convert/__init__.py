@@ -10,4 +10,5 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYOUTS", "convert", "recognise"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"LAYOUTS": "layouts", "convert": "command", "recognise": "layouts"})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"LAYOUTS": "layouts", "convert": "command", "recognise": "layouts"})
