@@ -9,7 +9,7 @@ names are in `jsonargparse_internals`; where they are missing the limit stays, a
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
+from diffvision.mistakes import in_short, see_help
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -58,8 +59,10 @@ class _Refused(ValueError):
 
 
 class Refusing:
-    """Put before a parser's class: what is wrong with the arguments is said in one line, not in a page of usage; an
-    import that is refused is a separate error."""
+    """Put before a parser's class, so that a mistake is answered in one line, not in a page of usage.
+
+    An import that is refused is a separate error.
+    """
 
     prog: str
     exit_on_error: bool
@@ -69,38 +72,14 @@ class Refusing:
             raise _Refused(message) from ex
         if not self.exit_on_error:
             super().error(message, ex)  # type: ignore[misc]
-        parser = getattr(ex, "subcommand_parser", None) or self
+        parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        print(f"diffvision: error: {in_short(message)}; see {program} --help", file=sys.stderr)
+        print(f"diffvision: error: {see_help(in_short(message, parser, self.classes), program)}", file=sys.stderr)
         raise SystemExit(2)
 
-
-def in_short(message: str) -> str:
-    """A parser's message in one line: of nested ones, the innermost setting, and what is wrong with it."""
-    settings = re.findall(r'Parser key "([^"]+)":', message)
-    name, inner = ".".join(settings), message.rpartition('Parser key "')[2].partition(":")[2]
-    if not settings:
-        return " ".join(message.split())
-    if match := re.match(r"\s*Expected an? (.+)\. Got value: (.*)", inner):
-        return f"{name} is {match[2]!r}: it takes {', '.join(_choices(match[1]))}"
-    tried, _, given = inner.partition("Given value type: ")
-    faults = [" ".join(fault.split()) for fault in re.split(r"^\s*- ", tried, flags=re.MULTILINE)[1:]]
-    other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
-    value = re.search("Given value: (.*)", given)
-    if other or value is None or not faults:
-        return f"{name}: {'; '.join(other) or ' '.join(inner.split())}"
-    kinds = re.findall(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", tried, re.MULTILINE)
-    return f"{name} is {value[1]!r}: it takes {', '.join(dict.fromkeys(c for kind in kinds for c in _choices(kind)))}"
-
-
-def _choices(expected: str) -> list[str]:
-    """What a type stands for, as one would write it."""
-    if match := re.match(r"typing\.Literal\[(.*)\]$", expected):
-        return match[1].replace("'", "").split(", ")
-    if expected.startswith("dot import path"):
-        return ["the name of a class"]
-    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
-    return [{"NoneType": "null", "dict": "{name: value}", "bool": "true, false"}.get(name, name)]
+    def classes(self, setting: str) -> Iterable[str]:
+        """Names of the classes that a setting takes, for a message to name the nearest."""
+        return ()
 
 
 class Parser(Refusing, ArgumentParser):

@@ -1,107 +1,67 @@
-"""The command line: argument -> function. Every command's arguments, types and help are its function's signature."""
+"""The command line: argument -> function. Every command's arguments, types and help are its function's signature.
+
+The modules of `COMMANDS` import PyTorch and the hosts within their functions, so that help and mistakes are answered at
+once. `fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
+"""
 
 import importlib
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from jsonargparse import auto_cli
 
-from diffvision.allow import Parser, limited_imports
-from diffvision.data.shards.report import BadDataError
+class Command(NamedTuple):
+    """A row of the table below: where a command's function is, and what `diffvision --help` says of it."""
 
-# command -> (module, function, what it does); the module is imported only when its command runs
+    module: str
+    function: str
+    summary: str
+
+
 COMMANDS = {
-    "demo": (
-        "diffvision.demo",
-        "demo",
-        "train and compare small models in minutes: CLIPs, or with --language text",
+    "demo": Command(
+        "diffvision.demo", "demo", "train and compare small models in minutes: CLIPs, or with --language text"
     ),
-    "evaluate": ("diffvision.evaluation.suite", "run", "zero-shot, retrieval, probes and composition of a model"),
-    "models": ("diffvision.cli", "models", "list our models with their parameters"),
-    "doctor": ("diffvision.doctor", "doctor", "check the installation"),
-    "data make": ("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
-    "data check": ("diffvision.data.make", "check", "verify shards, and decode every sample"),
-    "evaluate-language": (
-        "diffvision.evaluation.language.suite",
+    "evaluate": Command(
+        "diffvision.evaluation.command", "run", "zero-shot, retrieval, probes and composition of a model"
+    ),
+    "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
+    "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
+    "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
+    "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
+    "evaluate-language": Command(
+        "diffvision.evaluation.language.command",
         "run",
         "perplexity, needles, many-shot, outliers and more of language models",
     ),
-    "generate": ("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "export": (
-        "diffvision.export.command",
-        "export",
-        "write a trained model as its host's folder, torch.export, ONNX or in eight bits",
+    "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
+    "export": Command(
+        "diffvision.export.command", "export", "write a trained model as its host's folder, torch.export, ONNX or int8"
     ),
-    "inspect": (
-        "diffvision.inspection",
-        "inspect",
-        "look inside of a model, or two side by side: attention maps, numbers, one page",
+    "inspect": Command(
+        "diffvision.inspection.command", "inspect", "look into a model, or two: attention maps, numbers, one page"
     ),
-    "push": ("diffvision.export.hub", "push", "send a model's folder to the Hugging Face Hub"),
-    "adapt": (
-        "diffvision.export.adapted",
-        "adapt",
-        "make a pretrained model differential, to train on from there",
+    "push": Command("diffvision.export.hub", "push", "send a model's folder to the Hugging Face Hub"),
+    "adapt": Command(
+        "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to train on from there"
     ),
-    "convert": ("diffvision.models.convert", "convert", "write weights of one layout as another"),
-    "data tokenizer": ("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
-    "data tokenize": ("diffvision.data.make", "tokenize", "write text shards as token shards"),
-    "data stats": ("diffvision.data.make", "stats", "count and measure shards"),
+    "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
+    "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
+    "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
+    "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
 }
 TRAINER_COMMANDS = {
-    "fit": "train: diffvision fit --config configs/clip/debug.yaml",
+    "fit": "train: diffvision fit --config clip/debug.yaml",
     "validate": "run a configuration's evaluations",
     "test": "run a configuration's test loop",
 }
-
-
-def models(filter: str = "*") -> None:
-    """Prints our models, for timm, OpenCLIP and text, with their parameters (counted on the meta device).
-
-    Args:
-        filter: shell pattern, e.g. "diff_vit_base*", "DiffCLIP*" or "*-3b".
-    """
-    from fnmatch import fnmatch
-
-    import open_clip
-    import timm
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from diffvision.models import clip, language, vision
-
-    known = {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
-    if not any(fnmatch(name, filter) for names in known.values() for name in names):
-        raise ValueError(
-            f"no model of ours is called as {filter!r} says: give a pattern such as 'diff_vit*' or '*CLIP*'"
-        )
-    table = Table("model", "host", "parameters")
-    logging.disable(logging.WARNING)  # OpenCLIP warns of every model that it builds without weights
-    with torch.device("meta"):
-        for name in known["timm"]:
-            if fnmatch(name, filter):
-                table.add_row(name, "timm", _parameters(timm.create_model(name)))
-        for name in known["OpenCLIP"]:
-            if fnmatch(name, filter):
-                table.add_row(name, "OpenCLIP", _parameters(open_clip.create_model(name, device="meta")))
-        for name in known["text"]:
-            if fnmatch(name, filter):
-                table.add_row(name, "text", _parameters(language.create(name)))
-    logging.disable(logging.NOTSET)
-    Console().print(table)
-
-
-def _parameters(model: Any) -> str:
-    return f"{sum(p.numel() for p in model.parameters()):,}"
+RUN = "run another program with our models registered: diffvision run open_clip_train.main ..."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `diffvision` and `python -m diffvision`. Returns the exit status."""
+    """Run `diffvision` or `python -m diffvision`, and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
@@ -112,31 +72,69 @@ def main(argv: list[str] | None = None) -> int:
         print(f"diffvision {__version__}")
         return 0
     if argv[0] in TRAINER_COMMANDS:
-        from diffvision.training.fit import fit
-
-        return _reported(lambda: fit(argv))
+        return _train(argv)
     if argv[0] == "run":
-        from diffvision.run import run
-
-        if len(argv) < 2:
-            print("diffvision run: name a module or a .py file to run", file=sys.stderr)
-            return 2
-        run(argv[1:])  # errors are the program's own
-        return 0
+        return _run(argv[1:])
     words = 2 if argv[0] == "data" else 1
     name = " ".join(argv[:words])
     if name not in COMMANDS:
-        print(f"diffvision: no command {name!r}\n\n{_help()}", file=sys.stderr)
+        return _no_command(name)
+    return _reported(lambda: _command(name, argv[words:]))
+
+
+def _train(argv: list[str]) -> int:
+    from diffvision.training.recipes import with_recipes
+
+    try:
+        argv = with_recipes(argv)  # Lightning takes long to import, and a missing file can be reported without it
+    except (ValueError, OSError) as error:
+        print(f"diffvision: error: {error}", file=sys.stderr)
         return 2
+
+    def fit() -> None:
+        from diffvision.training.fit import fit
+
+        fit(argv)
+
+    return _reported(fit)
+
+
+def _run(argv: list[str]) -> int:
+    from diffvision.run import run
+
+    if not argv:
+        print("diffvision run: name a module or a .py file to run", file=sys.stderr)
+        return 2
+    run(argv)  # errors are the program's
+    return 0
+
+
+def _no_command(name: str) -> int:
+    from diffvision.mistakes import did_you_mean, see_help
+
+    of_data = [other for other in COMMANDS if other.startswith("data ")]
+    if name in ("data -h", "data --help"):
+        print("\n".join(["usage: diffvision data COMMAND [arguments]", "", *map(_line, of_data)]))
+        return 0
+    if name == "data":
+        text = f"data needs a command: {', '.join(other.removeprefix('data ') for other in of_data)}"
+    else:
+        text = f"no command {name!r}{did_you_mean(name, [*TRAINER_COMMANDS, *COMMANDS, 'run'])}"
+    print(f"diffvision: error: {see_help(text, 'diffvision')}", file=sys.stderr)
+    return 2
+
+
+def _command(name: str, args: list[str]) -> Any:
+    """Call a command's function with arguments that its signature describes."""
+    from jsonargparse import auto_cli
+
+    from diffvision.allow import Parser, limited_imports
+
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
-
-    def called() -> Any:
-        given = _models_first(name, command, argv[words:])
-        with limited_imports(_as_they_stand(command, _switched(command, given))) as args:
-            return auto_cli(command, args=args, prog=f"diffvision {name}", as_positional=True, parser_class=Parser)
-
-    return _reported(called)
+    args = _models_first(name, command, args)
+    with limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
+        return auto_cli(command, args=limited, prog=f"diffvision {name}", as_positional=True, parser_class=Parser)
 
 
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
@@ -151,44 +149,46 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
     return args
 
 
-def _switched(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """The arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
+def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return the arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
     parameters = inspect.signature(command).parameters.values()
-    switches = {f"--{own.name}" for own in parameters if own.annotation in (bool, "bool")}
-    given: list[str] = []
-    for place, arg in enumerate(args):
-        alone = arg in switches and args[place + 1 : place + 2] not in (["true"], ["false"])
-        given += [arg, "true"] if alone else [arg]
-    return given
+    switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
+    valued: list[str] = []
+    for index, arg in enumerate(args):
+        alone = arg in switches and args[index + 1 : index + 2] not in (["true"], ["false"])
+        valued += [arg, "true"] if alone else [arg]
+    return valued
 
 
-def _as_they_stand(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """The arguments, where a text or a list of texts may be given: what begins with a bracket is a list, others a text.
+def _with_texts(command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return the arguments with each text as it was typed; where a list may be given, what begins with `[` is one.
 
-    They are read as YAML, in which `# 3` and `null` are nothing and `- a cat` is a list: those become a list of one.
+    They are read as YAML, in which `# 3` and `null` are empty and `- a cat` is a list: those become a list of one.
     """
     texts = {
-        f"--{own.name}"
-        for own in inspect.signature(command).parameters.values()
-        if "str | list[str]" in str(own.annotation)
+        f"--{parameter.name}"
+        for parameter in inspect.signature(command).parameters.values()
+        if "str | list[str]" in str(parameter.annotation)
     }
-    given: list[str] = []
+    quoted: list[str] = []
     for arg in args:
-        name, joined, value = arg.partition("=")
-        if given and given[-1] in texts and not arg.startswith("--"):
-            given.append(_one_text(arg))
+        name, equals, value = arg.partition("=")
+        if quoted and quoted[-1] in texts and not arg.startswith("--"):
+            quoted.append(_one_text(arg))
         else:
-            given.append(f"{name}={_one_text(value)}" if joined and name in texts else arg)
-    return given
+            quoted.append(f"{name}={_one_text(value)}" if equals and name in texts else arg)
+    return quoted
 
 
 def _one_text(value: str) -> str:
-    taken_otherwise = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
-    return json.dumps([value]) if taken_otherwise else value
+    read_otherwise = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
+    return json.dumps([value]) if read_otherwise else value
 
 
 def _reported(call: Callable[[], Any]) -> int:
-    """Runs a command: bad input ends with its one line, not a page of traceback."""
+    """Run a command: bad input ends with one line, not a page of traceback."""
+    from diffvision.data.shards.report import BadDataError
+
     try:
         result = call()
     except (ValueError, OSError, BadDataError, FloatingPointError) as error:
@@ -198,19 +198,21 @@ def _reported(call: Callable[[], Any]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """An error's message; of one of the system's, the file and what is the matter with it."""
+    """Return an error's message; of one of the system's, the file and what is wrong with it."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
 
 
 def _help() -> str:
-    described = {**TRAINER_COMMANDS, **{name: text for name, (_, _, text) in COMMANDS.items()}}
-    described["run"] = "run another program with our models registered: diffvision run open_clip_train.main ..."
-    lines = [f"  {name:<18} {text}" for name, text in described.items()]
     usage = "usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)"
     allow = "--allow PREFIX, with any of them: configurations may name classes of that package too"
-    return "\n".join([usage, "", *lines, "", allow])
+    return "\n".join([usage, "", *map(_line, [*TRAINER_COMMANDS, *COMMANDS, "run"]), "", allow])
+
+
+def _line(name: str) -> str:
+    summary = COMMANDS[name].summary if name in COMMANDS else TRAINER_COMMANDS.get(name, RUN)
+    return f"  {name:<18} {summary}"
 
 
 if __name__ == "__main__":

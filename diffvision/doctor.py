@@ -1,32 +1,21 @@
-"""The check of an installation: versions, devices, the attention backend of the usual shapes, known conflicts."""
+"""The check of an installation: versions, devices, the attention backend of the usual shapes, known conflicts.
+
+PyTorch and the hosts are imported within its functions: the versions are reported even where one of them is missing.
+"""
 
 import importlib.metadata
 import importlib.util
 import platform
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from packaging.requirements import Requirement
 from packaging.version import Version
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from diffvision.models import clip, vision
-from diffvision.ops.attention import Problem, supported_backends
+if TYPE_CHECKING:
+    from rich.console import Console
 
-# package -> the oldest version that is tested to work (the same floors as pyproject.toml)
-FLOORS = {
-    "torch": "2.10",
-    "torchvision": None,
-    "timm": "1.0.26",
-    "open_clip_torch": "3.3",
-    "lightning": "2.6.5",
-    "webdataset": "1.0.2",
-    "jsonargparse": "4.39",
-    "pillow": "12.3",
-    "numpy": None,
-    "scikit-learn": None,
-}
+DEVELOPMENT = ("dev", "docs")  # extras of contributors
 MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")
 
 # name -> (heads, kv heads, tokens, D, V, shared keys, causal); heads are differential ones
@@ -39,26 +28,62 @@ USUAL_SHAPES = {
 }
 
 
+class Need(NamedTuple):
+    """A package that diffvision needs, or that one of its extras does."""
+
+    requirement: Requirement
+    extra: str | None = None
+
+    @property
+    def versions(self) -> str:
+        """The versions that are needed, as pip takes them."""
+        return str(self.requirement.specifier)
+
+
 class Finding(NamedTuple):
-    """One thing the doctor has to say; `broken` means that diffvision itself does not work with it."""
+    """One finding of the doctor; `broken` means that diffvision itself does not work with it."""
 
     broken: bool
     text: str
 
 
-def versions() -> dict[str, str | None]:
-    """Package -> installed version, None if it is not installed."""
-    found: dict[str, str | None] = {}
-    for name in FLOORS:
+def needs() -> dict[str, Need]:
+    """Return package -> what is needed of it, as the installed package's metadata says.
+
+    Raises:
+        PackageNotFoundError: diffvision itself is not installed, only its files are here.
+    """
+    provided = importlib.metadata.metadata("diffvision").get_all("Provides-Extra") or []
+    extras = ["", *(extra for extra in provided if extra not in DEVELOPMENT)]
+    packages: dict[str, Need] = {}
+    for text in importlib.metadata.requires("diffvision") or ():
+        requirement = Requirement(text)
+        extra = next((extra for extra in extras if _applies(requirement, extra)), None)
+        if extra is not None and requirement.name not in packages:
+            packages[requirement.name] = Need(requirement, extra or None)
+    return packages
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    """Whether a requirement is of this platform and extra; "" stands for none."""
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
+    """Return package -> installed version, None if it is not installed."""
+    installed: dict[str, str | None] = {}
+    for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def devices() -> list[str]:
-    """A line a device."""
+    """Return a line for each device."""
+    import torch
+
     lines = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -72,10 +97,14 @@ def devices() -> list[str]:
 
 
 def backends() -> list[tuple[str, str, str, str]]:
-    """(shape, device and dtype, chosen backend, why) of the usual shapes on the devices that are here."""
-    here = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
+    """Return (shape, device and dtype, chosen backend, why) of the usual shapes on the devices of this machine."""
+    import torch
+
+    from diffvision.ops.attention import Problem, supported_backends
+
+    kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
     rows = []
-    for device, dtype in here:
+    for device, dtype in kinds:
         for name, (heads, kv_heads, tokens, head_dim, value_dim, shared, causal) in USUAL_SHAPES.items():
             problem = Problem(
                 batch=32,
@@ -95,48 +124,56 @@ def backends() -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def conflicts(installed: dict[str, str | None]) -> list[Finding]:
-    """What is known not to go together, of these installed versions (package -> version, as `versions()` gives)."""
-    found = []
-    for name, floor in FLOORS.items():
+def unmet(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> list[Finding]:
+    """Return what is needed and not installed in a fitting version."""
+    findings = []
+    for name, need in packages.items():
         version = installed.get(name)
-        if version is None:
-            found.append(Finding(True, f"{name} is not installed: pip install {name}"))
-        elif floor and Version(version) < Version(floor):
-            found.append(
-                Finding(True, f"{name} {version} is older than {floor}: pip install --upgrade '{name}>={floor}'")
+        remedy = f"pip install '{name}{need.versions}'"
+        if version is None and need.extra is None:
+            findings.append(Finding(True, f"{name} is not installed: {remedy}"))
+        elif version is not None and not need.requirement.specifier.contains(version, prereleases=True):
+            of_extra = f" of diffvision[{need.extra}]" if need.extra else ""
+            findings.append(
+                Finding(need.extra is None, f"{name} {version} is not the needed {need.versions}{of_extra}: {remedy}")
             )
+    return findings
+
+
+def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
+    """Return what is known not to work together, of these installed versions (package -> version)."""
+    findings = []
     if installed.get("lightning") in MALICIOUS_LIGHTNING:
-        found.append(
+        findings.append(
             Finding(
                 True, f"lightning {installed['lightning']} was a malicious release: remove it, and rotate your secrets"
             )
         )
     if _at_least(installed, "webdataset", "0.2.87"):
-        found.append(
+        findings.append(
             Finding(
                 False,
                 "open_clip_train 3.3 fails with webdataset above 0.2.86 (KeyError): use `diffvision fit`, or run "
-                "it in an environment of its own; do not install open_clip_torch[training] here, which pins webdataset",
+                "it in a separate environment; do not install open_clip_torch[training] here, which pins webdataset",
             )
         )
     if _at_least(installed, "numpy", "2.4"):
-        found.append(
+        findings.append(
             Finding(
                 False,
                 "CLIP_benchmark 1.6 and open_clip_train's zero-shot fail with numpy 2.4 (TypeError: only 0-dimensional "
-                "arrays): use `diffvision evaluate`, or numpy below 2.4 in an environment of their own",
+                "arrays): use `diffvision evaluate`, or numpy below 2.4 in a separate environment",
             )
         )
     spec = importlib.util.find_spec("flash_attn")
     if spec is not None and spec.origin is None:
-        found.append(
+        findings.append(
             Finding(
                 False,
                 "flash_attn is a namespace without flash_attn_func (flash-attn-4 makes one): no FlashAttention 2 here",
             )
         )
-    return found
+    return findings
 
 
 def private_names() -> list[Finding]:
@@ -154,21 +191,28 @@ def private_names() -> list[Finding]:
 
 
 def doctor() -> int:
-    """Prints the report. Returns 1 if something that diffvision needs is broken, else 0."""
+    """Print what is installed, what is needed, and what works. Returns 1 if diffvision cannot work, else 0."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console()
-    installed = versions()
+    try:
+        packages = needs()
+    except importlib.metadata.PackageNotFoundError:
+        console.print("[red]broken:[/] diffvision is not installed, only its files are here: pip install -e .")
+        return 1
+    installed = versions(packages)
     table = Table("package", "installed", "needed", title=f"Python {platform.python_version()} on {platform.system()}")
-    for name, version in installed.items():
-        table.add_row(name, version or "[red]missing[/]", f">={FLOORS[name]}" if FLOORS[name] else "any")
+    for name, need in packages.items():
+        missing = "[red]missing[/]" if need.extra is None else "-"
+        wanted = f"{need.versions or 'any'}{f' for diffvision[{need.extra}]' if need.extra else ''}"
+        table.add_row(name, installed[name] or missing, escape(wanted))
     console.print(table)
-    for line in devices():
-        console.print(line, highlight=False)
-    console.print(f"registered: {len(vision.model_names())} models in timm, {len(clip.model_names())} in OpenCLIP")
-    table = Table("attention of", "on", "backend", "why", title='What backend="auto" chooses')
-    for row in backends():
-        table.add_row(*row)
-    console.print(table)
-    findings = conflicts(installed) + private_names()
+    findings = unmet(packages, installed) + conflicts(installed) + private_names()
+    missing_packages = any(installed[name] is None for name, need in packages.items() if need.extra is None)
+    if not missing_packages:
+        _print_what_works(console)
     for finding in findings:
         kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
         console.print(kind, escape(finding.text), highlight=False)
@@ -177,6 +221,20 @@ def doctor() -> int:
     return int(broken)
 
 
-def _at_least(installed: dict[str, str | None], name: str, floor: str) -> bool:
+def _print_what_works(console: "Console") -> None:
+    from rich.table import Table
+
+    from diffvision.models import clip, vision
+
+    for line in devices():
+        console.print(line, highlight=False)
+    console.print(f"registered: {len(vision.model_names())} models in timm, {len(clip.model_names())} in OpenCLIP")
+    table = Table("attention of", "on", "backend", "why", title='What backend="auto" chooses')
+    for row in backends():
+        table.add_row(*row)
+    console.print(table)
+
+
+def _at_least(installed: Mapping[str, str | None], name: str, floor: str) -> bool:
     version = installed.get(name)
     return version is not None and Version(version) >= Version(floor)

@@ -1,14 +1,10 @@
 """`diffvision generate`: text from a checkpoint, printed as it is made."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from diffvision.data.text.tokenizers import Tokenizer
-from diffvision.evaluation.distributed import resolve_device
-from diffvision.models.language.generation import generate
-from diffvision.opening import open_model
+if TYPE_CHECKING:
+    from diffvision.data.text.tokenizers import Tokenizer
 
 
 def generate_text(
@@ -49,6 +45,12 @@ def generate_text(
             tokenizer that is not the model's, or a setting out of its range.
         FileNotFoundError: no such model, or no tokenizer.
     """
+    import torch
+
+    from diffvision.evaluation.distributed import resolve_device
+    from diffvision.models.language.generation import generate
+    from diffvision.opening import open_model
+
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
     if not -(2**63) <= seed < 2**64:
@@ -83,7 +85,7 @@ def generate_text(
 class _Shown:
     """A prompt and the text of tokens, printed as they come; a character only when all of its bytes have come."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt: str) -> None:
         self.tokenizer, self.prompt, self.tokens, self.printed = tokenizer, prompt, list[int](), 0
 
     def add(self, token: int) -> None:

@@ -56,7 +56,9 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
         # fp32 on a CPU, which is all that there is here
-        pretrained = ["--model.pretrained=null"] if path.stem == "long_context" else []  # a checkpoint of one's own
+        pretrained = (
+            ["--model.pretrained=null"] if path.stem == "long_context" else []
+        )  # a checkpoint that the user names
         cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained])
     assert all(p.is_meta for p in cli.model.parameters())
     if path.parent.name == "language":

@@ -1,12 +1,20 @@
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from diffvision import doctor
 
 HEALTHY = {
     "torch": "2.11.0+cu130",
     "torchvision": "0.26",
     "timm": "1.0.31",
-    "open_clip_torch": "3.3.0",
+    "open-clip-torch": "3.3.0",
     "lightning": "2.6.6",
-    "webdataset": "0.2.86",
+    "webdataset": "1.0.2",
     "jsonargparse": "4.53",
     "pillow": "13.0",
     "numpy": "2.3.5",
@@ -32,19 +40,66 @@ def test_every_usual_shape_has_a_backend_and_a_reason():
     assert all(row[3] for row in rows)
 
 
+def broken(findings):
+    return [finding.text for finding in findings if finding.broken]
+
+
+def notes(findings):
+    return [finding.text for finding in findings if not finding.broken]
+
+
+def test_needs_are_those_of_the_metadata():
+    pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    core = {Requirement(text).name for text in pyproject["dependencies"]}
+    needs = doctor.needs()
+    assert {canonicalize_name(name) for name, need in needs.items() if need.extra is None} == {
+        canonicalize_name(name) for name in core
+    }
+    assert ">=4.53" in needs["jsonargparse"].versions
+    assert needs["transformers"].extra == "hf"
+    assert "pytest" not in needs
+
+
+def test_unmet_needs_are_reported():
+    needs = doctor.needs()
+    healthy = {**doctor.versions(needs), **HEALTHY}
+
+    def unmet(**changed):
+        return doctor.unmet(needs, {**healthy, **changed})
+
+    assert unmet() == []
+    (text,) = broken(unmet(webdataset="0.2.86"))
+    wanted = needs["webdataset"].versions
+    assert text == f"webdataset 0.2.86 is not the needed {wanted}: pip install 'webdataset{wanted}'"
+    assert any("timm is not installed" in text for text in broken(unmet(timm=None)))
+    assert any("torch 2.9.1 is not the needed " in text for text in broken(unmet(torch="2.9.1")))
+    assert any("lightning 2.6.3" in text for text in broken(unmet(lightning="2.6.3")))
+    assert unmet(transformers=None) == []
+    (text,) = notes(unmet(transformers="4.0"))
+    assert "of diffvision[hf]" in text
+
+
 def test_conflicts_are_found():
-    def broken(**changed):
-        return [f.text for f in doctor.conflicts({**HEALTHY, **changed}) if f.broken]
+    def conflicts(**changed):
+        return doctor.conflicts({**HEALTHY, **changed})
 
-    def notes(**changed):
-        return [f.text for f in doctor.conflicts({**HEALTHY, **changed}) if not f.broken]
+    assert broken(conflicts()) == []
+    assert any("malicious" in text for text in broken(conflicts(lightning="2.6.3")))
+    assert any("open_clip_train" in text for text in notes(conflicts(webdataset="1.0.2")))
+    assert any("CLIP_benchmark" in text for text in notes(conflicts(numpy="2.4.6")))
+    assert not any("CLIP_benchmark" in text for text in notes(conflicts(numpy="2.3.5")))
 
-    assert broken() == ["webdataset 0.2.86 is older than 1.0.2: pip install --upgrade 'webdataset>=1.0.2'"]
-    good = {"webdataset": "1.0.2"}
-    assert broken(**good) == []
-    assert any("malicious" in text for text in broken(**good, lightning="2.6.3"))
-    assert any("timm is not installed" in text for text in broken(**good, timm=None))
-    assert any("torch 2.9.1 is older than 2.10" in text for text in broken(**good, torch="2.9.1"))
-    assert any("open_clip_train" in text for text in notes(**good))
-    assert any("CLIP_benchmark" in text for text in notes(numpy="2.4.6"))
-    assert not any("CLIP_benchmark" in text for text in notes(numpy="2.3.5"))
+
+@pytest.mark.parametrize("missing", ["diffvision", "torch"])
+def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkeypatch, capsys):
+    def absent(name, real):
+        if name == missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    for function in ("version", "requires", "metadata"):
+        real = getattr(importlib.metadata, function)
+        monkeypatch.setattr(importlib.metadata, function, lambda name, real=real: absent(name, real))
+    monkeypatch.setattr(doctor, "devices", None)
+    assert doctor.doctor() == 1
+    assert f"{missing} is not installed" in capsys.readouterr().out

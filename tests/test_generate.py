@@ -46,7 +46,7 @@ def test_characters_of_several_tokens_are_printed_whole(checkpoint, tokenizer, c
             on_token(0, one)
             assert "\ufffd" not in capsys.readouterr().out
 
-    monkeypatch.setattr("diffvision.generate.generate", fake)
+    monkeypatch.setattr("diffvision.models.language.generation.generate", fake)
     assert generate_text(checkpoint, prompt="x") == "日本 café\n"
 
 

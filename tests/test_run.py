@@ -1,4 +1,4 @@
-"""`python -m diffvision.run` in a process of its own, as people use it."""
+"""`python -m diffvision.run` in a separate process, as people use it."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from diffvision.models import language
 PROGRAM = """
 import sys, timm, open_clip
 print(__name__, sys.argv[1:], timm.is_model("diff_vit_debug"), "DiffCLIP-debug" in open_clip.list_models())
-import beside
+import neighbour
 """
 
 
@@ -25,7 +25,7 @@ def test_files_and_modules_run_as_main_with_our_models(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "folder", tmp_path):
         (path / "program.py").write_text(PROGRAM)
-        (path / "beside.py").write_text("print('its neighbours are importable')")
+        (path / "neighbour.py").write_text("print('its neighbours are importable')")
     expected = "__main__ ['--flag', '3'] True True\nits neighbours are importable\n"
     done = run("folder/program.py", "--flag", "3", cwd=tmp_path)
     assert done.stdout == expected, done.stderr
@@ -38,7 +38,7 @@ import subprocess, sys
 for code in (
     "import open_clip, timm; print(timm.is_model('diff_vit_debug'), 'DiffCLIP-debug' in open_clip.list_models());"
     "from transformers import AutoConfig; print(type(AutoConfig.for_model('diff_transformer')).__module__)",
-    "import sys; print('diffvision' in sys.modules, sys.was_customized)",
+    "import sys; print('torch' in sys.modules, sys.was_customized)",
 ):
     subprocess.run([sys.executable, "-c", code], check=True)
 """

@@ -2,29 +2,26 @@
 
 `ShardLoader` trains: an exact, resumable order, a true length, an account of every sample. `EvaluationFolder` reads
 CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `ImageTextData`,
-`ImageLabelData` and `TextData` are the LightningDataModules, imported when they are first used, for Lightning takes
-seconds. `make` writes and checks shards.
+`ImageLabelData` and `TextData` are the LightningDataModules. `make` writes and checks shards. Names are imported when
+they are first used, because PyTorch and Lightning take long.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch, TokenBatch
-from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
-from diffvision.data.shards.loader import ShardLoader
-from diffvision.data.shards.report import BadDataError, Limits, Report
-from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenShards
+from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch, TokenBatch
+    from diffvision.data.images.folders import EvaluationFolder, find_folders
     from diffvision.data.images.module import ImageLabelData, ImageTextData
+    from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
+    from diffvision.data.shards.loader import ShardLoader
+    from diffvision.data.shards.report import BadDataError, Limits, Report
+    from diffvision.data.shards.storage import ShardSet
+    from diffvision.data.shards.writer import write_manifest
     from diffvision.data.text.module import TextData
-
-_MODULES = {"ImageLabelData": "images.module", "ImageTextData": "images.module", "TextData": "text.module"}
+    from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+    from diffvision.data.text.tokens import TokenSequence, TokenShards
 
 __all__ = [
     "BadDataError",
@@ -51,10 +48,36 @@ __all__ = [
     "find_folders",
     "load_tokenizer",
     "train_tokenizer",
+    "write_manifest",
 ]
 
+_MODULES = {
+    "BadDataError": "shards.report",
+    "CaptionMember": "images.samples",
+    "EvaluationFolder": "images.folders",
+    "ImageLabel": "images.samples",
+    "ImageLabelBatch": "batches",
+    "ImageLabelData": "images.module",
+    "ImageMember": "images.samples",
+    "ImageText": "images.samples",
+    "ImageTextBatch": "batches",
+    "ImageTextData": "images.module",
+    "Limits": "shards.report",
+    "Report": "shards.report",
+    "Retrieval": "images.samples",
+    "RetrievalBatch": "batches",
+    "ShardLoader": "shards.loader",
+    "ShardSet": "shards.storage",
+    "TextData": "text.module",
+    "TokenBatch": "batches",
+    "TokenSequence": "text.tokens",
+    "TokenShards": "text.tokens",
+    "Tokenizer": "text.tokenizers",
+    "find_folders": "images.folders",
+    "load_tokenizer": "text.tokenizers",
+    "train_tokenizer": "text.tokenizers",
+    "write_manifest": "shards.writer",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

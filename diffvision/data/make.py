@@ -4,12 +4,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diffvision.data.shards.writer import write_manifest
-
 __all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
 MADE = ("digits", "digit-scenes", "stdlib", "recall", "folder", "evaluation")
 _SETTINGS = {"digits": {"copies"}, "digit-scenes": {"copies"}, "recall": {"documents", "words"}}
+
+
+def write_manifest(directory: str | Path) -> None:
+    """Write the manifest of a directory of shards anew."""
+    from diffvision.data.shards import writer
+
+    writer.write_manifest(directory)
 
 
 def make(

@@ -16,8 +16,7 @@ from rich.table import Table
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.analysis.figures import png
 from diffvision.training.fit import fit
-
-PACKAGE = Path(__file__).parent.parent
+from diffvision.training.recipes import recipe
 
 
 @dataclass
@@ -78,19 +77,6 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
     )
     log: Any = cli.trainer.logger
     return Trained(cli.model, time.perf_counter() - start, read_metrics(log.log_dir))
-
-
-def recipe(name: str) -> Path:
-    """Return a file of configs/, such as "clip/debug.yaml": next to the package in a clone, inside it in a wheel.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
-    paths = [folder / "configs" / name for folder in (PACKAGE.parent, PACKAGE)]
-    for path in paths:
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"the demo's recipe is in neither {paths[0]} nor {paths[1]}: reinstall diffvision")
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

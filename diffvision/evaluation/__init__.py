@@ -1,17 +1,25 @@
 """A model and a folder of images -> {metric: value}; serves training and the command line alike."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import EVALUATIONS, evaluate, run
+from diffvision.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.command import run
+    from diffvision.evaluation.extractor import FeatureExtractor
+    from diffvision.evaluation.options import Options
+    from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
 __all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
 
-
-def __getattr__(name: str) -> Any:
-    """Return `FeatureExtractor`, imported when it is asked for: evaluations during training do without scikit-learn."""
-    if name != "FeatureExtractor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diffvision.evaluation.extractor import FeatureExtractor
-
-    return FeatureExtractor
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "EVALUATIONS": "suite",
+            "FeatureExtractor": "extractor",
+            "Options": "options",
+            "evaluate": "suite",
+            "run": "command",
+        },
+    )

@@ -16,7 +16,8 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from diffvision.data.images.decode import decode_image, to_rgb
 from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.distributed import resolve_device
-from diffvision.evaluation.features import Features, Precision
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import Precision
 from diffvision.models.files import FOLDER
 from diffvision.opening import Model, open_model
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,9 @@ from diffvision.evaluation.cache import (
     without_addresses,
 )
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
+from diffvision.evaluation.options import Precision
 from diffvision.models.modes import evaluating
 
-Precision = Literal["fp32", "bf16", "fp16"]
 IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,6 +1,10 @@
 """The settings of the evaluations, one record for all. What they compute is in a file for each."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What a model computes in."""
 
 
 @dataclass(frozen=True)

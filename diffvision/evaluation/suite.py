@@ -1,4 +1,4 @@
-"""All evaluations by name: of one folder (`evaluate`), and of a model by name on any number of folders (`run`)."""
+"""All evaluations by name: `evaluate` runs those of one folder. The command for any folders is in `command`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.cache import Cache
 from diffvision.evaluation.classification import classification
 from diffvision.evaluation.composition import composition
-from diffvision.evaluation.distributed import process_group, rank_and_world
-from diffvision.evaluation.features import Features, Precision
+from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
-from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import bar, check_folder, listed, write_json
+from diffvision.evaluation.options import Options, Precision
+from diffvision.evaluation.output import check_folder, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
-from diffvision.opening import Model, open_model
+from diffvision.opening import Model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -126,77 +125,7 @@ def expand(tasks: Iterable[str]) -> list[str]:
     return names
 
 
-def run(
-    model: str,
-    *,
-    data: str | list[str],
-    checkpoint: str | None = None,
-    tasks: str | list[str] | None = None,
-    output: str | None = None,
-    cache: str | None = None,
-    batch_size: int = 64,
-    num_workers: int = 2,
-    device: str = "auto",
-    precision: Precision = "fp32",
-    preprocess: dict[str, Any] | None = None,
-    options: Options = Options(),  # noqa: B008  frozen
-) -> dict[str, float]:
-    """Evaluate a model on folders, print a table and write records as CLIP_benchmark does.
-
-    Under torchrun the images are shared among the processes.
-
-    Args:
-        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or any other
-            (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
-        data: evaluation folders, or folders that hold some (a list, or separated by commas).
-        checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
-        tasks: zero_shot, retrieval, composition, classification (by the model's classifier), linear_probe, few_shot
-            (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that it fits.
-            By default the first three.
-        output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
-            CLIP_benchmark names them.
-        cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
-            resumes from there, and one of the same model and images finds them.
-        batch_size: images a batch.
-        num_workers: processes that read and decode images.
-        device: auto, cpu, cuda, cuda:1, ...
-        precision: fp32, bf16 or fp16.
-        preprocess: mean, std, interpolation, resize_mode where they differ from the model's own.
-        options: the evaluations' settings.
-    """
-    if output is not None:
-        check_output(output)
-    if cache is not None:
-        check_folder(cache, "cache")
-    kept = None if cache is None else Cache(cache)
-    folders = [folder for path in listed(data) for folder in find_folders(path)]
-    planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
-    metrics: dict[str, float] = {}
-    with process_group(device) as device:
-        opened = open_model(model, checkpoint, preprocess=preprocess, device=device).for_images()
-        for folder, names in planned:
-            metrics |= evaluate(
-                opened.module,
-                folder,
-                names,
-                transform=opened.transform,
-                tokenizer=opened.tokenizer,
-                batch_size=batch_size,
-                num_workers=num_workers,
-                device=device,
-                precision=precision,
-                options=options,
-                progress=bar,
-                cache=kept,
-            )
-        if rank_and_world()[0] == 0:
-            _report(metrics, opened, model, checkpoint, output)
-            if kept is not None:
-                print(kept)
-    return metrics
-
-
-def _report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
+def report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
     """Print the table, and write the records. A file of weights is recorded as the checkpoint of its model's name."""
     from rich.console import Console
 

@@ -36,32 +36,17 @@ TOLERANCE = 1e-6  # of the largest output
 MEASURED = 64  # samples whose attention chooses heads
 
 
-def adapt(
+def write_adapted(
     model: str,
     destination: str,
     *,
-    method: Method = "v2",
-    checkpoint: str | None = None,
-    heads: str = "all",
-    data: str | None = None,
-    tokenizer: str | None = None,
+    method: Method,
+    checkpoint: str | None,
+    heads: str,
+    data: str | None,
+    tokenizer: str | None,
 ) -> None:
-    """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
-
-    Args:
-        model: a name of timm's or OpenCLIP's with `checkpoint` (timm's NAME.TAG needs none), a folder, or a .ckpt of a
-            training run; of text: ours, or transformers' Llama.
-        destination: the folder to write; it must not exist yet.
-        method: v2 or dex, which compute the same at first, or v1, which does not.
-        checkpoint: of a name: a tag of pretrained weights, or a file.
-        heads: of dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
-        data: of heads by entropy: shards like those to train on; without them random inputs are measured.
-        tokenizer: of shards of text, where none lies next to the language model.
-
-    Raises:
-        FileNotFoundError, ValueError: no such model, or one without weights or without standard attention; settings
-            that do not go together; outputs that are not the pretrained ones; a destination that exists.
-    """
+    """Write a pretrained model made differential, as `diffvision.export.command.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
     if method != "dex" and (heads != "all" or data):

@@ -1,45 +1,10 @@
-"""`diffvision export`: a trained model -> what other programs load. `FORMATS` is the table of what can be written."""
+"""`diffvision export` and `diffvision adapt`: a model -> a folder or file. What writes is in `formats`, `adapted`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from diffvision.export import folders, int8, onnx, program
-from diffvision.export.finite import open_finite
-from diffvision.export.options import Options
-from diffvision.models.files import check_free, written_whole
-from diffvision.opening import Host, Model
-
-HOSTS: tuple[Host, ...] = ("open_clip", "timm", "language")
 To = Literal["openclip", "timm", "huggingface", "program", "onnx", "int8"]
-
-
-class Format(NamedTuple):
-    """A row of the table below.
-
-    Attributes:
-        what: it is.
-        write: (model, destination, options) -> None; the destination is not there yet, and is a folder or a file as
-            the format is. It may raise ValueError for models that it is not for.
-        hosts: whose models it is for.
-    """
-
-    what: str
-    write: Callable[[Model, Path, Options], None]
-    hosts: tuple[Host, ...]
-
-
-FORMATS: dict[str, Format] = {
-    "openclip": Format("a folder that open_clip loads as local-dir:...", folders.write_open_clip, ("open_clip",)),
-    "timm": Format("a folder that timm loads as local-dir:...", folders.write_timm, ("timm",)),
-    "huggingface": Format("a folder that transformers loads", folders.write_hugging_face, ("language",)),
-    "program": Format("a folder with a torch.export program for each graph", program.write_programs, HOSTS),
-    "onnx": Format("a folder with an ONNX model for each graph", onnx.write_onnx, HOSTS),
-    "int8": Format("weights in eight bits: a .safetensors file, of text a folder", int8.write_int8, HOSTS),
-}
-DEFAULTS: dict[Host, str] = {"open_clip": "openclip", "timm": "timm", "language": "huggingface"}
+Method = Literal["v2", "dex", "v1"]
 
 
 def export(
@@ -52,13 +17,13 @@ def export(
     eos: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Write a trained model as what other programs load. A failure leaves nothing behind.
+    """Write a trained model as what other programs load. A failure leaves no file behind.
 
     Args:
         model: a .ckpt of `diffvision fit`, the folder of an OpenCLIP, timm or language model, another file of weights
             that records its model, or a name with `checkpoint`.
         destination: what to write; it must not be there yet.
-        to: the format; by default the folder of the model's own host: openclip, timm or (text) huggingface. Of any
+        to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of any
             model: program (torch.export), onnx, or int8 (weights in eight bits).
         checkpoint: of a name: a file of weights, or a tag of pretrained ones.
         tokenizer: of a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
@@ -69,6 +34,11 @@ def export(
         FileNotFoundError, ValueError: no such model, or one that is damaged or does not say what it is; weights that
             are new or not finite; a format that is not for this model; a destination that exists.
     """
+    from diffvision.export.finite import open_finite
+    from diffvision.export.formats import DEFAULTS, FORMATS
+    from diffvision.export.options import Options
+    from diffvision.models.files import check_free, written_whole
+
     target = Path(destination)
     if to is not None and to not in FORMATS:
         raise ValueError(f"to is {to!r}: choose one of {', '.join(FORMATS)}")
@@ -88,3 +58,36 @@ def export(
     with written_whole(target) as made:
         form.write(opened, made, options)
     print(f"{model} is {opened.name}: wrote {target}, {form.what}")
+
+
+def adapt_to_folder(
+    model: str,
+    destination: str,
+    *,
+    method: Method = "v2",
+    checkpoint: str | None = None,
+    heads: str = "all",
+    data: str | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
+
+    Args:
+        model: a name of timm's or OpenCLIP's with `checkpoint` (timm's NAME.TAG needs none), a folder, or a .ckpt of a
+            training run; of text: ours, or transformers' Llama.
+        destination: the folder to write; it must not exist yet.
+        method: v2 or dex, which compute the same at first, or v1, which does not.
+        checkpoint: of a name: a tag of pretrained weights, or a file.
+        heads: of dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
+        data: of heads by entropy: shards like those to train on; without them random inputs are measured.
+        tokenizer: of shards of text, where none lies next to the language model.
+
+    Raises:
+        FileNotFoundError, ValueError: no such model, or one without weights or without standard attention; settings
+            that do not go together; outputs that are not the pretrained ones; a destination that exists.
+    """
+    from diffvision.export import adapted
+
+    adapted.write_adapted(
+        model, destination, method=method, checkpoint=checkpoint, heads=heads, data=data, tokenizer=tokenizer
+    )

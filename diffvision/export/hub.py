@@ -3,14 +3,13 @@
 Uploads, and retries where the connection fails, are huggingface_hub's `upload_folder`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffvision.export.finite import open_finite
 from diffvision.models.files import FOLDER
-from diffvision.opening import Model
+
+if TYPE_CHECKING:
+    from diffvision.opening import Model
 
 SENT = (".json", ".safetensors", ".md", ".png", ".txt", ".model", ".onnx", ".data")  # tensors, text and pictures
 _CODE = "modeling_diffvision.py"  # the one line by which transformers finds our classes
@@ -48,12 +47,14 @@ def push(model: str, repo_id: str, *, private: bool = False, message: str = "Add
     print(f"sent: {endpoint}/{made}")
 
 
-def check(folder: str | Path) -> tuple[list[str], Model]:
+def check(folder: str | Path) -> "tuple[list[str], Model]":
     """Return the names of the files that would be sent, and the model that they hold.
 
     Raises:
         FileNotFoundError, ValueError: as `push`.
     """
+    from diffvision.export.finite import open_finite
+
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"no folder {str(folder)!r}: give one that `diffvision export` wrote")

@@ -1,4 +1,4 @@
-"""What may be asked of a format beyond the model; which formats there are is in `command.py`."""
+"""What may be asked of a format beyond the model; which formats there are is in `formats.py`."""
 
 from dataclasses import dataclass
 

@@ -3,6 +3,15 @@
 Maps, numbers and figures for other uses are in `diffvision.analysis`.
 """
 
-from diffvision.inspection.command import inspect, inspect_models
+from typing import TYPE_CHECKING
+
+from diffvision.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from diffvision.inspection.command import inspect
+    from diffvision.inspection.inspecting import inspect_models
 
 __all__ = ["inspect", "inspect_models"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, {"inspect": "command", "inspect_models": "inspecting"})

@@ -1,5 +1,13 @@
-"""Our models under the names that timm and OpenCLIP know; importing registers them."""
+"""Our models under the names that timm and OpenCLIP know; importing `vision`, `adapted` and `clip` registers them."""
 
-from diffvision.models import adapted, clip, vision
+from typing import TYPE_CHECKING
 
-__all__ = ["adapted", "clip", "vision"]
+from diffvision.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from diffvision.models import adapted, clip, language, vision
+
+__all__ = ["adapted", "clip", "language", "vision"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__))

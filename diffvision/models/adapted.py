@@ -18,8 +18,6 @@ from timm.models import load_pretrained, register_model
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
-from diffvision.models.adapt import adapt
-
 __all__ = ["adapted_vit"]
 
 
@@ -42,6 +40,9 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         raise ValueError("adapted_vit needs a base and a method: base='vit_base_patch16_224', method='v2'")
     if pretrained and not config:
         raise ValueError(f"adapted_vit has no pretrained weights: adapt those of {base}, and load 'local-dir:FOLDER'")
+    # Not at the top: `adapt` imports OpenCLIP, and this module is imported right after timm.
+    from diffvision.models.adapt import adapt
+
     source, cache = kwargs.pop("pretrained_model_args", None), kwargs.get("cache_dir")
     built: Any = timm.create_model(base, pretrained_cfg=config, **kwargs)
     model: Any = built.model if kwargs.get("features_only") else built

@@ -211,8 +211,8 @@ def _errors_name(block_type: str) -> Iterator[None]:
 
 def _rebind(name: str, old: Callable, new: Callable) -> None:
     """Bind a builder anew wherever OpenCLIP's modules hold it (some import it by name)."""
-    for place, module in list(sys.modules.items()):
-        if place.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
             setattr(module, name, new)
 
 
@@ -238,7 +238,7 @@ def _check_host() -> None:
 def patch() -> None:
     """Teach OpenCLIP our blocks and the names of `clip_configs/`; a second call changes nothing.
 
-    RuntimeError, with nothing changed, if the installed OpenCLIP has no such place for a hook.
+    RuntimeError, with nothing changed, if the installed OpenCLIP lacks what the hooks need.
     """
     if not hasattr(getattr(open_clip.model, _TEXT, None), "_replaces"):
         _check_host()
@@ -250,7 +250,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Undo `patch`: OpenCLIP's own builder again, and our names unknown. Models already built keep working."""
+    """Undo `patch`: OpenCLIP's builders again, and our names unknown. Models already built keep working."""
     for name in _WRAPPERS:
         wrapper: Any = getattr(open_clip.model, name, None)
         if hasattr(wrapper, "_replaces"):

@@ -1,8 +1,8 @@
 """The error for names of models that a host does not know."""
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher
-from heapq import nlargest
+
+from diffvision.mistakes import nearest
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
@@ -13,10 +13,4 @@ def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
         host: the beginning of the message, such as "timm has no" or "neither OpenCLIP nor timm has a".
         known: all names of that host.
     """
-    matcher = SequenceMatcher(b=name.lower())
-
-    def likeness(other: str) -> float:
-        matcher.set_seq1(other.lower())
-        return matcher.ratio()
-
-    return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nlargest(3, known, likeness))}")
+    return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")

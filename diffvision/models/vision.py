@@ -297,7 +297,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
 
 
 def _register(name: str) -> None:
-    """Gives timm a function of this module called `name`, as its decorator expects them."""
+    """Give timm a function of this module called `name`, as its decorator expects them."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
         return _create(name, pretrained, **kwargs)

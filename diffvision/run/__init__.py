@@ -1,4 +1,4 @@
-"""Runs another program, unmodified, with our models registered in timm, OpenCLIP and, where it is there, transformers.
+"""Runs another program, unmodified, with our models registered in timm, OpenCLIP and, if installed, transformers.
 
     python -m diffvision.run open_clip_train.main --model DiffCLIP-ViT-B-16 ...
     python -m diffvision.run clip_benchmark.cli eval --model DiffCLIP-ViT-B-16 ...
@@ -10,27 +10,27 @@ None of them has plugin discovery: a program that never imports diffvision does 
 processes that the program starts know them too, through PYTHONPATH (`children/sitecustomize.py`).
 """
 
-import contextlib
 import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 
-import diffvision  # noqa: F401  (registers the models)
+from diffvision.registration import register
+
+__all__ = ["main", "run"]
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs `argv[0]`, a path ending in .py or a module's dotted name, as `__main__` with `argv` as its `sys.argv`.
+    """Run `argv[0]`, a path ending in .py or a module's dotted name, as `__main__` with `argv` as its `sys.argv`.
 
     Raises:
         SystemExit: no such file, or no such module.
     """
-    with contextlib.suppress(ImportError):  # transformers is not here, or too old
-        import diffvision.models.language.transformers  # noqa: F401  (registers the language models)
+    register("transformers")  # timm and OpenCLIP are registered by `import diffvision`
     target = argv[0]
     is_file = target.endswith(".py")
-    # As `python FILE` and `python -m MODULE` do: the program's own folder, or the current one, comes first.
+    # As `python FILE` and `python -m MODULE` do: the program's folder, or the current one, comes first.
     sys.path.insert(0, os.path.dirname(os.path.abspath(target)) if is_file else os.getcwd())
     if not (os.path.isfile(target) if is_file else _has_module(target)):
         sys.exit(f"diffvision run: no program {target!r}: give a .py file's path, or the name of an installed module")
@@ -51,7 +51,7 @@ def _has_module(name: str) -> bool:
 
 
 def main() -> None:
-    """Entry point of `python -m diffvision.run`."""
+    """Run `python -m diffvision.run`."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     run(sys.argv[1:])

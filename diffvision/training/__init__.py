@@ -5,10 +5,9 @@
 Names are imported when they are first used, because each needs another host. What keeps a run alive is in `durable`.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
     from diffvision.training.callbacks import (
@@ -55,8 +54,5 @@ __all__ = [
     "TrainOnlyNew",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -16,6 +16,8 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -28,6 +30,7 @@ from diffvision.data.images.folders import find_folders
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.text.module import TextData
 from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import (
     DataReport,
@@ -43,6 +46,7 @@ from diffvision.training.durable import Ranks, Resume, lightning_internals, prot
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
+from diffvision.training.recipes import with_recipes
 from diffvision.training.summary import RunSummary, table
 
 __all__ = [
@@ -74,6 +78,14 @@ TRAINER_DEFAULTS = {
     "enable_model_summary": False,  # RunSummary has a line
     "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "fit"}},
 }
+CLASSES = {
+    "model": pl.LightningModule,
+    "data": pl.LightningDataModule,
+    "trainer.callbacks": pl.Callback,
+    "trainer.logger": Logger,
+    "trainer.strategy": Strategy,
+}
+"""A setting that takes a class -> the base of such classes, so that a mistake is answered with the nearest name."""
 # Lightning's messages that advertise, or repeat what RunSummary says.
 UNSAID = re.compile(
     r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
@@ -87,7 +99,17 @@ SPEAKERS = (
 
 
 class Parser(Refusing, LightningArgumentParser):
-    """Lightning's."""
+    """Lightning's parser, which answers a mistake in one line."""
+
+    def classes(self, setting: str) -> set[str]:
+        base = CLASSES.get(setting)
+        return set() if base is None else {cls.__name__ for cls in _subclasses(base)}
+
+
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -147,21 +169,21 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
             parser.add_argument(f"--{name}", type=kind, default=default, help=text if fit else argparse.SUPPRESS)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # Lightning's own warns whenever arguments come from a function call
+        self.config = parser.parse_args(args)  # Lightning's method warns whenever arguments come from a function call
         if "subcommand" in self.config:
             _load_tensors_only(self.config[self.config["subcommand"]])
 
     def instantiate_classes(self) -> None:
-        """An error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
+        """Raise an error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            own = _raised_elsewhere(error)
-            if own is None:
+            cause = _raised_elsewhere(error)
+            if cause is None:
                 raise
-            if isinstance(own, ValueError | OSError):
-                raise own from own.__cause__
-            raise ValueError(f"{type(own).__name__}: {own}") from own  # a host's, such as timm's of an unknown model
+            if isinstance(cause, ValueError | OSError):
+                raise cause from cause.__cause__
+            raise ValueError(f"{type(cause).__name__}: {cause}") from cause  # such as timm's of an unknown model
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
@@ -175,7 +197,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """A callback that watches a metric of a folder which is not evaluated would fail after an epoch's work."""
+        """Refuse a callback that watches a metric of a folder which is not evaluated: it would fail after an epoch."""
         folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
         measured = [f"{folder.task}/{folder.name}/" for folder in folders]
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
@@ -247,7 +269,7 @@ def _refuse_alone(trainer: pl.Trainer) -> None:
 
 
 def _load_tensors_only(config: Any) -> None:
-    """A checkpoint is a file of this machine, of tensors and plain values: ValueError for any other wish."""
+    """Raise a ValueError unless a checkpoint is a file of this machine, read as tensors and plain values."""
     refuse_urls(config.get("ckpt_path"), "ckpt_path")
     if config.get("ckpt_path") and Path(config["ckpt_path"]).is_dir():
         raise ValueError(
@@ -261,7 +283,7 @@ def _load_tensors_only(config: Any) -> None:
 
 
 def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
-    """The first of an error and its causes that jsonargparse itself did not raise, if there is one."""
+    """Return the first of an error and its causes that jsonargparse itself did not raise, if there is one."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
@@ -276,9 +298,22 @@ def fit(args: list[str] | None = None) -> FitCLI:
     """Run `fit`, `validate` or `test` as from the command line; returns the CLI with its trainer, model and datamodule.
 
     Args:
-        args: the command line from the subcommand on, as ["fit", "--config", "configs/clip/debug.yaml"]; None: ours.
+        args: the command line from the subcommand on, as ["fit", "--config", "clip/debug.yaml"]; None: this process's.
     """
     try:
-        return FitCLI(args)
-    except MisconfigurationException as error:  # Lightning's of a setting that it does not take
-        raise ValueError(" ".join(str(error).split())) from error
+        return FitCLI(with_recipes(sys.argv[1:] if args is None else args))
+    except (MisconfigurationException, ValueError) as error:
+        text = _refusal(" ".join(str(error).split()))
+        if text is None and isinstance(error, ValueError):
+            raise
+        raise ValueError(text or " ".join(str(error).split())) from error
+
+
+def _refusal(message: str) -> str | None:
+    """Return what to say instead of a message of Lightning's that names no setting, or no near name."""
+    if "No supported gpu backend found" in message:
+        return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
+    if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):
+        names = [*StrategyRegistry.available_strategies(), *(cls.__name__ for cls in _subclasses(Strategy))]
+        return f"trainer.strategy is {match[1]!r}, and Lightning has none of that name{did_you_mean(match[1], names)}"
+    return None

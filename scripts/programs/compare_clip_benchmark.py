@@ -22,7 +22,8 @@ import open_clip
 import torch
 
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.evaluation.suite import EVALUATIONS, records, run
+from diffvision.evaluation import run
+from diffvision.evaluation.suite import EVALUATIONS, records
 from diffvision.models.checkpoint import read_checkpoint
 
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

@@ -17,11 +17,10 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.made import digits
 from diffvision.data.made.digits import Digits, load_split, make_digits
 from diffvision.evaluation import cache as caching
-from diffvision.evaluation import features
+from diffvision.evaluation import evaluate, features, run
 from diffvision.evaluation.cache import Cache, files_digest, in_pieces, model_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.output import write_bytes
-from diffvision.evaluation.suite import evaluate, run
 
 TASKS = ("zero_shot", "retrieval", "composition")
 

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.evaluation import evaluate, run
 from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import evaluate, run
 from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule
 from tiny_runs import plain_checkpoint

@@ -12,6 +12,7 @@ from PIL import Image
 from diffvision.cli import main
 from diffvision.data.shards.writer import write_shards
 from diffvision.export import adapted, save_folder
+from diffvision.export.command import adapt_to_folder
 from diffvision.models import language
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.nn import ATTENTION
@@ -84,7 +85,7 @@ def test_the_host_loads_what_was_written(kind, method, folders, tmp_path, capsys
 def test_fit_starts_from_a_folder(folders, tmp_path):
     target = {kind: tmp_path / kind for kind in ("own", "classifier", "language")}
     for kind, folder in target.items():
-        adapted.adapt(address(folders / kind), str(folder))
+        adapt_to_folder(address(folders / kind), str(folder))
     clip = ContrastiveModule(f"local-dir:{target['own']}")
     classifier = ClassificationModule(f"local-dir:{target['classifier']}", num_classes=5)
     text = LanguageModule(f"local-dir:{target['language']}", model_args={"max_length": 8192})
@@ -98,9 +99,9 @@ def test_fit_starts_from_a_folder(folders, tmp_path):
 
 
 def test_heads_by_entropy_are_in_the_weights(folders, tmp_path, capsys):
-    adapted.adapt(address(folders / "classifier"), str(tmp_path / "half"), method="dex", heads="entropy:0.5")
+    adapt_to_folder(address(folders / "classifier"), str(tmp_path / "half"), method="dex", heads="entropy:0.5")
     assert "heads of highest entropy on random inputs: give --data" in capsys.readouterr().out
-    adapted.adapt(address(folders / "classifier"), str(tmp_path / "second"), method="dex", heads="1")
+    adapt_to_folder(address(folders / "classifier"), str(tmp_path / "second"), method="dex", heads="1")
     for name, number in (("half", 1), ("second", 1)):
         heads = [block.attn.dex_heads for block in read(tmp_path / name).blocks]
         assert [int(chosen.sum()) for chosen in heads] == [number, number]
@@ -113,13 +114,13 @@ def test_heads_by_entropy_of_shards(folders, tmp_path, capsys):
     shards = str(tmp_path / "shards")
     write_shards(shards, [{"__key__": f"{i:03}", "png": file.getvalue(), "txt": "a colour"} for i in range(64)])
     for kind in ("own", "classifier"):
-        adapted.adapt(address(folders / kind), str(tmp_path / kind), method="dex", heads="entropy", data=shards)
+        adapt_to_folder(address(folders / kind), str(tmp_path / kind), method="dex", heads="entropy", data=shards)
         assert f"64 samples of {shards}" in capsys.readouterr().out
 
 
 def test_a_trained_operation_is_kept(folders, tmp_path):
     """What a schedule has done to lambda is in the weights, too."""
-    adapted.adapt(address(folders / "own"), str(tmp_path / "own"), method="dex")
+    adapt_to_folder(address(folders / "own"), str(tmp_path / "own"), method="dex")
     model = read(tmp_path / "own")
     set_dex_schedule(model, 0.0, 1.0)
     for layer in model.modules():

@@ -11,8 +11,9 @@ import timm
 import torch
 
 from diffvision import cli
-from diffvision.export.command import DEFAULTS, FORMATS, To, export
+from diffvision.export.command import To, export
 from diffvision.export.finite import open_finite
+from diffvision.export.formats import DEFAULTS, FORMATS
 from diffvision.models import language
 
 
@@ -116,7 +117,7 @@ def test_formats_are_those_of_the_command():
 def test_a_run_from_its_data_to_its_folder(tmp_path, monkeypatch):
     """As a new user: make data, train with averages, export, load, evaluate."""
     from diffvision.data.make import make
-    from diffvision.evaluation.suite import run
+    from diffvision.evaluation import run
     from diffvision.training.fit import fit
 
     root = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from diffvision import cli
 from diffvision.analysis.maps import opened_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
-from diffvision.inspection import command, inputs, inspect
-from diffvision.inspection.command import open_models
+from diffvision.inspection import inputs, inspect, inspecting
+from diffvision.inspection.inspecting import open_models
 from diffvision.models import language
 
 VOID = {"meta", "img"}
@@ -107,12 +107,12 @@ def test_a_pair_of_models_of_images_and_texts(pair):
 
 def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
     before = {file.name: file.read_bytes() for file in pair.iterdir()}
-    monkeypatch.setattr(command, "sections", lambda *_: 1 / 0)
+    monkeypatch.setattr(inspecting, "sections", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         inspect(model="diff_vit_debug", output=str(pair))
     assert {file.name: file.read_bytes() for file in pair.iterdir()} == before  # what fails leaves it
     assert [file.name for file in pair.parent.iterdir()] == ["pair"]
-    monkeypatch.setattr(command, "sections", lambda *_: [])
+    monkeypatch.setattr(inspecting, "sections", lambda *_: [])
     inspect(model="diff_vit_debug", output=str(pair))
     assert sorted(file.name for file in pair.iterdir()) == ["index.html", "statistics.json"]
     (pair.parent / "link").symlink_to("pair")
@@ -223,7 +223,7 @@ def refused(match, **given):
 
 
 def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "inspect_models", lambda *_: pytest.fail("work has begun"))
+    monkeypatch.setattr(inspecting, "inspect_models", lambda *_: pytest.fail("work has begun"))
     output = str(tmp_path / "new")
     (tmp_path / "file").write_text("x")
     diff, photos = str(checkpoint / "diff"), [str(photo / "square.png")]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from diffvision.data.made.needle_text import FORMS
 from diffvision.data.shards.report import Limits
-from diffvision.data.text.documents import TextMember
-from diffvision.evaluation.language.quantization import Granularity
+
+Granularity = Literal["layer", "head", "row"]
+"""What shares a scale in quantised logits."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class LanguageOptions:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         for pair in self.needles:
             needle_pair(pair)
-        TextMember(self.text_key)
+        if self.text_key != "txt":
+            from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
+
+            TextMember(self.text_key)
         Limits(self.max_bad_fraction)
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
+from diffvision.evaluation.language.options import Granularity
 from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, token_losses, unseen
 from diffvision.models.modes import evaluating
 
-Granularity = Literal["layer", "head", "row"]
 _SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
 
 

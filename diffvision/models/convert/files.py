@@ -1,4 +1,4 @@
-"""`diffvision convert`: a file or folder of weights in one layout -> another."""
+"""Conversions of weights between layouts: what is read from one, written as another. `command` chooses among them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import open_clip
 import tokenizers
@@ -27,15 +27,12 @@ from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.layers import check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
-    LAYOUTS,
     WEIGHTS,
-    Layout,
     Weights,
-    recognise,
     weight_files,
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
-from diffvision.models.files import check_free, read_json, written_whole
+from diffvision.models.files import read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token
 from diffvision.nn import depth_lambda_init
@@ -47,37 +44,6 @@ class Options:
 
     tower: str | None = None
     lambda_init: float | str = 0.8
-
-
-def convert(
-    source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
-) -> None:
-    """Write weights of one layout as another, and say what they were. A failure leaves nothing behind.
-
-    Args:
-        source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours).
-        destination: what to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
-        to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2 or huggingface.
-        tower: of DiffCLIP: the timm model of the image tower, where no model of ours has its size.
-        lambda_init: of DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
-
-    Raises:
-        ValueError: a source of no layout that is known, one that cannot be had in that layout, a destination that is
-            there. FileNotFoundError: no such source.
-    """
-    target = Path(destination)
-    if to not in LAYOUTS:
-        raise ValueError(f"to is {to!r}: choose one of {', '.join(LAYOUTS)}")
-    check_free(target)
-    weights = recognise(source)
-    if (weights.layout, to) not in CONVERSIONS:
-        possible = [other for one, other in CONVERSIONS if one == weights.layout]
-        raise ValueError(
-            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
-        )
-    with written_whole(target) as made:
-        CONVERSIONS[weights.layout, to](weights, made, Options(tower, lambda_init))
-    print(f"{source} is {weights.layout} ({LAYOUTS[weights.layout]}): wrote {target}, {LAYOUTS[to]}")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

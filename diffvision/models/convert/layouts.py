@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.state import read_state
 from diffvision.models.files import read_json
 
-Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface"]
 LAYOUTS = {
     "openclip": "a folder that open_clip.create_model_and_transforms('local-dir:...') loads",
     "diffclip": "a checkpoint of hammoudhasan/DiffCLIP",

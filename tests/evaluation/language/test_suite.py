@@ -19,6 +19,7 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.evaluation.language.command import run
 from diffvision.evaluation.language.documents import (
     Reading,
     read_documents,
@@ -32,7 +33,6 @@ from diffvision.evaluation.language.suite import (
     LANGUAGE_EVALUATIONS,
     Work,
     evaluate_language,
-    run,
     write_numbers,
 )
 from diffvision.evaluation.output import check_folder

@@ -1,0 +1,250 @@
+"""Models and inputs by name, checks before any work, and a folder with pictures, numbers and a page.
+
+Nothing is measured or drawn here; see `measurements` and `page`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diffvision.analysis.capture import check_attention
+from diffvision.analysis.maps import image_trunk
+from diffvision.evaluation.distributed import resolve_device
+from diffvision.inspection import inputs
+from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
+from diffvision.inspection.output import check_output, write
+from diffvision.inspection.page import page, sections
+from diffvision.inspection.summary import as_json
+from diffvision.opening import Model, labelled, open_model
+
+MOST = 8  # pictures, and captions or texts
+KIND = {
+    "open_clip": "an image-text model",
+    "timm": "an image model",
+    "language": "a language model",
+    "transformers": "a language model",
+}
+
+
+def inspect(
+    model: str,
+    *,
+    output: str,
+    checkpoint: str | None,
+    image: str | list[str] | None,
+    text: str | list[str] | None,
+    versus: str | None,
+    mask: str | list[str] | None,
+    answer: str | list[str] | None,
+    tokenizer: str | None,
+    device: str,
+) -> None:
+    """Look into one model or two, as `diffvision.inspection.command.inspect` describes."""
+    texts, pictures = _listed(text), _listed(image)
+    answers, masks = _listed(answer), _listed(mask)
+    folder = Path(output)
+    check_output(folder)
+    _check_counts(pictures, texts)
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
+    shown = _shown(models, pictures, texts, masks, answers)
+    inspect_models(models, *shown, folder)
+
+
+def inspect_models(
+    models: Sequence[Model],
+    pictures: Sequence[inputs.Picture],
+    passages: Sequence[inputs.Passage],
+    output: str | Path,
+) -> None:
+    """Look inside models that are open already, such as adapted ones, as `inspect` does.
+
+    Args:
+        models: one or two of one kind, with different names.
+        pictures: for models of images; each with its captions, or with all passages where it has none.
+        passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
+        output: as `inspect`.
+
+    Raises:
+        ValueError: models without attention that can be captured; a folder with something else in it.
+    """
+    folder = Path(output)
+    check_output(folder)
+    for model in models:
+        check_model(model)
+    transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
+                              if one.transform} for one in models}  # fmt: skip
+    by_title = {passage.name: passage for passage in passages}
+    with _progress() as watch:
+        measurements = {
+            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in models
+        }
+        drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
+    title = " and ".join(one.name for one in models)
+    files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
+    files["index.html"] = page(f"Inside of {title}", _about(models), drawn).encode()
+    write(folder, files, as_json(measurements))
+    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
+
+
+def _measurements(
+    model: Model,
+    pictures: Sequence[inputs.Picture],
+    passages: Mapping[str, inputs.Passage],
+    transformed: Mapping[str, inputs.TransformedPicture],
+    watch: Callable[[str], None],
+) -> Iterator[Measurement]:
+    def layer() -> None:
+        watch(model.name)
+
+    for picture in pictures:
+        captions = [passages[name] for name in picture.captions or passages] if model.tokenizer is not None else []
+        yield measure_image(model.module, transformed[picture.name], picture.name, captions, layer)
+    for passage in passages.values():
+        measure = measure_text if model.transform is None else measure_caption
+        yield measure(model.module, passage, layer)
+
+
+# ---- the models ----------------------------------------------------------------------------------------------------
+
+
+def open_models(
+    model: str, checkpoint: str | None = None, versus: str | None = None, *, tokenizer: str | None, device: str
+) -> list[Model]:
+    """Open one model, or two of one kind with different names, that have attention to look at.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`.
+        ValueError: a checkpoint with two models; models of two kinds, or twice the same; no attention that can be seen.
+    """
+    if versus is not None and checkpoint is not None:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and two models are given: name each by its file")
+    if versus == model:
+        raise ValueError(f"versus is the model itself, {model}: give another, or another checkpoint")
+    models = [_open(spec, checkpoint, tokenizer, device) for spec in (model, versus) if spec is not None]
+    if len({one.name for one in models}) < len(models):
+        models = [
+            dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
+        ]
+    if len({KIND[one.host] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KIND[one.host]}" for one in models)
+        raise ValueError(f"{kinds}: models of one kind are compared")
+    for one in models:
+        check_model(one)
+    return models
+
+
+def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str) -> Model:
+    label, rest = labelled(spec)
+    opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
+    if opened.is_language:
+        if opened.for_text().tokenizer is None:
+            raise ValueError(f"{spec} came without a tokenizer, which reads the text: give --tokenizer")
+        # A folder that `diffvision export` wrote is read by transformers; our layers are in it.
+        unwrap = getattr(opened.module, "to_diffvision", None)
+        return dataclasses.replace(opened, name=label, module=opened.module if unwrap is None else unwrap())
+    return dataclasses.replace(opened, name=label if rest != spec else opened.name.rpartition("/")[2])
+
+
+def check_model(model: Model) -> None:
+    """Raise a ValueError, before any work, if there is no attention in a model to look at."""
+    try:
+        check_attention(model.module)
+    except ValueError as error:
+        raise ValueError(f"{model.name}: {error}") from None
+    if model.transform is not None:
+        image_trunk(model.module)
+
+
+# ---- what is given -------------------------------------------------------------------------------------------------
+
+
+def _listed(given: str | list[str] | None) -> list[str]:
+    return [] if given is None else [given] if isinstance(given, str) else given
+
+
+def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
+    for what, many in (("images", pictures), ("texts", texts)):
+        if len(many) > MOST:
+            raise ValueError(f"{len(many)} {what} are given: a page shows at most {MOST}")
+        if len(set(many)) < len(many):
+            raise ValueError(f"the same is given twice among the {what}: each once")
+
+
+def _shown(
+    models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
+) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
+    first = models[0]
+    if first.transform is None:
+        if images or masks:
+            raise ValueError(f"images are given, and {first.name} is a language model: give texts")
+        if answers and not texts:
+            raise ValueError("answers are given without texts: give --text")
+        if not texts:
+            return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in models)
+        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
+    if answers:
+        raise ValueError(
+            f"answers are given, and {first.name} is {KIND[first.host]}: they are for language models' texts"
+        )
+    if first.tokenizer is None and texts:
+        raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
+    if masks and not images:
+        raise ValueError("masks are given without images: give --image")
+    pictures = inputs.read_pictures(images, masks) if images else inputs.sample_pictures()
+    if first.tokenizer is None:
+        return pictures, []
+    texts = texts or ([] if images else [caption for picture in pictures for caption in picture.captions])
+    if images or texts != [caption for picture in pictures for caption in picture.captions]:
+        pictures = [inputs.Picture(one.name, one.image, one.region) for one in pictures]
+    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in models)
+
+
+def _same_for_all(passages: Any) -> list[inputs.Passage]:
+    """Return the first model's passages; ValueError where another has other tokens for a text."""
+    first, *others = passages
+    for other in others:
+        if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
+            raise ValueError("the two models have different tokens for the text: compare models of one tokenizer")
+    return first
+
+
+# ---- what is written -----------------------------------------------------------------------------------------------
+
+
+def _about(models: Sequence[Model]) -> list[str]:
+    lines = [
+        f"{one.name}: {KIND[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        for one in models
+    ]
+    return [
+        *lines,
+        "“Difference” is what multiplies the values in differential layers, map 1 − λ map 2; “attention” is the one "
+        "map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of their sum. In "
+        "brackets: map 1, map 2. Where models are compared, maps are on one scale of colours, and differences on one. "
+        "All numbers by head are in statistics.json.",
+    ]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows progress: a line that changes in a terminal, elsewhere a line a model."""
+    from rich.console import Console
+
+    console, last = Console(file=sys.stderr), [""]
+    with console.status("reading") as status:
+        count = [0]
+
+        def watch(what: str) -> None:
+            count[0] = count[0] + 1 if what == last[0] else 1
+            if console.is_terminal:
+                status.update(f"{what}: {'layer' if what != 'figures' else 'section'} {count[0]}")
+            elif what != last[0]:
+                console.print(f"inspecting: {what}")
+            last[0] = what
+
+        yield watch

@@ -1,0 +1,36 @@
+"""Names that a package offers and imports when they are first used.
+
+PyTorch and the hosts take seconds to import, so a package that the command line passes through lists its names here.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__getattr__` and `__dir__`, which import a name when it is first used.
+
+    Args:
+        package: the package's `__name__`.
+        modules: name -> the module inside the package that defines it; None where the name is a module itself.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        module = modules[name]
+        if module is None:
+            return import_module(f"{package}.{name}")
+        value = getattr(import_module(f"{package}.{module}"), name)
+        vars(sys.modules[package])[name] = value
+        return value
+
+    def names() -> list[str]:
+        module = vars(sys.modules[package])
+        imported = {name for name, value in module.items() if isinstance(value, ModuleType) or name.startswith("__")}
+        return sorted({*imported, *module["__all__"]})
+
+    return get, names

@@ -1,0 +1,154 @@
+"""What is wrong with a command line, in one line, with the nearest real name.
+
+It reads the messages of argparse and jsonargparse, which neither name the nearest option nor stay short. What a command
+itself finds wrong, such as a missing folder, is the command's message.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator
+from difflib import SequenceMatcher
+from heapq import nlargest
+from typing import Any, get_type_hints
+
+_MIN_RATIO = 0.6  # difflib's: two names less alike than this are not mistaken for each other
+_LITERAL = "typing.Literal["
+_PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
+
+
+def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 0.0) -> list[str]:
+    """Return the known names that are nearest to a name, the nearest first.
+
+    Args:
+        name: as it was given.
+        known: all names there are.
+        count: the most names to return.
+        min_ratio: leave out names that are less alike, from 0 (nothing in common) to 1 (equal but for case).
+    """
+    matcher = SequenceMatcher(b=name.lower())
+
+    def likeness(other: str) -> float:
+        matcher.set_seq1(other.lower())
+        return matcher.ratio()
+
+    return [other for other in nlargest(count, known, likeness) if likeness(other) >= min_ratio]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean NAME?" of the nearest known name, or nothing where none is near."""
+    names = nearest(name, known, min_ratio=_MIN_RATIO)
+    return f"; did you mean {names[0]}?" if names else ""
+
+
+def see_help(text: str, program: str) -> str:
+    """Return a message that ends with where help is."""
+    return f"{text}{' See' if text.endswith('?') else '; see'} {program} --help"
+
+
+def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iterable[str]] = lambda _: ()) -> str:
+    """Return a parser's message as one line: of nested ones, the innermost setting, and what is wrong with it.
+
+    Args:
+        message: of argparse or jsonargparse.
+        parser: the parser that raised it, for its options.
+        classes: setting -> names of the classes that it takes.
+    """
+    settings = re.findall(r'Parser key "([^"]+)":', message)
+    if not settings:
+        return _of_options(" ".join(message.split()), parser)
+    name, inner = ".".join(settings), message.rpartition('Parser key "')[2].partition(":")[2]
+    if match := re.match(r"\s*Expected an? (.+)\. Got value: (.*)", inner):
+        return _expected(name, match[2], [match[1]], classes)
+    tried, _, given = inner.partition("Given value type: ")
+    faults = [" ".join(fault.split()) for fault in re.split(r"^\s*- ", tried, flags=re.MULTILINE)[1:]]
+    other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
+    value = re.search("Given value: (.*)", given)
+    if other or value is None or not faults:
+        return f"{name}: {'; '.join(_of_classes(other or [' '.join(inner.split())]))}"
+    kinds = re.findall(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", tried, re.MULTILINE)
+    return _expected(name, value[1], kinds, classes)
+
+
+def _expected(name: str, value: str, kinds: list[str], classes: Callable[[str], Iterable[str]]) -> str:
+    choices = dict.fromkeys(choice for kind in kinds for choice in _choices(kind))
+    literals = [choice for kind in kinds if kind.startswith(_LITERAL) for choice in _choices(kind)]
+    near = did_you_mean(value.rpartition(".")[2], [*classes(name), *literals])
+    return f"{name} is {value!r}: it takes {', '.join(choices)}{near}"
+
+
+def _choices(expected: str) -> list[str]:
+    """Return what a type stands for, as one would write it."""
+    if expected.startswith(_LITERAL):
+        return expected.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
+    if expected.startswith("dot import path"):
+        return ["the name of a class"]
+    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
+    return [{"NoneType": "null", "dict": "{name: value}", "bool": "true, false"}.get(name, name)]
+
+
+# ---- options of a parser -------------------------------------------------------------------------------------------
+
+
+def _of_options(message: str, parser: ArgumentParser) -> str:
+    """Return a message with the option that the first unknown one is nearest to."""
+    if match := re.fullmatch(r"the following arguments are required: (\w+)\.model", message):  # of LightningCLI
+        return f"{match[1]} needs a model: give a recipe, such as --config clip/debug.yaml, or a class, as --model NAME"
+    unknown, _, rest = message.partition("unrecognized arguments: ")
+    if unknown or not rest:
+        return message
+    flags = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
+    return message + (_nearest_option(flags[0], parser) if flags else "")
+
+
+def _nearest_option(flag: str, parser: ArgumentParser) -> str:
+    positionals = [action.dest for action in parser._get_positional_actions()]
+    if (name := flag.removeprefix("--")) in positionals:
+        return f": {name} is given without a flag, in the order {' '.join(positionals)}"
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    head, dot, rest = flag.partition(".")
+    heads = {option.partition(".")[0] for option in options}
+    if not dot or head in heads:
+        return did_you_mean(flag, options)
+    near = nearest(head, heads, min_ratio=_MIN_RATIO)  # settings of a class are no options of the parser: --modle.lr
+    return f"; did you mean {near[0]}.{rest}?" if near else ""
+
+
+# ---- settings of a class -------------------------------------------------------------------------------------------
+
+
+def _of_classes(faults: list[str]) -> list[str]:
+    """Faults of classes that were tried, each with the nearest name; of several, those of the class that was named."""
+    problems = [(fault, match) for fault in faults if (match := _PROBLEM.match(fault))]
+    if not problems:
+        return faults
+    # Lightning's base class is tried after the class that was named, and knows none of its settings.
+    named = [(fault, match) for fault, match in problems if match[1] != "lightning.Callback"] or problems
+    return [_of_class(match[1], match[2]) for _, match in named]
+
+
+def _of_class(path: str, fault: str) -> str:
+    module, _, name = path.rpartition(".")
+    if match := re.match(r"module '([^']+)' has no attribute '([^']+)'", fault):
+        known = getattr(sys.modules.get(match[1]), "__all__", None) or dir(sys.modules.get(match[1]))
+        return f"there is no {path}{did_you_mean(match[2], known)}"
+    cls = getattr(sys.modules.get(module), name, None)
+    if isinstance(cls, type) and (
+        match := re.match(r"Option '([^']+)' is not accepted|unrecognized arguments: (.*)", fault)
+    ):
+        unknown = match[1] or match[2].split()[0].partition("=")[0].removeprefix("--")
+        return f"{name} takes no {unknown}{did_you_mean(unknown, _settings(cls))}"
+    return f"{name}: {fault}"
+
+
+def _settings(cls: type[Any]) -> Iterator[str]:
+    """Names that a class's constructor takes, and those of records among them, as in `optimizer.lr`."""
+    constructors = [vars(owner)["__init__"] for owner in cls.__mro__[:-1] if "__init__" in vars(owner)]
+    for constructor in constructors:
+        hints = get_type_hints(constructor)
+        for name in list(inspect.signature(constructor).parameters)[1:]:
+            yield name
+            if dataclasses.is_dataclass(record := hints.get(name)):
+                yield from (f"{name}.{field.name}" for field in dataclasses.fields(record))

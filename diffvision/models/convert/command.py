@@ -1,0 +1,41 @@
+"""`diffvision convert`: a file or folder of weights in one layout -> another. What converts is in `files`."""
+
+from pathlib import Path
+from typing import Literal
+
+Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface"]
+
+
+def convert(
+    source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
+) -> None:
+    """Write weights of one layout as another, and print what they were. A failure leaves no file behind.
+
+    Args:
+        source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours).
+        destination: what to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
+        to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2 or huggingface.
+        tower: of DiffCLIP: the timm model of the image tower, where no model of ours has its size.
+        lambda_init: of DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
+
+    Raises:
+        ValueError: a source of no known layout, or one that cannot be written in that layout; a destination that
+            exists. FileNotFoundError: no such source.
+    """
+    from diffvision.models.convert.files import CONVERSIONS, Options
+    from diffvision.models.convert.layouts import LAYOUTS, recognise
+    from diffvision.models.files import check_free, written_whole
+
+    target = Path(destination)
+    if to not in LAYOUTS:
+        raise ValueError(f"to is {to!r}: choose one of {', '.join(LAYOUTS)}")
+    check_free(target)
+    weights = recognise(source)
+    if (weights.layout, to) not in CONVERSIONS:
+        possible = [other for one, other in CONVERSIONS if one == weights.layout]
+        raise ValueError(
+            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
+        )
+    with written_whole(target) as partial_target:
+        CONVERSIONS[weights.layout, to](weights, partial_target, Options(tower, lambda_init))
+    print(f"{source} is {weights.layout} ({LAYOUTS[weights.layout]}): wrote {target}, {LAYOUTS[to]}")

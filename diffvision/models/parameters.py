@@ -1,0 +1,89 @@
+"""`diffvision models`: our models' names and parameters, read from parameters.json so that nothing is built.
+
+After a model is added or changed, write the table anew: `python -m diffvision.models.parameters`.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("parameters.json")
+
+
+def models(filter: str = "*") -> None:
+    """Print our models, for timm, OpenCLIP and text, with their parameters.
+
+    Args:
+        filter: shell pattern, e.g. "diff_vit_base*", "DiffCLIP*" or "*-3b".
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from diffvision.mistakes import did_you_mean
+
+    counts = recorded()
+    rows = [
+        (name, host, f"{counts[host][name]:,}") for host in counts for name in counts[host] if fnmatch(name, filter)
+    ]
+    if not rows:
+        nearest = did_you_mean(filter, [name for host in counts for name in counts[host]])
+        raise ValueError(f"none of our models matches {filter!r}{nearest or '; give a pattern such as diff_vit*'}")
+    table = Table("model", "host", "parameters")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def recorded() -> dict[str, dict[str, int]]:
+    """Return host -> name -> parameters, as recorded in the table."""
+    counts: dict[str, dict[str, int]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return counts
+
+
+def names() -> dict[str, list[str]]:
+    """Return host -> the names of our models."""
+    from diffvision.models import clip, language, vision
+
+    return {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
+
+
+def counted(host: str, name: str) -> int:
+    """Return the parameters of a model, built without memory."""
+    import open_clip
+    import timm
+    import torch
+
+    from diffvision.models import language
+
+    with torch.device("meta"), _quiet():
+        if host == "timm":
+            model: Any = timm.create_model(name)
+        elif host == "OpenCLIP":
+            model = open_clip.create_model(name, device="meta")
+        else:
+            model = language.create(name)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write() -> None:
+    """Count the parameters of all models, and write the table."""
+    counts = {host: {name: counted(host, name) for name in listed} for host, listed in names().items()}
+    TABLE.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it OpenCLIP does not warn that a model is built without weights."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,47 @@
+"""The table behind `diffvision models`, compared with the models."""
+
+import pytest
+
+from diffvision import cli
+from diffvision.models import parameters
+
+DEBUG = [(host, name) for host, names in parameters.recorded().items() for name in names if "debug" in name]
+LARGE = [(host, name) for host, names in parameters.recorded().items() for name in names if "debug" not in name]
+REMEDY = "write the table anew: python -m diffvision.models.parameters"
+
+
+def test_the_table_has_every_model():
+    assert {host: list(names) for host, names in parameters.recorded().items()} == parameters.names(), REMEDY
+
+
+@pytest.mark.parametrize(("host", "name"), DEBUG)
+def test_the_table_has_the_parameters_of_small_models(host, name):
+    assert parameters.recorded()[host][name] == parameters.counted(host, name), REMEDY
+
+
+@pytest.mark.slow
+def test_the_table_has_the_parameters_of_all_models():
+    wrong = [name for host, name in LARGE if parameters.recorded()[host][name] != parameters.counted(host, name)]
+    assert not wrong, REMEDY
+
+
+def test_the_table_is_written_as_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(parameters, "TABLE", tmp_path / "parameters.json")
+    monkeypatch.setattr(parameters, "names", lambda: {"timm": ["diff_vit_debug"]})
+    parameters.write()
+    assert parameters.recorded() == {"timm": {"diff_vit_debug": parameters.counted("timm", "diff_vit_debug")}}
+
+
+def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["models", "--filter", "*debug*"]) == 0
+    printed = capsys.readouterr().out
+    assert "DiffCLIP-debug" in printed
+    assert f"{parameters.counted('timm', 'diff_vit_debug'):,}" in printed
+    assert "diffv2-debug" in printed
+    assert "diff_vit_base" not in printed
+
+
+def test_a_misspelt_model_is_answered_with_the_nearest(capsys):
+    assert cli.main(["models", "--filter", "diff_vit_bse"]) == 1
+    assert "did you mean diff_vit_base?" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""Models are registered with a host imported before diffvision or after it, in threads and in other processes."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+import diffvision
+from diffvision import registration
+
+REGISTERED = """
+import timm, open_clip
+from timm import create_model, list_models
+assert timm.is_model("diff_vit_base") and timm.is_model("adapted_vit") and "diff_vit_base" in list_models("diff_vit*")
+assert "DiffCLIP-ViT-B-16" in open_clip.list_models()
+assert type(create_model("diff_vit_debug").blocks[0]).__module__ == "diffvision.models.vision"
+"""
+
+
+def run(*arguments):
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HEAVY = {"lightning", "pytorch_lightning", "webdataset", "sklearn", "matplotlib", "jsonargparse"}
+DIFFVISION_FIRST = f"""
+import sys, threading, importlib.util
+import diffvision, diffvision.models, diffvision.data, diffvision.evaluation, diffvision.export, diffvision.training
+assert not {{"torch", "timm", "open_clip", "numpy"}} & set(sys.modules), "import diffvision is to be quick"
+assert importlib.util.find_spec("timm") and "timm" not in sys.modules  # to look for a host is not to import it
+known = []
+def work():
+    import timm.models
+    known.append(timm.is_model("diff_vit_base"))
+threads = [threading.Thread(target=work) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert known == [True] * 8, known
+assert "open_clip" not in sys.modules
+{REGISTERED}
+assert open_clip.create_model("DiffCLIP-debug").visual is not None
+assert callable(diffvision.adapt) and callable(diffvision.replace_attention) and diffvision.models.clip.model_names()
+assert not {HEAVY!r} & set(sys.modules), {HEAVY!r} & set(sys.modules)
+"""
+
+
+def test_diffvision_before_its_hosts():
+    run("-c", DIFFVISION_FIRST)
+
+
+def test_diffvision_after_its_hosts():
+    run("-c", f"import open_clip, timm\nassert not timm.is_model('diff_vit_base')\nimport diffvision\n{REGISTERED}")
+
+
+@pytest.mark.parametrize("module", ["adapt", "adapted", "vision", "clip", "replace", "language.decoder"])
+@pytest.mark.slow
+def test_a_module_of_ours_that_imports_a_host_first(module):
+    run("-c", f"import diffvision.models.{module}\n{REGISTERED}")
+
+
+SPAWNED = """
+import diffvision
+from torch.utils.data import DataLoader
+
+class Models:
+    def __init__(self, model=None):
+        self.model = model
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        import timm
+        made = timm.create_model("diff_vit_debug")
+        return [type(made).__name__, type(self.model.blocks[0]).__module__]
+
+if __name__ == "__main__":
+    import timm
+    loader = DataLoader(Models(timm.create_model("diff_vit_debug")), batch_size=None, num_workers=1,
+                        multiprocessing_context="spawn")
+    assert list(loader) == [["VisionTransformer", "diffvision.models.vision"]] * 2, list(loader)
+"""
+
+
+@pytest.mark.slow
+def test_spawned_workers_build_and_receive_models(tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNED)
+    run(str(tmp_path / "program.py"))
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    (tmp_path / "program.py").write_text(f"import diffvision\n{REGISTERED}\nprint('registered')")
+    printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "program.py"))
+    assert printed.count("registered") == 2
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host of a few lines, and a module that registers with it."""
+    (tmp_path / "a_host").mkdir()
+    (tmp_path / "a_host/__init__.py").write_text("known = []\nloader = __loader__\n")
+    (tmp_path / "a_host/part.py").write_text("from a_host import known\nseen = list(known)\n")
+    (tmp_path / "our_side.py").write_text("import a_host\na_host.known.append('ours')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setitem(registration.MODULES, "a_host", ("our_side",))
+    yield tmp_path
+    for name in ("a_host", "a_host.part", "our_side"):
+        sys.modules.pop(name, None)
+
+
+def import_(name):
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def test_a_host_is_registered_with_once_and_sees_its_usual_loader(host):
+    before = [*sys.meta_path]
+    registration.register("a_host")
+    registration.register("a_host")
+    assert len(sys.meta_path) == len(before) + 1
+    assert importlib.util.find_spec("a_host") is not None
+    assert "a_host" not in sys.modules
+    assert import_("a_host.part").seen == ["ours"]
+    a_host = sys.modules["a_host"]
+    assert a_host.known == ["ours"]
+    assert type(a_host.loader).__name__ == "SourceFileLoader"
+    assert a_host.__spec__.loader is a_host.loader is a_host.__loader__
+    assert sys.meta_path == before
+    registration.register("a_host")
+    assert a_host.known == ["ours"]
+    assert importlib.reload(a_host).known == []  # as of any registry
+
+
+def test_a_host_that_is_imported_already_is_registered_with_at_once(host):
+    a_host = import_("a_host")
+    registration.register("a_host")
+    assert a_host.known == ["ours"]
+
+
+def test_our_side_may_be_imported_first(host):
+    registration.register("a_host")
+    import_("our_side")
+    assert sys.modules["a_host"].known == ["ours"]
+
+
+def test_a_host_that_fails_is_tried_again(host):
+    source = (host / "a_host/__init__.py").read_text()
+    (host / "a_host/__init__.py").write_text("raise RuntimeError('broken')")
+    registration.register("a_host")
+    with pytest.raises(RuntimeError, match="broken"):
+        import_("a_host")
+    (host / "a_host/__init__.py").write_text(source + "# whole\n")
+    assert import_("a_host").known == ["ours"]
+
+
+def test_a_host_that_is_too_old_is_imported_with_a_warning(host):
+    (host / "our_side.py").write_text("from a_host import what_it_lacks\n")
+    registration.register("a_host")
+    with pytest.warns(UserWarning, match="models are not registered with a_host: cannot import name 'what_it_lacks'"):
+        assert import_("a_host").known == []
+
+
+def test_an_absent_host_stays_absent(host):
+    for name in ("__init__", "part"):
+        (host / f"a_host/{name}.py").unlink()
+    (host / "a_host").rmdir()
+    registration.register("a_host")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'a_host'"):
+        import_("a_host")
+
+
+def test_threads_that_import_a_host_at_once_all_find_our_models(host):
+    (host / "a_host/__init__.py").write_text("import time\ntime.sleep(0.05)\nknown = []\n")
+    registration.register("a_host")
+    seen = []
+    threads = [threading.Thread(target=lambda: seen.append([*import_("a_host").known])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [["ours"]] * 8
+
+
+def test_another_finder_that_asks_all_others_does_no_harm(host):
+    class Asking:
+        asking = False
+
+        def find_spec(self, name, path=None, target=None):
+            if self.asking or name != "a_host":
+                return None
+            self.asking = True
+            try:
+                return importlib.util.find_spec(name)
+            finally:
+                self.asking = False
+
+    registration.register("a_host")
+    sys.meta_path.insert(0, Asking())
+    registration.register("a_host")
+    assert import_("a_host").known == ["ours"]
+
+
+def test_names_are_offered_before_they_are_imported():
+    assert {"adapt", "models", "replace_attention", "__version__"} <= set(dir(diffvision))
+    with pytest.raises(AttributeError, match="module 'diffvision' has no attribute 'adpat'"):
+        diffvision.adpat  # noqa: B018
+    assert "lazy_names" not in dir(diffvision)
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["", "analysis", "data", "evaluation", "export", "inspection", "models", "models.convert", "nn", "ops", "training"],
+)
+def test_all_that_a_package_offers_is_there(package):
+    module = importlib.import_module(f"diffvision.{package}".rstrip("."))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert all(getattr(module, name) is not None for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
