@@ -1,6 +1,7 @@
 """Callbacks that log lambda, samples or tokens per second and what became of every sample, and that schedule lambda.
 
-Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `durable`.
+Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `durable`. timm and
+OpenCLIP are imported when a callback runs: they take seconds, and the help of `fit` imports this module.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.data.shards.report import Report
-from diffvision.models.adapt import freeze_but_new, set_dex_schedule
 from diffvision.training.durable import gathered
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
@@ -49,6 +48,8 @@ class LambdaMonitor(pl.Callback):
         """Log the lambdas of a logging step."""
         if not logged(trainer):
             return
+        from diffvision.analysis.lambdas import layer_lambdas
+
         model: Any = pl_module.model
         few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
         if "tokens" in batch:
@@ -96,6 +97,8 @@ class LambdaAnnealing(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Set the lambda of the step that begins."""
+        from diffvision.models.adapt import set_dex_schedule
+
         set_dex_schedule(pl_module, *self.shares(min(1.0, (trainer.global_step + 1) / self.steps)))
 
 
@@ -123,6 +126,8 @@ class TrainOnlyNew(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Freeze the parameters before a fit."""
         if stage == "fit":
+            from diffvision.models.adapt import freeze_but_new
+
             freeze_but_new(pl_module, self.also)
 
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import timm
-from timm.data import Mixup, create_transform, resolve_data_config
-from timm.optim import param_groups_layer_decay
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -65,6 +62,10 @@ class ClassificationModule(TrainingModule):
             compile: torch.compile the forward pass, in place.
         """
         super().__init__(locals(), DEFAULT)
+        # timm takes seconds, and the help of `fit` imports this module.
+        import timm
+        from timm.data import Mixup, create_transform, resolve_data_config
+
         self.name, self.layer_decay = model, layer_decay
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self.model_args = ({"pretrained": True} if model.startswith(FOLDER) else {}) | (model_args or {})
@@ -155,6 +156,8 @@ class ClassificationModule(TrainingModule):
         if self.layer_decay is None:
             groups = param_groups(self.model, decay, undecayed)
         else:
+            from timm.optim import param_groups_layer_decay
+
             undecayed |= {name for name, p in self.model.named_parameters() if without_decay(name, p)}
             groups = param_groups_layer_decay(
                 self.model, weight_decay=decay, no_weight_decay_list=undecayed, layer_decay=self.layer_decay

@@ -11,9 +11,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, TypeGuard
 
 import lightning.pytorch as pl
-import open_clip
 import torch
-from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
@@ -83,6 +81,8 @@ class ContrastiveModule(TrainingModule):
             compile: torch.compile the forward pass, in place.
         """
         super().__init__(locals(), OptimizerSettings())
+        import open_clip  # takes seconds, and the help of `fit` imports this module
+
         self.automatic_optimization = False  # several backward passes a step; Lightning still scales, syncs and counts
         if accum_freq < 1:
             raise ValueError(f"accum_freq is {accum_freq}; it counts the chunks of a batch: 1 or more")
@@ -325,6 +325,8 @@ def is_captions(text: Any) -> TypeGuard[Sequence[str]]:
 
 def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
     """Return OpenCLIP's loss by name, for one rank of a world."""
+    from open_clip.loss import ClipLoss, SigLipLoss
+
     if name == "siglip":
         return SigLipLoss(rank=rank, world_size=world_size)
     return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
