@@ -50,7 +50,7 @@ FLAG = "--allow"
 _DENIED = re.compile(r"Importing '([^']+)' is not allowed")
 _FILE = re.compile(r"[^\s'\"=,:\[\]{}]+\.(?:ya?ml|json)\b")
 _MAX_FILE = 1 << 20  # characters of a configuration that are searched
-_MAX_LEVELS = 100
+MAX_LEVELS = 100  # of a configuration
 _MAX_VALUES = 100_000  # of one YAML text, with its aliases written out
 
 
@@ -158,8 +158,8 @@ def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """
 
     def bounded(text: str) -> Any:
-        if len(text) > _MAX_LEVELS and _levels(text) > _MAX_LEVELS:
-            raise yaml.YAMLError(f"it is nested too deeply, in more than {_MAX_LEVELS} levels: write it with fewer")
+        if len(text) > MAX_LEVELS and _levels(text) > MAX_LEVELS:
+            raise yaml.YAMLError(f"it is nested too deeply, in more than {MAX_LEVELS} levels: write it with fewer")
         value = load(text)
         if _size(value, {}) > _MAX_VALUES:
             raise yaml.YAMLError(f"it stands for more than {_MAX_VALUES:,} values: write it with fewer aliases")
@@ -174,7 +174,7 @@ def _levels(text: str) -> int:
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         deepest = max(deepest, level)
-        if deepest > _MAX_LEVELS:
+        if deepest > MAX_LEVELS:
             break
     return deepest
 

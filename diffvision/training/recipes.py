@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from diffvision.allow import MAX_LEVELS
 from diffvision.mistakes import nearest
 
 _PACKAGE = Path(__file__).parent.parent
@@ -57,15 +58,25 @@ def _configuration(value: str) -> str:
 
 
 def _check_mapping(path: Path) -> None:
-    """Raise a ValueError with the file and the line, which a parser's message lacks; read without recursion."""
+    """Raise a ValueError with the file and the line, which a parser's message lacks.
+
+    It reads without recursion, and only as deep as `allow`, which refuses deeper ones: the time that PyYAML takes grows
+    with the square of the depth.
+    """
+    content: list[type] = []
+    level = 0
     try:
-        kinds = [type(event) for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
+        for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if level > MAX_LEVELS:
+                break
+            if not isinstance(event, yaml.StreamStartEvent | yaml.DocumentStartEvent):
+                content.append(type(event))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
-    content = [kind for kind in kinds if kind not in (yaml.StreamStartEvent, yaml.DocumentStartEvent)]
     if content[0] in (yaml.SequenceStartEvent, yaml.ScalarEvent):
         raise ValueError(
             f"{path} is not a configuration: it must have lines such as 'model: ...', and is a list or a text"
