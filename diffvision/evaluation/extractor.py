@@ -34,7 +34,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         checkpoint: of a name: a file of weights or a tag of pretrained ones; without it, the weights of a name are
             random ones.
         tower: "image", or "text" (OpenCLIP) for strings.
-        normalize: make every feature one long, as the cosines of CLIP want them.
+        normalize: scale every feature to unit length, as for CLIP's cosine similarities.
         batch_size: images or texts that are computed together.
         device: auto, cpu, cuda, cuda:1, ...
         precision: fp32, bf16 or fp16.

@@ -98,8 +98,8 @@ def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Ten
     """Return the accuracy of each episode, [episodes], as El Banani et al. measure few-shot classification.
 
     An episode draws `ways` classes, `shots` training images and up to `queries` test images of each. Features are
-    centred by the mean of the episode's training images and made one long; a query's class is that of the nearest mean
-    of the shots (arXiv 2302.12248 and its code, lgssl/evaluation/fewshot.py, after SimpleShot; DiffCLIP follows it).
+    centred by the mean of the episode's training images and normalised; a query gets the class whose shots have the
+    nearest mean (arXiv 2302.12248 and its code, lgssl/evaluation/fewshot.py, after SimpleShot; DiffCLIP follows it).
 
     Raises:
         ValueError: too few classes, or training images of a class, or no test image of one.

@@ -110,9 +110,9 @@ def choose_cost(
     train: tuple[Tensor, Tensor],
     held: tuple[Tensor, Tensor],
 ) -> float:
-    """Return the cost of the best accuracy on `held`, and of equals that of the smallest cross-entropy.
+    """Return the cost with the best accuracy on the held-out samples `held`; the smallest cross-entropy breaks ties.
 
-    Powers of 100 from 1e-6 to 1e6 are tried, then the interval around the best is halved until there are eight steps a
+    Powers of 100 from 1e-6 to 1e6 are tried, then the interval around the best is halved down to an eighth of a
     decade (CLIP, arXiv 2103.00020, appendix A.3).
     """
     scores: dict[float, tuple[float, float]] = {}
