@@ -71,7 +71,7 @@ class OptimizerSettings:
 
 
 def without_decay(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is kept from weight decay.
+    """Return whether a parameter is excluded from weight decay.
 
     That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors) and V2's lambda projection.
     Embeddings decay, as in OpenCLIP and SLIP.

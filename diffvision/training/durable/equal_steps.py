@@ -63,7 +63,10 @@ class EvenRanks(pl.Callback):
             empty = [rank for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{named(empty)} no batch and the others up to {max(lengths)}: {REMEDY}")
         trainer.fit_loop.max_batches = min(lengths)
-        if trainer.val_check_batch not in (None, math.inf):  # Lightning has computed it from each rank's own length
+        if trainer.val_check_batch not in (
+            None,
+            math.inf,
+        ):  # Lightning has computed it from the length of each rank's loader
             trainer.val_check_batch = self.peers.least(int(trainer.val_check_batch))
         if not self._asks:
             left = ", ".join(f"rank {r} {n - min(lengths)} of {n}" for r, n in enumerate(lengths) if n > min(lengths))
@@ -124,5 +127,5 @@ def named(ranks: list[int]) -> str:
     """Return ranks as the subject of a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"ranks {few} have"
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {numbers} have"

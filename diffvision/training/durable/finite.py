@@ -1,6 +1,6 @@
-"""No step is made on a loss or gradient that is not finite: it is skipped and reported; after some the run stops.
+"""Steps whose loss or gradient is not finite are skipped and reported; after too many in a row the run stops.
 
-What becomes of checkpoints meanwhile is in `rotation`.
+Which checkpoints are kept meanwhile is decided in `rotation`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StepGuard(pl.Callback):
         return f". Kept from before these steps: {kept}" if kept else ""
 
     def _blame(self) -> int:
-        """Return how much points to this rank: 2 its batch is not finite, 1 its loss is not, 0 neither."""
+        """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
         if self._bad_rows():
             return 2
         return int(not all(torch.isfinite(loss).all() for loss in self._losses))

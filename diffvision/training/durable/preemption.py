@@ -170,7 +170,7 @@ class Preemption(pl.Callback):
         if path is None:
             report = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
         else:
-            trainer.save_checkpoint(path)  # with a barrier: when it returns, the file is whole
+            trainer.save_checkpoint(path)  # has a barrier: when it returns, the file is complete
             report = f"{name}: saved {path} at step {trainer.global_step}"
             if number != SAVE:
                 report += "; to resume, run the same command with --resume auto (and without --ckpt_path)"

@@ -1,6 +1,6 @@
 """The one function that protects a fit: it connects all that this package does to a trainer.
 
-What each part does is in its own module.
+Each part is in a module of this package.
 """
 
 from __future__ import annotations

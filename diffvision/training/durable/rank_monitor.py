@@ -59,7 +59,7 @@ class Peers:
             return
         self._group = dist.new_group(backend="gloo")
         store = dist.distributed_c10d._get_default_store()
-        # A separate client: the ranks' own one is locked while they wait for each other.
+        # A separate client: the process group's is locked while ranks wait for each other.
         separate = dist.PrefixStore(f"diffvision/{dist.get_world_size()}/{self._group.group_name}", store.clone())
         started = lightning_internals.take_started_ranks(trainer.strategy.launcher)
         self._watch = Watch(self.rank, separate, launcher_process(), started)
