@@ -1,6 +1,6 @@
 """AdamW, its parameter groups and the learning-rate schedule.
 
-Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of here.
+Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of this module.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
                     raise tarfile.ReadError(f"{headers:,} bytes of headers before a member")
                 rows.add(member)
         file.seek(tar.offset)
-        # tarfile takes a broken header for the end, without a word: the real end is a block of zeros.
+        # tarfile silently takes a broken header for the end: the real end is a block of zeros.
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             return tar.offset, f"no end-of-archive mark where it should be, at byte {tar.offset}"
         return tar.offset, ""

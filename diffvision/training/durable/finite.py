@@ -50,7 +50,7 @@ class StepGuard(pl.Callback):
 
         Args:
             clip_norm: the gradient's norm is clipped to this; None: no clipping.
-            max_skipped: so many steps in a row are skipped, the next one stops the run; 0 stops at the first.
+            max_skipped: limit on skipped steps in a row; one more stops the run. 0 stops it at the first.
         """
         self.clip_norm, self.max_skipped = clip_norm, max_skipped
         self.skipped = self.in_a_row = 0
@@ -169,7 +169,7 @@ class StepGuard(pl.Callback):
 
 
 class Statistics:
-    """Batch norms' running statistics as of the last good step: a forward pass spoils them before anyone knows."""
+    """Batch norms' running statistics as of the last finite step: a forward pass changes them before the loss."""
 
     def __init__(self, module: nn.Module) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
@@ -188,10 +188,10 @@ class Statistics:
 
 
 def spread(loss: Tensor) -> None:
-    """Let a loss that is not finite spoil all of its gradients, so that their reduction shows it to every rank.
+    """Make all gradients of a loss that is not finite NaN, so that their reduction shows it to every rank.
 
-    These gradients may be finite themselves. Those of a finite loss are multiplied by one, which changes no bit. The
-    GPU is not waited for.
+    They could be finite otherwise. Gradients of a finite loss are multiplied by one, which changes no bit. The GPU
+    is not waited for.
     """
     if loss.requires_grad:
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)

@@ -40,7 +40,7 @@ def protect(
             trainer.fit(module, data, ckpt_path=checkpoint)
 
     Callbacks and a plugin for checkpoints stay with the trainer; a checkpoint plugin that was asked for is kept. Steps
-    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` bring along.
+    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` add.
 
     Args:
         trainer: what will fit the module inside.

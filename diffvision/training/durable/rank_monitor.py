@@ -216,7 +216,7 @@ def launcher_process() -> int | None:
 
 @contextmanager
 def watched_launcher() -> Iterator[None]:
-    """End this process with the one that started it, also while it has not met the other ranks yet.
+    """End this process with the one that started it, also before it is connected to the other ranks.
 
     Raises:
         LostRank: that one has ended already, while this one was importing.
