@@ -200,7 +200,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         """Refuse a callback that watches a metric of a folder which is not evaluated: it would fail after an epoch."""
         folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
         measured = [f"{folder.task}/{folder.name}/" for folder in folders]
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         for callback in callbacks:
             monitor = getattr(callback, "monitor", None) or ""
             watched = monitor.split("/")[0] in EVALUATIONS and not monitor.startswith(tuple(measured))

@@ -80,7 +80,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
         if guards and not self.fitting:
             return []

@@ -181,8 +181,8 @@ def _token_documents(source: str, tokenizer: Any, reading: Reading) -> Iterator[
     if account.fingerprint != fingerprint:
         raise ValueError(
             f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), the model's has "
-            f"{tokenizer.vocab_size} ({fingerprint or 'of transformers'}): give the text itself, or tokenise it with the "
-            "model's"
+            f"{tokenizer.vocab_size} ({fingerprint or 'of transformers'}): give the text itself, or tokenise it with "
+            "the model's"
         )
     check_limits(account, reading.limits)
     yield from (document.tolist() for document in shards.documents())

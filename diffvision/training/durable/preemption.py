@@ -211,7 +211,7 @@ def asking(trainer: pl.Trainer) -> Callable[[Any, str], Iterable] | None:
 
     None: the trainer has no `Preemption`.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     return next((callback.asking for callback in callbacks if isinstance(callback, Preemption)), None)
 
 

@@ -65,7 +65,7 @@ def protect(
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     state, peers = RunState(settings), Peers()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
     with (
         watched_launcher(),

@@ -162,7 +162,7 @@ class RunState(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = run = checkpoint.get(RUN_KEY, {})
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
         if "current_model_state" in checkpoint and not averages:
             raise ValueError(
@@ -280,7 +280,7 @@ def _short(value: str) -> str:
 
 def _resume_callbacks(trainer: pl.Trainer) -> None:
     """Update Lightning's callbacks that rely on an epoch's start, which a run resumed within an epoch skips."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
