@@ -1,4 +1,4 @@
-"""Is a dataset whole, and what is in it? Functions that return data, and the tables that print them.
+"""Checks and statistics of datasets: functions that return data, and the tables that print them.
 
 The commands are in `make`.
 """
@@ -49,7 +49,7 @@ _LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is giv
 
 @dataclass
 class ShardCheck:
-    """One shard: how many samples it has, how many can be used, and the problems of the shard and of the others."""
+    """The result of checking one shard: its samples, how many of them can be used, and all problems."""
 
     location: str
     read: str = ""  # the setting by which samples were read
@@ -193,7 +193,7 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
 
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
-        keys: what is read of each sample; by default what those of each directory have.
+        keys: what is read of each sample; by default what the samples of each directory have.
     """
     keys, jobs = keys or Keys(), []
     for directory, shards in _directories(source).items():
@@ -207,11 +207,11 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
 def shard_stats(source: Source, num_workers: int = 2) -> dict[Path, ShardStats]:
     """Count and measure the shards of each directory of a source; images are opened, not decoded."""
     directories = _directories(source)
-    total = {directory: ShardStats() for directory in directories}
-    shards = [shard for part in directories.values() for shard in filter(_is_file, part)]
+    totals = {directory: ShardStats() for directory in directories}
+    shards = [shard for in_directory in directories.values() for shard in filter(_is_file, in_directory)]
     for shard, stats in zip(shards, _in_parallel(_measure, shards, num_workers, "measuring"), strict=True):
-        total[_parent(shard)] += stats
-    return total
+        totals[_parent(shard)] += stats
+    return totals
 
 
 def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
@@ -241,7 +241,7 @@ def _directories(source: Source) -> dict[Path, list[Shard]]:
 
 
 def _is_file(shard: Shard) -> bool:
-    """Return whether a shard can be opened: a pipe would be waited for."""
+    """Return whether a shard can be opened without waiting: it is no pipe."""
     return shard.remote or Path(shard.location).is_file()
 
 
@@ -250,7 +250,7 @@ def _parent(shard: Shard) -> Path:
 
 
 def _absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
-    """Return the shards that the manifest or nshards.txt has and the directory has not."""
+    """Return a job with a problem for each shard that the manifest or nshards.txt has and the directory lacks."""
     names = {shard.name for shard in shards}
     absent = [Shard(str(directory / name)) for name in listed if name not in names]
     jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
@@ -296,7 +296,7 @@ def _check(job: _Job) -> ShardCheck:
     result.read = job.reading.name
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say is among the problems
+            warnings.simplefilter("ignore")  # the same is reported as problems
             index, problems, samples = _opened(shard)
             result.problems += problems + _problems(shard, index)
             _decode(result, job.reading, index, samples)

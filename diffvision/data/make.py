@@ -49,15 +49,15 @@ def make(
         copies: for digits and digit-scenes: images made of each training digit.
         documents: for recall: how many.
         words: for recall: the most words of a document with needles.
-        seed: of all that is drawn at random in digits, digit-scenes and recall.
+        seed: determines all random choices in digits, digit-scenes and recall.
         per_shard: for folder and evaluation: samples a shard.
         num_workers: for folder and evaluation: processes.
     """
     made = f"made {name} in {Path(directory)}"
-    given = {"copies": copies, "documents": documents, "words": words}
-    settings: dict[str, int] = {setting: value for setting, value in given.items() if value is not None}
-    if strange := sorted(settings.keys() - _SETTINGS.get(name, set())):
-        raise ValueError(f"make {name} has no setting {', '.join(strange)}: leave it out")
+    options = {"copies": copies, "documents": documents, "words": words}
+    settings: dict[str, int] = {setting: value for setting, value in options.items() if value is not None}
+    if unknown := sorted(settings.keys() - _SETTINGS.get(name, set())):
+        raise ValueError(f"make {name} has no setting {', '.join(unknown)}: leave it out")
     if name == "digits":
         from diffvision.data.made.digits import make_digits
 

@@ -1,8 +1,8 @@
 """What an evaluation has computed, kept in a directory and looked up by a digest of all that it depends on.
 
-A piece holds the rows of some batches, and is there whole or not at all. One that is damaged, or of something else, is
-reported and computed anew; a directory that is full or cannot be written to is reported once, and the evaluation
-continues.
+A piece is one file with the results of some batches or classes, or of a task; it is written whole or not at all. One
+that is damaged or belongs to another evaluation is reported and computed again. A directory that is full or cannot be
+written to is reported once, and the evaluation continues.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Rows = dict[str, Tensor]
 FORMAT = 2
 SUFFIX = ".safetensors"
 DEFAULT_BYTES = 20 * 10**9
-_PLAIN = (bool, int, float, str, tuple)  # None is left out: some modules put something there when they first run
-_OWN = re.compile(r"[0-9a-f]{32}")  # names of the directories that are ours
+_PLAIN = (bool, int, float, str, tuple)  # not None: some modules replace it with a value when they first run
+_SET_NAME = re.compile(r"[0-9a-f]{32}")  # names of the directories that this cache makes
 
 
 class Cache:
     """A directory of pieces (safetensors), each set of them under a digest of what it depends on.
 
     Args:
-        directory: made if it is not there.
-        max_bytes: of all pieces together; the sets that were not used for longest make room.
+        directory: the folder of the pieces, created if it does not exist.
+        max_bytes: limit on the size of all pieces; the least recently used sets are removed to stay within it.
 
     Attributes:
         found, made: pieces that this object has read and written.
@@ -54,7 +54,7 @@ class Cache:
         return f"cache {self.directory}: {self.found} pieces found, {self.made} made; it holds {size:,} bytes"
 
     def load(self, identity: str, name: str) -> tuple[Rows, Any] | None:
-        """Return a piece's rows and note; None where it does not exist, or is not what was saved."""
+        """Return a piece's rows and note; None where it does not exist or is damaged."""
         path = self._path(identity, name)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -66,7 +66,7 @@ class Cache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, safetensors.SafetensorError) as error:
-            warnings.warn(f"{path} is damaged or of something else ({error}): it is worked out anew", stacklevel=2)
+            warnings.warn(f"{path} is damaged or of another evaluation ({error}): it is computed again", stacklevel=2)
             return None
         self.found += 1
         return rows, json.loads(about["note"])
@@ -95,10 +95,10 @@ class Cache:
         return self.directory / identity / f"{name}{SUFFIX}"
 
     def _sets(self) -> list[tuple[Path, list[Path]]]:
-        """Return our directories, those that were used last at the end, and the files in them."""
+        """Return the sets' directories, the least recently used first, and the files in each."""
         if not self.directory.is_dir():
             return []
-        named = [path for path in self.directory.iterdir() if _OWN.fullmatch(path.name)]
+        named = [path for path in self.directory.iterdir() if _SET_NAME.fullmatch(path.name)]
         folders = [path for path in named if path.is_dir() and not path.is_symlink()]
         return [(path, list(path.iterdir())) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
@@ -125,13 +125,19 @@ def in_pieces(
     compute: Callable[[Sequence[int]], Iterator[tuple[Rows, Any]]],
     name: str = "",
 ) -> Iterator[tuple[Rows, list[Any]]]:
-    """Yield units 0 to count - 1, piece by piece: the rows of a piece's units one after another, and the units' notes.
+    """Yield the results of units 0 to count - 1 in pieces of `size` units, from the cache where it has a piece.
+
+    A unit is a batch or a class: whatever `compute` computes at a time. Each piece is yielded as the rows of its units,
+    joined, and the list of the units' notes.
 
     Args:
-        size: units of a piece.
-        compute: numbers of units, ascending -> each one's rows (none at all, or those that the others have) and note;
-            asked once, for all that are not kept.
-        name: before the pieces' numbers, where several processes have pieces.
+        cache: where pieces are read and saved; None computes all of them.
+        identity: the digest of all that the results depend on.
+        count: the number of units.
+        size: the number of units in a piece.
+        compute: called once, with the ascending numbers of the units that are not in the cache; yields (rows, note) of
+            each. Rows have the same keys in all units, or are empty.
+        name: prefix of the pieces' names, which distinguishes the processes that share a cache.
     """
     pieces = [range(first, min(first + size, count)) for first in range(0, count, size)]
     kept = [cache.load(identity, f"{name}{i:06}") if cache is not None else None for i in range(len(pieces))]
@@ -144,12 +150,13 @@ def in_pieces(
             if cache is not None:
                 cache.save(identity, f"{name}{i:06}", *piece)
         yield piece
-    if next(computed, None) is not None:  # asked to its end, for it may have something to put away
-        raise RuntimeError("more was computed than was asked for")
+    # Run `compute` to its end: it may have resources to release after its last unit.
+    if next(computed, None) is not None:
+        raise RuntimeError("compute yielded more units than it was called with")
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return rows one after another; parts without any are left out."""
+    """Return the rows of all parts, concatenated by key; parts without rows are left out."""
     parts = [part for part in parts if part]
     return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
@@ -161,7 +168,7 @@ def _checksum(rows: Rows, identity: str, name: str, note: str) -> str:
     return hasher.hexdigest()
 
 
-# --- what rows follow from ---
+# --- digests of what the results depend on ---
 
 
 def digest(**parts: Any) -> str:
@@ -209,7 +216,7 @@ def files_digest(*paths: str | Path) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Return how objects show themselves, without their addresses in memory."""
+    """Return a repr without the objects' addresses in memory."""
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 

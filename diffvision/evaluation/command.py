@@ -34,7 +34,7 @@ def run(
             By default the first three.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
-        cache: folder that features are kept in as they are worked out (at most 20 GB): an evaluation that was ended
+        cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
             resumes from there, and one of the same model and images reuses them.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
@@ -54,7 +54,7 @@ def run(
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
-    kept = None if cache is None else Cache(cache)
+    feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
     metrics: dict[str, float] = {}
@@ -73,10 +73,10 @@ def run(
                 precision=precision,
                 options=options,
                 progress=bar,
-                cache=kept,
+                cache=feature_cache,
             )
         if rank_and_world()[0] == 0:
             report(metrics, opened, model, checkpoint, output)
-            if kept is not None:
-                print(kept)
+            if feature_cache is not None:
+                print(feature_cache)
     return metrics

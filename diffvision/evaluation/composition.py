@@ -22,10 +22,10 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
-    """Return the share of images [N, D] whose first caption, of theirs among texts [T, D], has the largest product.
+    """Return the share of images [N, D] that score highest with the first of their captions, by inner product.
 
-    `owner` [T] is ascending. An exact tie counts as right, as in CLIP_benchmark (where this is `acc` and `text_acc`;
-    its `image_acc` is 1 wherever there is one image to choose from).
+    Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending. An exact tie counts as right,
+    as in CLIP_benchmark, where this is `acc` and `text_acc`. Its `image_acc` is always 1 with one image to choose from.
     """
     right, start = 0, 0
     for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):

@@ -37,7 +37,7 @@ def resolve_device(device: str) -> str:
 
 @contextmanager
 def process_group(device: str) -> Iterator[str]:
-    """Join the processes that torchrun started, if it did and nobody else has joined them; give the rank's device.
+    """Initialise torch.distributed in a block, if torchrun started several processes; yield the rank's device.
 
     Args:
         device: as `resolve_device` takes it; with several processes "cuda" means each rank's device.
@@ -57,7 +57,7 @@ def process_group(device: str) -> Iterator[str]:
 
 
 def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return every rank's rows [n_r, ...], one after the other: [sum n_r, ...] on the CPU, the same on every rank.
+    """Return the rows [n_r, ...] of all ranks, concatenated in their order: [sum n_r, ...] on the CPU, on every rank.
 
     Args:
         rows: of at most two dimensions; None on a rank that has none (and so does not know their width).
@@ -71,7 +71,7 @@ def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = 
     shapes = torch.empty(world, 2, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(shapes, torch.tensor([shape], device=device))
     counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
-    # All ranks send as many rows as the longest has: collectives want equal shapes.
+    # All ranks send equally many rows, padded with zeros: collectives need equal shapes.
     tail = [width] if width else []
     sent = torch.zeros(max(counts), *tail, dtype=dtype, device=device)
     if rows is not None:

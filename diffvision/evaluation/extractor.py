@@ -34,7 +34,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         checkpoint: of a name: a file of weights or a tag of pretrained ones; without it, the weights of a name are
             random ones.
         tower: "image", or "text" (OpenCLIP) for strings.
-        normalize: make every feature one long, as the cosines of CLIP want them.
+        normalize: scale every feature to unit length, as for CLIP's cosine similarities.
         batch_size: images or texts that are computed together.
         device: auto, cpu, cuda, cuda:1, ...
         precision: fp32, bf16 or fp16.
@@ -135,16 +135,16 @@ def _opened(model: str, checkpoint: str | Path | None, device: str, seed: int, s
 
 
 def _stamp(model: str, checkpoint: str | Path | None) -> Any:
-    """Return what changes when the files of the weights do."""
-    given = [Path(str(path)) for path in (str(model).removeprefix(FOLDER), checkpoint) if path is not None]
-    files = [file for path in given for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
+    """Return names, times and sizes of the files of weights, which change when these do."""
+    paths = [Path(str(path)) for path in (str(model).removeprefix(FOLDER), checkpoint) if path is not None]
+    files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(files))
 
 
 def _samples(X: Any) -> list[Any]:
-    """Return X as a list of at least one.
+    """Return X as a list; raise ValueError for an empty one.
 
-    A single image or string is refused, whose rows or letters would each be taken.
+    A single image or string is refused, because its rows or letters would be taken as samples.
     """
     if isinstance(X, str | bytes | Path | Image.Image | Mapping) or not isinstance(X, Iterable):
         raise ValueError(f"X is a {type(X).__name__}: give a list of images or strings, of one if there is but one")
@@ -154,20 +154,20 @@ def _samples(X: Any) -> list[Any]:
     return samples
 
 
-def _text(given: Any, number: int) -> str:
-    if not isinstance(given, str):
-        raise ValueError(f"X[{number}] is a {type(given).__name__}: the text tower takes strings")
-    return str(given)
+def _text(sample: Any, number: int) -> str:
+    if not isinstance(sample, str):
+        raise ValueError(f"X[{number}] is a {type(sample).__name__}: the text tower takes strings")
+    return str(sample)
 
 
-def _image(given: Any, number: int) -> Image.Image:
+def _image(sample: Any, number: int) -> Image.Image:
     """Return an image in any of the forms that `transform` takes, as RGB."""
     try:
-        if isinstance(given, Image.Image):
-            return to_rgb(given)
-        if isinstance(given, str | Path):
-            return decode_image(Path(given).read_bytes())
-        return to_rgb(Image.fromarray(_pixels(np.asarray(given))))
+        if isinstance(sample, Image.Image):
+            return to_rgb(sample)
+        if isinstance(sample, str | Path):
+            return decode_image(Path(sample).read_bytes())
+        return to_rgb(Image.fromarray(_pixels(np.asarray(sample))))
     except (BadSample, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"X[{number}] is no image that can be used: {error}") from error
 

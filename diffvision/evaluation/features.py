@@ -107,7 +107,7 @@ class Features:
         return self._kept[key]
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
-        """Return one unit vector a class [C, D]: the mean of its texts' unit vectors, made one long again.
+        """Return one unit vector a class [C, D]: the normalised mean of its texts' unit vectors.
 
         A class's texts are one batch, as CLIP_benchmark has them; with several ranks each takes a share of the classes.
         """
@@ -175,21 +175,23 @@ class Features:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         shares = rank_and_world()[1]
         settings = {"precision": self.precision, "batch_size": self.batch_size, "device": name, "world_size": shares}
-        return digest(model=self._model, transform=self._seen, tokenizer=self._read, **settings, **parts)
+        return digest(
+            model=self._model, transform=self._transform_digest, tokenizer=self._tokenizer_digest, **settings, **parts
+        )
 
     @cached_property
     def _model(self) -> str:
         return model_digest(self.model)
 
     @cached_property
-    def _seen(self) -> str:
-        """Return how the transform shows itself, and what it makes of an image."""
+    def _transform_digest(self) -> str:
+        """Return the transform's repr, and a digest of its output for a test image."""
         image = Image.effect_mandelbrot((97, 61), (-2, -1, 1, 1), 100).convert("RGB")
         return without_addresses(repr(self.transform)) + tensor_digest([self.transform(image)])
 
     @cached_property
-    def _read(self) -> str:
-        """Return what the tokenizer makes of some texts."""
+    def _tokenizer_digest(self) -> str:
+        """Return a digest of the tokenizer's output for some texts."""
         texts = ["a photo of a cat.", "Ein großer Hund, zweimal: 你好", "many words " * 100]
         return "" if self.tokenizer is None else tensor_digest([self.tokenizer(texts)])
 
@@ -235,7 +237,7 @@ class Features:
 
 
 def _finite(features: Tensor, of: str) -> Tensor:
-    """Return the features, and raise a ValueError for NaN, which would be ranked like any number."""
+    """Return the features, and raise a ValueError for NaN, which rankings would treat as a number."""
     if not features.isfinite().all():
         raise ValueError(
             f"the model's features of {of} are NaN or infinite: its weights are, or overflow in this precision"

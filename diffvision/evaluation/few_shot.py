@@ -98,8 +98,8 @@ def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Ten
     """Return the accuracy of each episode, [episodes], as El Banani et al. measure few-shot classification.
 
     An episode draws `ways` classes, `shots` training images and up to `queries` test images of each. Features are
-    centred by the mean of the episode's training images and made one long; a query's class is that of the nearest mean
-    of the shots (arXiv 2302.12248 and its code, lgssl/evaluation/fewshot.py, after SimpleShot; DiffCLIP follows it).
+    centred by the mean of the episode's training images and normalised; a query gets the class whose shots have the
+    nearest mean (arXiv 2302.12248 and its code, lgssl/evaluation/fewshot.py, after SimpleShot; DiffCLIP follows it).
 
     Raises:
         ValueError: too few classes, or training images of a class, or no test image of one.
@@ -138,13 +138,13 @@ def _draw(members: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _nearest_mean(train: Tensor, shots: Tensor, test: Tensor, queries: Tensor) -> Tensor:
-    """Return the accuracy of episodes [E] of shots [E, W, K] and queries [E, W, Q], indexes of features; -1 is none."""
-    source, asked = train[shots], test[queries.clamp(min=0)]
-    mean = source.mean(dim=(1, 2), keepdim=True)
-    prototypes = F.normalize(source - mean, dim=-1).mean(dim=2)  # [E, W, D]
-    asked = F.normalize(asked - mean, dim=-1)
-    distances = torch.cdist(asked.flatten(1, 2), prototypes, compute_mode="donot_use_mm_for_euclid_dist")
+    """Return the accuracies [E] of episodes; shots [E, W, K] and queries [E, W, Q] are rows of features or -1."""
+    shot_features, query_features = train[shots], test[queries.clamp(min=0)]
+    mean = shot_features.mean(dim=(1, 2), keepdim=True)
+    prototypes = F.normalize(shot_features - mean, dim=-1).mean(dim=2)  # [E, W, D]
+    query_features = F.normalize(query_features - mean, dim=-1)
+    distances = torch.cdist(query_features.flatten(1, 2), prototypes, compute_mode="donot_use_mm_for_euclid_dist")
     nearest = distances.argmin(dim=-1).view_as(queries)
-    real = queries >= 0
-    right = (nearest == torch.arange(queries.shape[1])[:, None]) & real
-    return right.sum(dim=(1, 2)) / real.sum(dim=(1, 2))
+    is_query = queries >= 0
+    right = (nearest == torch.arange(queries.shape[1])[:, None]) & is_query
+    return right.sum(dim=(1, 2)) / is_query.sum(dim=(1, 2))

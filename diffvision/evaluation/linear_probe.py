@@ -65,17 +65,17 @@ def logistic_regression(
     """Return weight [classes, D] and bias [classes] that minimise cost * (summed cross-entropy) + |weight|^2 / 2.
 
     scikit-learn's objective and its `C`, by L-BFGS from zero on the device of x [N, D]. It is computed in float64 and
-    returned in the dtype of x. It ends where the objective is at most a millionth above its minimum; a fit that is not
-    there after `max_iter` iterations is warned of.
+    returned in the dtype of x. It ends where the objective is at most a millionth above its minimum; a fit that has
+    not converged after `max_iter` iterations gives a warning.
     """
     # Lightning validates in inference mode, where nothing can be differentiated.
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        # Centred, since features close together make a slow fit; the bias, which costs nothing, makes up for it.
+        # Centred, since a common offset of the features makes the fit slow; the bias has no penalty and absorbs it.
         dtype, mean = x.dtype, x.double().mean(dim=0)
         x, y = x.double() - mean, y.clone()
         weight = torch.zeros(classes, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
         bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
-        # By the mean, so that the gap means the same for any number of samples.
+        # The objective is divided by the samples, so that the tolerance means the same for any number of them.
         penalty = 1 / (cost * len(x))
         optimizer = torch.optim.LBFGS(
             [weight, bias], max_iter=_ROUND, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -110,9 +110,9 @@ def choose_cost(
     train: tuple[Tensor, Tensor],
     held: tuple[Tensor, Tensor],
 ) -> float:
-    """Return the cost of the best accuracy on `held`, and of equals that of the smallest cross-entropy.
+    """Return the cost with the best accuracy on the held-out samples `held`; the smallest cross-entropy breaks ties.
 
-    Powers of 100 from 1e-6 to 1e6 are tried, then the interval around the best is halved until there are eight steps a
+    Powers of 100 from 1e-6 to 1e6 are tried, then the interval around the best is halved down to an eighth of a
     decade (CLIP, arXiv 2103.00020, appendix A.3).
     """
     scores: dict[float, tuple[float, float]] = {}

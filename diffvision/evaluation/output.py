@@ -47,7 +47,7 @@ def check_folder(folder: str | Path, setting: str = "output") -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write plain values; raise a ValueError for a NaN, which JSON has not."""
+    """Write plain values; raise a ValueError for NaN, which JSON cannot hold."""
     write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode())
 
 

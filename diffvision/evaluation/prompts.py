@@ -1,4 +1,4 @@
-"""Class names and templates: a folder's own, or ImageNet's from OpenCLIP, for all classes or for a variant's subset."""
+"""Class names and templates: the folder's, or ImageNet's from OpenCLIP, for all classes or for a variant's subset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SUBSETS = {
 
 
 class Prompts(NamedTuple):
-    """What a zero-shot classifier is made of."""
+    """Class names and templates, from which a zero-shot classifier is made."""
 
     classnames: list[str]
     templates: list[str]  # with PLACE where the class name comes
@@ -41,9 +41,7 @@ class Prompts(NamedTuple):
         """
         for template in self.templates:
             if PLACE not in template:
-                raise ValueError(
-                    f"the template {_start(template)} has no {PLACE}, the place of the class name: mend it"
-                )
+                raise ValueError(f"the template {_start(template)} has no {PLACE}, the place of the class name: add it")
             longest = max(self.classnames, key=len, default="")
             length = len(template) + template.count(PLACE) * (len(longest) - len(PLACE))
             if length > MAX_CAPTION:
@@ -94,7 +92,7 @@ def is_imagenet(name: str) -> bool:
 def prompts_of(folder: EvaluationFolder) -> Prompts:
     """Return a folder's class names and templates, completed by ImageNet's where its name is of a variant of it.
 
-    A subset's folder may name its own 200 classes or all 1000: in the second case the classifier is restricted to the
+    A subset's folder may name its 200 classes or all 1000: in the second case the classifier is restricted to the
     subset, as its published numbers are.
 
     Raises:
@@ -119,7 +117,7 @@ def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
     """Return labels as positions in `prompts.classnames`.
 
     Those of a subset of ImageNet may be numbered within the subset (0..199, as CLIP_benchmark's folders) or as the 1000
-    classes are (0..999): a label of 200 or more tells that it is the second.
+    classes are (0..999): a label of 200 or more means the latter.
 
     Raises:
         ValueError: a label that is no class.

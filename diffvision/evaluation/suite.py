@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """A row of the table below."""
+    """One evaluation in the table `EVALUATIONS`."""
 
     function: Callable[[Features, Any, Options], dict[str, float]]
     folder: str  # the kind of evaluation folder it is made for
-    record: str  # the task's name in CLIP_benchmark's records, and another where CLIP_benchmark has another algorithm
+    record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
     probe: bool = False  # fitted on a training split; reads no text
-    asked: bool = False  # only where it is asked for, as the probes are
+    asked: bool = False  # runs only if it is named in `tasks`, as the probes do
 
     @property
     def by_default(self) -> bool:
@@ -220,22 +220,23 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
-    """Return the metrics as a table for the terminal, a row a metric."""
+    """Return the metrics as a table for the terminal, one row for each metric."""
     from rich.table import Table
 
-    rows = Table(title=title or None, title_justify="left")
+    printed = Table(title=title or None, title_justify="left")
     for column in ("task", "dataset", "metric"):
-        rows.add_column(column)
-    rows.add_column("value", justify="right")
-    before: list[str] = []
+        printed.add_column(column)
+    printed.add_column("value", justify="right")
+    previous: list[str] = []
     for key, value in metrics.items():
         names = key.split("/", 2)
-        if before and before[:2] != names[:2]:
-            rows.add_section()
-        shown = names if before[:2] != names[:2] else ["", "", names[2]]
-        rows.add_row(*shown, f"{value:.4f}" if isinstance(value, float) and value < 1000 else f"{value:g}")
-        before = names
-    return rows
+        # Task and dataset are printed in the first row of their section only.
+        if previous and previous[:2] != names[:2]:
+            printed.add_section()
+        cells = names if previous[:2] != names[:2] else ["", "", names[2]]
+        printed.add_row(*cells, f"{value:.4f}" if isinstance(value, float) and value < 1000 else f"{value:g}")
+        previous = names
+    return printed
 
 
 def _fitting(folder: EvaluationFolder) -> list[str]:

@@ -17,15 +17,16 @@ from diffvision.evaluation.prompts import local_labels, prompts_of
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
     """Return acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
 
-    A class's vector is the mean of its templates' unit vectors, made one long again; an image's logits are 100 times
-    its cosine with each.
+    A class's vector is the normalised mean of its prompts' unit vectors; an image's logits are 100 times its cosine
+    similarities to these vectors.
     """
     prompts = prompts_of(folder)
     classifier = features.classes(prompts.texts()).to(features.device).T
     images, labels = features.images(folder, options.split)
     labels = local_labels(labels, prompts, folder.name)
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-        # In the batches the images came in: a product's last bits can depend on its shape, and ties on those.
+        # In the batches in which the images were encoded: the last bits of a product can depend on its shape, and
+        # which of two tied classes wins depends on the last bits.
         logits = [
             (100.0 * F.normalize(batch.to(features.device), dim=-1) @ classifier).cpu()
             for batch in images.split(features.batch_size)

@@ -116,7 +116,7 @@ class TrainOnlyNew(pl.Callback):
     """Freezes everything in an adapted model except its new parameters, from the start of `fit` on."""
 
     def __init__(self, also: list[str] | None = None) -> None:
-        """Set what is trained besides.
+        """Set which other parameters are trained.
 
         Args:
             also: more parts of the attention layers to train; DEX's paper has [k_proj, v_proj, proj].
@@ -180,15 +180,15 @@ class DataReport(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Save what was counted of the epoch."""
         if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
-            whole = together([*self._earlier(reports[0].epoch), *reports])
-            kept = {name: getattr(whole, name) for name in KEPT}
-            checkpoint[COUNTED] = kept | {"skipped": dict(whole.skipped)}
+            total = together([*self._earlier(reports[0].epoch), *reports])
+            fields = {name: getattr(total, name) for name in KEPT}
+            checkpoint[COUNTED] = fields | {"skipped": dict(total.skipped)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Restore what was counted of the epoch."""
         if COUNTED in checkpoint:
-            kept = checkpoint[COUNTED]
-            self.earlier = Report(**kept | {"skipped": Counter(kept["skipped"])})
+            fields = checkpoint[COUNTED]
+            self.earlier = Report(**fields | {"skipped": Counter(fields["skipped"])})
 
     def _earlier(self, epoch: int) -> list[Report]:
         return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
@@ -209,7 +209,7 @@ class DataReport(pl.Callback):
             return  # an ordinary loader keeps no account
         earlier = self._earlier(reports[0].epoch)
         text, counts = account(reports, consumed=batches * loader.batch_size, earlier=earlier)
-        # All ranks have the same counts; Lightning wants to know how to combine them nevertheless.
+        # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
 

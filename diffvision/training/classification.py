@@ -151,7 +151,7 @@ class ClassificationModule(TrainingModule):
     def configure_optimizers(self) -> Any:
         """Return AdamW and its schedule."""
         decay = self.settings.weight_decay
-        # timm models name what they keep from decay (position embedding, class token).
+        # timm models list parameters to exclude from weight decay (position embedding, class token).
         undecayed = set(self.model.no_weight_decay()) if hasattr(self.model, "no_weight_decay") else set()
         if self.layer_decay is None:
             groups = param_groups(self.model, decay, undecayed)

@@ -97,7 +97,7 @@ class ContrastiveModule(TrainingModule):
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
-        # SigLIP's start: scale 10 and bias -10, so that the many negatives cost little at first.
+        # SigLIP's start: scale 10 and bias -10, so that the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
@@ -186,7 +186,7 @@ class ContrastiveModule(TrainingModule):
         return loss.detach()
 
     def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
-        """Compute the same gradients with the activations of one chunk at a time in memory.
+        """Compute the gradients of `backward_whole` with the activations of one chunk at a time in memory.
 
         1. Every chunk's features, without a graph. 2. The loss of all features together, with all their negatives, and
         its gradient for each feature and for the scale: once, where OpenCLIP's accum-freq computes it for every chunk.
@@ -204,10 +204,9 @@ class ContrastiveModule(TrainingModule):
         loss = self.loss_of(whole)
         spread(loss)
         gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
-        fed = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
-        fed[-1] |= {
-            k: v for k, v in gradients.items() if k not in FEATURES
-        }  # the scale belongs to no chunk: its gradient counts once
+        chunk_gradients = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
+        # The scale and the bias belong to no chunk: their gradients are applied once, with the last one.
+        chunk_gradients[-1] |= {k: v for k, v in gradients.items() if k not in FEATURES}
 
         # Only strategies of several processes synchronise gradients.
         hold = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
@@ -217,7 +216,9 @@ class ContrastiveModule(TrainingModule):
                 restore_random_state(self.device, states[i])
                 with hold() if i < len(chunks) - 1 else nullcontext():
                     out = self.model(image, text)
-                    self.manual_backward(sum((at_least_float32(out[k]) * g).sum() for k, g in fed[i].items()))
+                    self.manual_backward(
+                        sum((at_least_float32(out[k]) * g).sum() for k, g in chunk_gradients[i].items())
+                    )
         return loss.detach()
 
     def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
@@ -229,7 +230,7 @@ class ContrastiveModule(TrainingModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the StepGuard; raise ValueError where the trainer's settings are for what this module does itself.
 
-        No hook that knows the trainer is earlier.
+        It is the earliest hook in which the module has its trainer.
         """
         if self.fitting and self.trainer.gradient_clip_val:
             raise ValueError(

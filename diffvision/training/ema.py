@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, in runs that can be interrupted anywhere.
 
-The averaging is Lightning's; here is only what exact resuming needs besides.
+The averaging is Lightning's; this module adds what exact resuming needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diffvision.training.durable import lightning_internals
 
 
 class EMA(EMAWeightAveraging):
-    """Lightning's EMAWeightAveraging: validation and checkpoints use averages, and training its own weights.
+    """Lightning's EMAWeightAveraging: validation and checkpoints use the averages, training the current weights.
 
     `evaluate` of a checkpoint therefore evaluates the averages.
 

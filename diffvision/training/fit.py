@@ -200,7 +200,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         """Refuse a callback that watches a metric of a folder which is not evaluated: it would fail after an epoch."""
         folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
         measured = [f"{folder.task}/{folder.name}/" for folder in folders]
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         for callback in callbacks:
             monitor = getattr(callback, "monitor", None) or ""
             watched = monitor.split("/")[0] in EVALUATIONS and not monitor.startswith(tuple(measured))
@@ -234,27 +234,26 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
 
 @contextmanager
 def unsaid() -> Iterator[None]:
-    """Within it, Lightning's messages of `UNSAID` are not printed, nor what it does that torch advises it against."""
+    """Suppress Lightning's messages in `UNSAID`, and warnings of PyTorch and Lightning that no user can act on."""
     speakers = [logging.getLogger(name) for name in SPEAKERS]
     for speaker in speakers:
-        speaker.addFilter(_is_said)
+        speaker.addFilter(_is_shown)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-            warnings.filterwarnings(
-                "ignore", "Total length of `list` across ranks is zero"
-            )  # a run without evaluations
-            # The interval counts the steps of the whole run, and short epochs are no fault of it.
+            # A run without evaluations.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
+            # The interval counts the steps of the whole run, and may well be longer than an epoch.
             warnings.filterwarnings(
                 "ignore", r"The number of training batches \(\d+\) is smaller than the logging interval"
             )
             yield
     finally:
         for speaker in speakers:
-            speaker.removeFilter(_is_said)
+            speaker.removeFilter(_is_shown)
 
 
-def _is_said(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
     return not UNSAID.match(record.getMessage())
 
 
@@ -279,11 +278,11 @@ def _load_tensors_only(config: Any) -> None:
         )
     if config.get("weights_only") is False:
         raise ValueError("weights_only is false, which would run code that is in a checkpoint: leave it out")
-    config["weights_only"] = True  # said, so that neither Lightning nor torch's environment decides
+    config["weights_only"] = True  # explicit: else Lightning or torch's environment variables would decide
 
 
 def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
-    """Return the first of an error and its causes that jsonargparse itself did not raise, if there is one."""
+    """Return the first error in a chain of causes that was raised outside of jsonargparse, or None."""
     while error is not None:
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
@@ -310,7 +309,7 @@ def fit(args: list[str] | None = None) -> FitCLI:
 
 
 def _refusal(message: str) -> str | None:
-    """Return what to say instead of a message of Lightning's that names no setting, or no near name."""
+    """Return a message that names the setting and a remedy, for those of Lightning's that do not; None for others."""
     if "No supported gpu backend found" in message:
         return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
     if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):

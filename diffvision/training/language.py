@@ -114,18 +114,18 @@ class LanguageModule(TrainingModule):
     def _start_from(self, checkpoint: str) -> None:
         loaded = language.load(checkpoint)
         int8.refuse(loaded.state_dict(), checkpoint)
-        self._same_model(asdict(loaded.config), checkpoint, but=EXTENDED)
+        self._check_configuration(asdict(loaded.config), checkpoint, ignored=EXTENDED)
         self.model.load_state_dict(loaded.state_dict())
 
-    def _same_model(self, theirs: dict[str, Any], checkpoint: str, but: tuple[str, ...] = ()) -> None:
+    def _check_configuration(self, saved: dict[str, Any], checkpoint: str, ignored: tuple[str, ...] = ()) -> None:
         """Raise ValueError where a checkpoint's configuration is not this model's, except for some fields."""
-        ours = asdict(self.model.config)
-        if not theirs.keys() >= {"variant", "depth"}:
+        current = asdict(self.model.config)
+        if not saved.keys() >= {"variant", "depth"}:
             raise ValueError(f"{checkpoint} is no checkpoint of our language training: give one of LanguageModule")
-        if wrong := _differing(theirs, ours, but):
-            fields = ", ".join(f"{k} {theirs.get(k)!r} (here {ours[k]!r})" for k in wrong)
-            advice = _advice(theirs, but)
-            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {fields}: {advice}")
+        if wrong := _differing(saved, current, ignored):
+            fields = ", ".join(f"{k} {saved.get(k)!r} (here {current[k]!r})" for k in wrong)
+            remedy = _remedy(saved, ignored)
+            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {fields}: {remedy}")
 
     def configure_model(self) -> None:
         """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
@@ -181,7 +181,7 @@ class LanguageModule(TrainingModule):
 
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
         """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning does not declare it
         if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
@@ -255,7 +255,7 @@ class LanguageModule(TrainingModule):
         """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""
         path = getattr(lightning_internals.attached_trainer(self), "ckpt_path", None)
         name = str(path or "the checkpoint")
-        self._same_model(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
+        self._check_configuration(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
         if KEY in (
             about := checkpoint.get("diffvision", {})
         ):  # older files have only the configuration, compared above
@@ -288,21 +288,21 @@ def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]
 
 
-def _differing(theirs: dict[str, Any], ours: dict[str, Any], but: tuple[str, ...]) -> list[str]:
+def _differing(saved: dict[str, Any], current: dict[str, Any], ignored: tuple[str, ...]) -> list[str]:
     """Return the fields in which two configurations differ."""
-    return [name for name, value in ours.items() if name not in but and theirs.get(name) != value]
+    return [name for name, value in current.items() if name not in ignored and saved.get(name) != value]
 
 
-def _advice(theirs: dict[str, Any], but: tuple[str, ...]) -> str:
+def _remedy(saved: dict[str, Any], ignored: tuple[str, ...]) -> str:
     """Say what to set for a model of this configuration: the nearest named model, and the fields that differ."""
     known = {name: asdict(language.config(name)) for name in language.model_names()}
     differing = {
-        name: _differing(theirs, config, but)
+        name: _differing(saved, config, ignored)
         for name, config in known.items()
-        if config["variant"] == theirs["variant"]
+        if config["variant"] == saved["variant"]
     }
     if not differing:
-        return f"no model has its variant {theirs['variant']!r}"
+        return f"no model has its variant {saved['variant']!r}"
     name = min(differing, key=lambda name: len(differing[name]))
-    args = "".join(f" --model.model_args.{field}={json.dumps(theirs.get(field))}" for field in differing[name])
+    args = "".join(f" --model.model_args.{field}={json.dumps(saved.get(field))}" for field in differing[name])
     return f"set --model.model={name}{args}"

@@ -52,10 +52,10 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             default: the optimizer's settings that `arguments["optimizer"]` leaves out, if it is a dictionary.
         """
         super().__init__()
-        given = arguments["optimizer"]
-        self.settings = given if isinstance(given, OptimizerSettings) else replace(default, **given)
-        kept = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
-        self.save_hyperparameters(kept | {"optimizer": plain(self.settings)})
+        optimizer = arguments["optimizer"]
+        self.settings = optimizer if isinstance(optimizer, OptimizerSettings) else replace(default, **optimizer)
+        hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
+        self.save_hyperparameters(hyperparameters | {"optimizer": plain(self.settings)})
 
     def setup(self, stage: str) -> None:
         """Silence warnings about other libraries' code, and check Lightning's version before a fit."""
@@ -80,7 +80,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
         if guards and not self.fitting:
             return []

@@ -1,6 +1,6 @@
 """AdamW, its parameter groups and the learning-rate schedule.
 
-Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of here.
+Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of this module.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OptimizerSettings:
 
 
 def without_decay(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is kept from weight decay.
+    """Return whether a parameter is excluded from weight decay.
 
     That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors) and V2's lambda projection.
     Embeddings decay, as in OpenCLIP and SLIP.
@@ -80,15 +80,15 @@ def without_decay(name: str, parameter: Tensor) -> bool:
 
 
 def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups, with and without decay; `undecayed` names more without."""
-    decayed: list[Tensor] = []
-    rest: list[Tensor] = []
+    """Return the trainable parameters in two groups, without and with decay; `undecayed` names more without."""
+    with_decay: list[Tensor] = []
+    no_decay: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (rest if name in undecayed or without_decay(name, parameter) else decayed).append(parameter)
-    if not decayed and not rest:
+            (no_decay if name in undecayed or without_decay(name, parameter) else with_decay).append(parameter)
+    if not with_decay and not no_decay:
         raise ValueError("no parameter is trainable: every tower is locked")
-    groups = [{"params": rest, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+    groups = [{"params": no_decay, "weight_decay": 0.0}, {"params": with_decay, "weight_decay": weight_decay}]
     return [group for group in groups if group["params"]]
 
 
@@ -159,7 +159,7 @@ def batches_per_epoch(trainer: pl.Trainer) -> int | None:
 def steps_of(trainer: pl.Trainer, batches: int, epoch: int) -> int:
     """Return the optimizer steps of an epoch's batches; GradientAccumulationScheduler changes them by the epoch."""
     every = trainer.accumulate_grad_batches
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning does not declare it
         if isinstance(callback, GradientAccumulationScheduler):
             every = callback.get_accumulate_grad_batches(epoch)
     return math.ceil(batches / every)
@@ -201,7 +201,7 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
             f"the decay needs the run's length: max_steps is {trainer.max_steps}, max_epochs {epochs} and "
             f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs where the loader has a length"
         )
-    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning does not declare it
     warmup = 0 if dry else warmup_steps(settings, epoch, min(lengths))
     return WarmupDecay(optimizer, settings, warmup, min(lengths))
 

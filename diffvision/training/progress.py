@@ -85,7 +85,7 @@ class ProgressLine(ProgressBar):
     ) -> None:
         """Show the line, if it is time."""
         self._clock.stepped(trainer.global_step)
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning does not declare it
         due = self._screen is not None or (every and trainer.global_step % every == 0)
         if self.is_enabled and due and self._waited():
             self._show(trainer, metrics=True)
@@ -213,7 +213,7 @@ class ProgressLine(ProgressBar):
 
     def _left(self, trainer: pl.Trainer, total: int | None) -> float | None:
         limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         limits += [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -121,13 +121,13 @@ def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str)
     data: Any = getattr(trainer, "datamodule", None)
     folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
     folders = [folders] if isinstance(folders, str) else list(folders)
-    given = [checkpoint, "--data", ",".join(folders) or "FOLDER"]
+    arguments = [checkpoint, "--data", ",".join(folders) or "FOLDER"]
     if isinstance(module, ContrastiveModule):
-        return ["diffvision", "evaluate", *given]
+        return ["diffvision", "evaluate", *arguments]
     if isinstance(module, ClassificationModule) and folders and all(_is_labelled(folder) for folder in folders):
-        return ["diffvision", "evaluate", *given, "--tasks", "classification"]
+        return ["diffvision", "evaluate", *arguments, "--tasks", "classification"]
     if isinstance(module, LanguageModule) and folders and all(Path(folder).exists() for folder in folders):
-        return ["diffvision", "evaluate-language", *given, "--tasks", "perplexity"]
+        return ["diffvision", "evaluate-language", *arguments, "--tasks", "perplexity"]
     config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]

@@ -115,7 +115,7 @@ def test_damaged_and_foreign_pieces_are_told_and_worked_out_anew(loaded, data, e
     pieces[3].write_bytes(pieces[3].read_bytes()[:100])
     shutil.copy(pieces[4], pieces[5])
     cache = Cache(tmp_path)
-    with pytest.warns(UserWarning, match="is damaged or of something else") as told:
+    with pytest.warns(UserWarning, match="is damaged or of another evaluation") as told:
         assert metrics(loaded, data, tasks=["zero_shot"], cache=cache) == zero_shot
     assert len(told) == cache.made == 5
     again = Cache(tmp_path)

@@ -97,7 +97,7 @@ def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
     "template", ["a {c:>3000000000}", "a {c.__class__}", "a {c!r}", "a {}", "a {name}", "a photo", ""]
 )
 def test_a_template_without_a_place_is_refused(template):
-    with pytest.raises(ValueError, match=r"the template .* has no \{c\}, the place of the class name: mend it"):
+    with pytest.raises(ValueError, match=r"the template .* has no \{c\}, the place of the class name: add it"):
         Prompts(["wren"], ["a {c}", template], None).texts()
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
+from diffvision.evaluation.command import run
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import (
     EVALUATIONS,
@@ -14,7 +15,6 @@ from diffvision.evaluation.suite import (
     expand,
     plan,
     records,
-    run,
     table,
     write_records,
 )

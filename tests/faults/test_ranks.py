@@ -78,7 +78,7 @@ def fail() -> None:
     raise KeyError("no such colour")
 
 
-LOST = "another rank is gone without a word"
+LOST = "another rank is gone without a report"
 ENDS = {
     "is killed": (kill, LOST),
     "exits with status 0": (leave, LOST),

@@ -31,7 +31,7 @@ _ORIENTATION = 0x0112  # in EXIF
 MAX_CAPTION = 1000
 """Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
 MAX_JSON_BYTES = 1 << 20
-_AT_ONCE = 1 << 18  # pixels rescaled at a time: all at once would take 2 GB for the largest image
+_AT_ONCE = 1 << 18  # pixels rescaled at a time: all at once, the largest image would take 2 GB
 BACKGROUND = (255, 255, 255)
 """What shows through where an image is transparent: white."""
 
@@ -66,7 +66,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def _pil_errors() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of PIL: damaged EXIF, palettes, and sizes, which are checked here
+            warnings.simplefilter("ignore")  # PIL's, about damaged EXIF, palettes, and sizes, which are checked here
             yield
     except BadSample:
         raise
@@ -80,7 +80,9 @@ def _pil_errors() -> Iterator[None]:
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
-        return ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) != 1 else image  # it would copy
+        return (
+            ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) != 1 else image
+        )  # not always: it copies
     except Exception:  # unreadable EXIF says nothing about the orientation
         return image
 
@@ -98,7 +100,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _rescaled(image: Image.Image) -> Image.Image:
-    """Rescale grey of more than 8 bits to 8: from the range of 16 bits where the values fit it, else from theirs."""
+    """Rescale grey of more than 8 bits to 8: from 0..65535 for integers in it, else from the image's range."""
     values = np.asarray(image)
     low, high = 0.0, 65535.0
     if image.mode == "F" or values.min() < low or values.max() > high:
@@ -122,7 +124,7 @@ def decode_text(data: bytes, *, cut: bool = False) -> str:
 
 
 def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
-    """Return one caption, bounded and stripped, with the tokenizer's special tokens disarmed.
+    """Return one caption, bounded and stripped, with the tokenizers' special tokens made plain text.
 
     Raises:
         BadSample: a tokenizer would keep none of it, or it is no Unicode text (half a surrogate pair).
@@ -130,7 +132,7 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
     """
     if not isinstance(text, str):
         raise TypeError(f"a caption is text, not {type(text).__name__}: {text!r:.40}")
-    caption = _disarmed(text.strip()[:max_chars]).strip()
+    caption = _without_special_tokens(text.strip()[:max_chars]).strip()
     if is_blank(caption):
         raise BadSample("empty caption")
     if _HALF_PAIR.search(caption):
@@ -145,27 +147,28 @@ def is_blank(text: str) -> bool:
 
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
-_MARKS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)>", re.IGNORECASE)
+_SPECIAL_TOKENS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)>", re.IGNORECASE)
 
 
-def _disarmed(text: str) -> str:
-    """Return the text without special tokens of tokenizers.
+def _without_special_tokens(text: str) -> str:
+    """Return the text with special tokens such as `<end_of_text>` reduced to the words in them.
 
-    `captions.text_only` does the same for what only a tokenizer's cleaning turns into a special token.
+    HTML escapes are undone first, because they can hide a special token, up to three times, because they can be nested.
+    `captions.text_only` handles those that appear only when a tokenizer cleans the text.
     """
     plain = text
     for _ in range(3):
         if "&" not in plain:
             break
         plain = html.unescape(plain)
-    return _MARKS.sub(r"\1", plain) if _MARKS.search(plain) else text
+    return _SPECIAL_TOKENS.sub(r"\1", plain) if _SPECIAL_TOKENS.search(plain) else text
 
 
 def json_record(data: bytes) -> dict[str, Any]:
-    """Decode a JSON object; return an empty one where the JSON is of another kind.
+    """Decode a JSON object; return an empty one for any other JSON value.
 
     Raises:
-        BadSample: damaged.
+        BadSample: the JSON is damaged.
     """
     try:
         record = json.loads(data)

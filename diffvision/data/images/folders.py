@@ -146,9 +146,9 @@ class ImageEvaluationFolder(EvaluationFolder):
     ) -> None:
         location = str(source)
         self._find = partial(find_images, location, table=table, columns=columns, classnames=classnames)
-        given = {} if table is not None else splits(location)
-        self._splits: dict[str, str | None] = {split: split for split in given} or {"test": None}
-        if "test" not in given and "validation" in given:
+        available = {} if table is not None else splits(location)
+        self._splits: dict[str, str | None] = {split: split for split in available} or {"test": None}
+        if "test" not in available and "validation" in available:
             self._splits["test"] = self._splits.pop("validation")
         self.splits = sorted(self._splits)
         images = self._find(self._splits[self.splits[0]])

@@ -125,7 +125,7 @@ class ImageSet:
 
 
 class _ImageMembers:
-    """One image as the members of a sample; it is called `jpg` whatever its format, for decoding detects that."""
+    """One image as the members of a sample; its type is `jpg` for every format, because decoding detects the format."""
 
     def __init__(self, images: ImageCollection, row: int) -> None:
         self._images, self._row = images, row

@@ -30,7 +30,7 @@ from diffvision.data.shards.writer import (
     write_tar,
 )
 
-_ENDINGS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+_SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
 @dataclass
@@ -73,10 +73,10 @@ def pack(
     Args:
         images: what to pack.
         directory: the folder to write; it must have no shards yet.
-        per_shard: samples of a shard.
-        num_workers: processes.
-        shuffle: in an order drawn once. Training mixes a few shards at a time, so those of a folder for each class
-            should not hold one class each.
+        per_shard: samples in each shard.
+        num_workers: processes that read and check images.
+        shuffle: write the images in random order. Training mixes only a few shards at a time, so images that come in
+            order of their classes should be shuffled here.
 
     Raises:
         ValueError: no images, or none that can be used; the directory has shards.
@@ -102,8 +102,8 @@ def pack_evaluation(
         folder: of zero-shot classification or of retrieval.
         directory: the evaluation folder to write; its name is the dataset's in metrics.
         templates: of zero-shot prompts, with {c} where the class name belongs; by default "a photo of a {c}.".
-        per_shard: samples of a shard.
-        num_workers: processes.
+        per_shard: samples in each shard.
+        num_workers: processes that read and check images.
 
     Returns:
         What became of the images of each split.
@@ -151,7 +151,7 @@ def _pack_as(
         raise ValueError(f"none of the {len(rows)} images of {images.source} can be used: {dict(total.skipped)}")
     filled = [target for target in targets if len(scan(target))]
     for target in set(targets) - set(filled):
-        target.unlink()  # every image of it was left out
+        target.unlink()  # all of its images were left out
     for number, target in enumerate(filled):
         target.rename(shards.target(number))
     write_manifest(directory)
@@ -203,19 +203,19 @@ class _Shards(Dataset):
                 if images.captions is not None:
                     _check_captions(texts)
                 image = images.read(row)
-                ending = _ENDINGS[open_image(image).format or ""]
-                decode_image(image)  # whole, as training does: a truncated file opens
+                suffix = _SUFFIXES[open_image(image).format or ""]
+                decode_image(image)  # all of it, as in training: a truncated file can still be opened
             except BadSample as reason:
                 packed.skipped[str(reason)] += 1
                 packed.examples.setdefault(str(reason), f"{images.source}: {images.names[row]}")
                 continue
             packed.samples += 1
-            # Numbered keys: a path may hold dots, which would end the key, and names that are not UTF-8.
-            yield {"__key__": f"{key:09d}", ending: image, **texts}
+            # Keys are numbers: a path may hold dots, which would end the key, or may not be UTF-8.
+            yield {"__key__": f"{key:09d}", suffix: image, **texts}
 
 
 def _check_captions(texts: Mapping[str, bytes]) -> None:
-    """Raise BadSample for what cannot be trained on."""
+    """Raise BadSample where a caption is missing or cannot be trained on."""
     if "txt" not in texts:
         raise BadSample("missing caption")
     for line in decode_text(texts["txt"]).split("\n") if "json" in texts else [decode_text(texts["txt"])]:

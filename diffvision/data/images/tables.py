@@ -89,7 +89,7 @@ def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
                 yield line, {what: row[name] or "" for what, name in resolved.items()}
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
-        raise ValueError(f"{table}, after line {line}: {error}: mend the row{remedy}") from None
+        raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
 
@@ -105,9 +105,9 @@ def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict
                 try:
                     row = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{table}, line {line}, is not JSON ({error}): mend the line") from None
+                    raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"{table}, line {line}, is not a JSON object: mend the line")
+                    raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
                 resolved = resolved or resolved_columns(list(row), columns, table)
                 yield line, {what: row.get(name, "") for what, name in resolved.items()}
     except UnicodeDecodeError:
@@ -136,7 +136,7 @@ def path_inside(root: Path, image: str, where: str) -> str:
         inside = False
     if not inside:
         raise ValueError(
-            f"{where}: {image!r} is not a path inside {root}: mend the row, copy what is linked, or choose another "
+            f"{where}: {image!r} is not a path inside {root}: correct the row, copy what is linked, or choose another "
             "source"
         )
     return image

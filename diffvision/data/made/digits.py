@@ -90,7 +90,7 @@ def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> Non
     Args:
         directory: the folder to write.
         copies: coloured renderings of each of the 1,400 training digits.
-        seed: of all that is drawn at random.
+        seed: determines all random choices.
     """
     directory = Path(directory)
     for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
@@ -98,7 +98,7 @@ def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> Non
     train, test = load_split()
     write_shards(directory / "train", _training(train, copies, np.random.default_rng([seed, 0])))
     for split, digits in (("train", train), ("test", test)):
-        rng = np.random.default_rng([seed, 1, len(split)])
+        rng = np.random.default_rng([seed, 1, len(split)])  # the length distinguishes the splits
         write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
     write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
     write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
@@ -150,7 +150,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _training(digits: Digits, copies: int, rng: np.random.Generator) -> Iterator[Sample]:
-    """Yield every digit `copies` times, mixed."""
+    """Yield every digit `copies` times, in random order."""
     for position in rng.permutation(len(digits) * copies):
         which, copy = position % len(digits), position // len(digits)
         colour, background = _two_colours(rng)

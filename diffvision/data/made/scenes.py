@@ -23,10 +23,10 @@ COLOURS = {  # clutter is grey
     "blue": (45, 80, 215),
     "purple": (140, 50, 170),
 }
-_JITTER = 14  # of each colour channel
+_JITTER = 14  # largest change of a colour channel
 _EVALUATED = 500  # images of retrieval and composition
-_INK = (20, 27)  # pixels of a digit's side
-_PLAIN_FRACTION = 0.25  # of training captions leave the colours out
+_INK = (20, 27)  # range of a digit's side in pixels, without the end
+_PLAIN_FRACTION = 0.25  # share of training captions without colours
 
 # Centres in the frame, and the words that describe them. {0}, {1}, {2} are the digits in this order.
 _LAYOUTS: tuple[tuple[tuple[tuple[int, int], ...], tuple[str, ...]], ...] = (
@@ -76,7 +76,7 @@ def make_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) -> Non
     Args:
         directory: the folder to write.
         copies: training scenes for each of the 1,400 training digits.
-        seed: of all that is drawn at random.
+        seed: determines all random choices.
     """
     directory = Path(directory)
     for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
@@ -84,30 +84,31 @@ def make_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) -> Non
     train, test = load_split()
     write_shards(directory / "train", _training(train, copies * len(train), np.random.default_rng([seed, 10])))
     for split, digits in (("train", train), ("test", test)):
-        rng = np.random.default_rng([seed, 11, len(split)])
+        rng = np.random.default_rng([seed, 11, len(split)])  # the length distinguishes the splits
         write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
     write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
     write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
     retrieval = _distinct(test, (1, 2, 3), Scene.caption, np.random.default_rng([seed, 12]))
     write_evaluation_split(directory / "retrieval" / "test", retrieval)
-    composition = _distinct(test, (2, 3), _both_ways, np.random.default_rng([seed, 13]))
+    composition = _distinct(test, (2, 3), _caption_pair, np.random.default_rng([seed, 13]))
     write_evaluation_split(directory / "composition" / "test", composition)
     for folder in ("retrieval", "composition"):
         write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
 
 
-def _both_ways(scene: Scene) -> str:
+def _caption_pair(scene: Scene) -> str:
+    """Return the right caption and, on a second line, the wrong one: the caption with two colours exchanged."""
     return f"{scene.caption()}\n{scene.swapped().caption()}"
 
 
 def compose(digits: Digits, numbers: tuple[int, ...], rng: np.random.Generator, first: int | None = None) -> Scene:
-    """Draw a scene of one of these numbers of digits, of different labels and colours.
+    """Draw a scene of digits with different labels and colours.
 
     Args:
-        digits: to choose from.
-        numbers: of digits in a scene.
-        rng: draws everything.
-        first: the row of a digit that must be in it.
+        digits: the digits to choose from.
+        numbers: how many digits a scene may have; one of these numbers is drawn.
+        rng: makes all random choices.
+        first: the row of a digit that must be in the scene; None: any.
     """
     number = int(rng.choice(numbers))
     places, sentences = _BY_NUMBER[number][rng.integers(len(_BY_NUMBER[number]))]
@@ -123,7 +124,7 @@ def compose(digits: Digits, numbers: tuple[int, ...], rng: np.random.Generator, 
 
 
 def draw_scene(scene: Scene, digits: Digits, rng: np.random.Generator) -> bytes:
-    """Return a PNG [64, 64]: a grey ground with strokes and dots, the digits over it."""
+    """Return a PNG [64, 64]: the digits over a grey background with strokes and dots."""
     canvas = np.asarray(_clutter(rng), dtype=np.float32).copy()
     for which, colour, (x, y) in zip(scene.digits, scene.colours, scene.places, strict=True):
         side = int(rng.integers(*_INK))
@@ -167,17 +168,18 @@ def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def _distinct(
-    digits: Digits, numbers: tuple[int, ...], text: Callable[[Scene], str], rng: np.random.Generator
+    digits: Digits, numbers: tuple[int, ...], describe: Callable[[Scene], str], rng: np.random.Generator
 ) -> Iterator[Sample]:
-    """Yield scenes with different descriptions."""
+    """Yield samples of scenes whose descriptions are all different."""
     described: set[str] = set()
     while len(described) < _EVALUATED:
         scene = compose(digits, numbers, rng)
-        if text(scene) in described:
+        text = describe(scene)
+        if text in described:
             continue
         image = draw_scene(scene, digits, rng)
-        yield {"__key__": _key(len(described), scene, digits), "png": image, "txt": text(scene)}
-        described.add(text(scene))
+        yield {"__key__": _key(len(described), scene, digits), "png": image, "txt": text}
+        described.add(text)
 
 
 def _key(number: int, scene: Scene, digits: Digits) -> str:

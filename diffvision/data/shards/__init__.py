@@ -1,4 +1,4 @@
 """WebDataset shards on disk and on servers: index, order, random access, loading, checks, writing.
 
-The ground of `data`: this package imports neither `images` nor `text`.
+The other packages of `data` build on it; it imports neither `images` nor `text`.
 """

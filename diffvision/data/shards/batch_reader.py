@@ -31,7 +31,7 @@ class Request:
 
 
 class BatchReader(Dataset):
-    """Map-style dataset of Request -> (batch or None, Tally); a worker computes the order it needs by itself.
+    """Map-style dataset of Request -> (batch or None, Tally); each worker computes the epoch's order itself.
 
     Args:
         source: the samples.
@@ -121,7 +121,7 @@ class BatchReader(Dataset):
 
 
 def check_settings(batch_size: int, num_workers: int, rank: int, world_size: int) -> None:
-    """Raise ValueError for settings that no loader can have."""
+    """Raise ValueError for a batch size, number of workers or rank that is out of range."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: it counts the samples of a batch, 1 or more")
     if num_workers < 0:
@@ -145,7 +145,7 @@ def _seed_generators(seed: int, epoch: int, sample: SampleId) -> None:
 
 @contextmanager
 def _generators_restored(*, enabled: bool) -> Iterator[None]:
-    """Restore the process's generators afterwards; a worker has them to itself and needs no such care."""
+    """Restore the process's random generators at the end of the block, if `enabled`."""
     if not enabled:
         yield
         return

@@ -65,11 +65,11 @@ class ShardCache:
         return {name: value for name, value in self.__dict__.items() if name != "progress"}
 
     def keeps(self, shard: Shard) -> bool:
-        """Return whether a shard is read from this cache rather than from its own location."""
+        """Return whether a shard is read from this cache rather than from its location."""
         return shard.remote or shard.name.endswith(COMPRESSED)
 
     def pin(self, shard: Shard) -> Shard:
-        """Return the shard with its version and size of now, which its manifest does not say: one request.
+        """Return the shard with its current version and size; a remote one's server gets one request.
 
         Raises:
             OSError: its server does not answer, or has no such file.
@@ -187,7 +187,7 @@ class ShardCache:
                 self._make_room(shard.bytes)
             whole = self._unpacked(shard, self._verified(shard, folder, deadline), folder)
             if not shard.remote:
-                self._check_version(shard)  # here, for it was being read until now
+                self._check_version(shard)  # only now: it was being read until here
             self._make_room(0)
             os.replace(whole, path)
 
@@ -228,7 +228,7 @@ class ShardCache:
         if opener is None:
             return path
         ratio = max(_ALWAYS_UNPACKED, _MAX_RATIO * path.stat().st_size)
-        limit, reason = min((ratio, f"over {_MAX_RATIO} times its own size"), (self.max_bytes, "the cache's room"))
+        limit, reason = min((ratio, f"over {_MAX_RATIO} times its size"), (self.max_bytes, "the cache's room"))
         unpacked, written = folder / "unpacked", 0
         with opener(path, "rb") as source, open(unpacked, "wb") as target:
             while block := source.read(_BLOCK):
@@ -243,7 +243,7 @@ class ShardCache:
     def _make_room(self, coming: int) -> None:
         """Remove what killed processes left, then the least recently used shards that no process holds.
 
-        Until the others, what is being fetched and the bytes still to come are within the bound.
+        It stops as soon as the others, what is being fetched and the `coming` bytes are within `max_bytes`.
         """
         with locked(self.directory / "room.lock"):
             files = [(path, path.stat()) for path in self.directory.glob("*.tar")]

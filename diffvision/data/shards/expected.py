@@ -42,7 +42,7 @@ class ExpectedShard:
 
     @property
     def in_cache(self) -> bool:
-        """Whether the shard is read from the cache rather than from its own location."""
+        """Whether the shard is read from the cache rather than from its location."""
         return self._cache.keeps(self.shard)
 
     def set_content(self) -> None:
@@ -98,7 +98,7 @@ class ExpectedShard:
         """Return why the file is not the expected shard, or "" where it is."""
         shard = self.shard
         if self.in_cache:
-            # It was compared with its manifest when it arrived; without one, it has to be what was counted.
+            # The cache has compared it with its manifest; without one, its index must be the one first read.
             if self.digest not in (None, index.digest):
                 raise self._changed()
         elif shard.sha256 is None:

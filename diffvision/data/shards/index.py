@@ -107,7 +107,7 @@ class ShardIndex:
         start = int(self.key_ends[row - 1]) if row else 0
         key = self.key_bytes[start : self.key_ends[row]].tobytes()
         size = int(self.sizes[self.types.index(member_type), row])
-        if _plainly(headers, b"%s.%s" % (key, member_type.encode(_ENCODING, _ERRORS)), size):
+        if _is_plain_header(headers, b"%s.%s" % (key, member_type.encode(_ENCODING, _ERRORS)), size):
             return True
         try:
             member: tarfile.TarInfo | None
@@ -122,7 +122,7 @@ class ShardIndex:
         )
 
     def agrees(self, other: "ShardIndex") -> bool:
-        """Return whether both say the same of every sample."""
+        """Return whether both indexes describe every sample alike."""
         return self.digest == other.digest and (self.damage, self.cut) == (other.damage, other.cut)
 
     @property
@@ -200,10 +200,10 @@ class _Rows:
         )
 
 
-def _plainly(headers: bytes, name: bytes, size: int) -> bool:
-    """Return whether these are the headers of a file of this name and size, without tarfile's tens of microseconds.
+def _is_plain_header(headers: bytes, name: bytes, size: int) -> bool:
+    """Return whether these are the headers of a file of this name and size, in the form that most tars have.
 
-    False where the headers are not as plain as in most tars: tarfile decides then.
+    False means that tarfile has to decide, which takes tens of microseconds.
     """
     last = headers[-tarfile.BLOCKSIZE :]
     if last[: len(name) + 1] != name + b"\0" or len(name) >= 100 or last[345] or last[156] not in b"0\0":
@@ -231,7 +231,7 @@ def _split(name: str) -> tuple[bytes, str] | None:
 
 
 class _Header(tarfile.TarInfo):
-    """A header that cannot make tarfile go back, or read names without end into memory."""
+    """A tar header with a checked size, so that tarfile neither seeks backwards nor reads endless names into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
@@ -291,7 +291,7 @@ def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
                     raise tarfile.ReadError(f"{headers:,} bytes of headers before a member")
                 rows.add(member)
         file.seek(tar.offset)
-        # tarfile takes a broken header for the end, without a word: the real end is a block of zeros.
+        # tarfile silently takes a broken header for the end: the real end is a block of zeros.
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             return tar.offset, f"no end-of-archive mark where it should be, at byte {tar.offset}"
         return tar.offset, ""

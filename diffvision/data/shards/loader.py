@@ -1,8 +1,8 @@
 """Batches for training: exact order, true length, an account of every sample, resumable at any batch.
 
 Global batch i of an epoch is positions i*B .. (i+1)*B-1 of the epoch's order, whatever the number of workers and ranks;
-rank r of w has the r-th of w equal slices of it. A bad sample is replaced by the next good one of the positions a whole
-number of global batches later: no batch has a sample twice, and no rank needs to know of the others.
+rank r of w has the r-th of w equal slices of it. A bad sample is replaced by the next good one at the
+same slot of a later global batch: no batch has a sample twice, and no rank needs to know of the others.
 """
 
 import warnings
@@ -101,7 +101,7 @@ class ShardLoader:
 
     @property
     def sampler(self) -> "ShardLoader":
-        """The loader itself, for Lightning calls `set_epoch` of a loader's sampler."""
+        """The loader itself, because Lightning calls `set_epoch` of a loader's sampler."""
         return self
 
     @property
@@ -110,7 +110,7 @@ class ShardLoader:
         return self._position[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration gives; a position restored in this very epoch stays."""
+        """Choose the epoch of the next iteration; a position that was restored within the same epoch stays."""
         if epoch != self._position[0]:
             ended = self._resume and self._position == (epoch + 1, 0)  # restored where nothing of this epoch is left
             self._position, self._resume = (epoch, len(self) if ended else 0), False

@@ -205,7 +205,7 @@ class ShardReader:
         return _Opened(file, version, index, close)
 
     def _unreadable(self) -> BadSample:
-        """Put off the next try, and return what all samples are until then."""
+        """Put off the next try, and return the error of all samples until then."""
         self.close()
         pause = min(_MAX_RETRY_AFTER, _RETRY_AFTER * 2.0**self._failures)
         self._failures += 1
@@ -238,19 +238,19 @@ class ShardMembers:
         return None if extent is None else extent[1]
 
     def read(self, member_type: str, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of a member, whose header must agree with the index.
+        """Return the first `at_most` bytes of a member, after its header is compared with the index.
 
         Raises:
             KeyError: the sample has no such member.
-            BadSample: the shard is unreadable or cut.
-            ValueError: the index is false, or the shard was changed without a manifest.
+            BadSample: the shard cannot be read, or ends before the member.
+            ValueError: the header is not the indexed one, or the shard was changed and has no manifest.
         """
         extent = self._index.extent(self._row, member_type)
         if extent is None:
             raise KeyError(member_type)
         offset, size = extent
-        head = self._index.head(self._row, member_type)
-        data = self._reader.read(offset - head, head + min(size, at_most))
-        if not self._index.matches(self._row, member_type, data[:head]):
+        header_size = self._index.head(self._row, member_type)
+        data = self._reader.read(offset - header_size, header_size + min(size, at_most))
+        if not self._index.matches(self._row, member_type, data[:header_size]):
             raise self._reader.false_index(f"{self.key}.{member_type}")
-        return data[head:]
+        return data[header_size:]

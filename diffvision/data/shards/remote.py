@@ -23,7 +23,7 @@ _AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
 
 
 class Refused(OSError):
-    """A failure that trying again cannot mend."""
+    """A failure after which trying again cannot help."""
 
 
 class TooLarge(Refused):

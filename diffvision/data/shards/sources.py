@@ -193,7 +193,7 @@ def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
             where = "which is not there" if problem == "lists" else "which is there"
             raise ValueError(
                 f"the manifest of {directory} {problem} {len(names)} shard(s), first {min(names)}, {where}: "
-                "mend the directory, or write it anew with diffvision.data.make.write_manifest"
+                "correct the directory, or write it anew with diffvision.data.make.write_manifest"
             )
 
 

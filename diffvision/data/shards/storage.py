@@ -136,7 +136,7 @@ class ShardSet:
                 damaged.append(f"{shard.location} after {len(index)} samples: {index.damage}")
             counts.append(len(index))
         if damaged:
-            # No manifest says what is missing: to continue would be to train on less without a word.
+            # No manifest says what is missing: to continue would be to train on fewer samples unnoticed.
             more = f"\n  and {len(damaged) - _LISTED} more" if len(damaged) > _LISTED else ""
             listed = "".join(f"\n  {line}" for line in damaged[:_LISTED])
             raise ValueError(

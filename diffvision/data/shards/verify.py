@@ -1,5 +1,7 @@
 """The sha256 of a local shard: each version of a file is read whole once, and the result is noted.
 
+`expected` compares it with the manifest.
+
 The note lies next to the shard, or in the user's cache. It is true as long as the file's size, times and inode are: a
 copy, even one that keeps its mtime, is read again. What the disk changes without the file system after that is not
 noticed here; `diffvision data check` reads everything.
@@ -19,7 +21,7 @@ _MAX_NOTE = 1 << 10  # bytes
 
 
 def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
-    """Return the sha256 of a local file, from its note or read now; of several processes that ask, one reads.
+    """Return the sha256 of a local file, from its note or computed now, by one process of this machine at a time.
 
     Args:
         progress: called with each MiB that is read.

@@ -90,10 +90,10 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
 
 
 def _wait_for_ends(workers: list[Any]) -> None:
-    """Wait for killed workers to be dead.
+    """Wait until killed workers have ended.
 
-    Their pipes close before that, and at their death DataLoader's signal handler raises wherever the main process then
-    is: here, and not in what handles our error.
+    DataLoader's signal handler raises in the main process when a worker ends, a little after its pipes close: it should
+    raise here, where it is suppressed, and not in the code that handles our error.
     """
     for worker in workers:
         with suppress(RuntimeError):
@@ -158,7 +158,7 @@ class _Watch:
             if since is None or max(since, self._pulse.last) > before:
                 quiet, warned = 0.0, False
             else:
-                quiet += min(now - before, 2 * tick)  # no more: this process may have been suspended itself
+                quiet += min(now - before, 2 * tick)  # bounded, because this process may have been suspended itself
             before = now
             if quiet and any(_state(pid) == _STATES["Z"] for pid in self._workers):
                 return  # a death DataLoader sees by itself, in five seconds at most

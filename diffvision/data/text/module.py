@@ -73,10 +73,10 @@ class TextData(pl.LightningDataModule):
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer that is set, else the one next to the token shards.
+        """The tokenizer that is set, else the LightningModule's, else the one next to the token shards.
 
         Raises:
-            ValueError: there is neither.
+            ValueError: there is none of these.
         """
         tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is not None:

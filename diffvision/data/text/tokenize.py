@@ -150,7 +150,7 @@ def cached_tokens(
             tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
     for account in find_accounts(ShardSet(directory).shards).values():
         assert account is not None
-        check_limits(account, limits)  # the limits may have been others when the shards were made
+        check_limits(account, limits)  # the shards may have been made with other limits
     return directory
 
 
@@ -181,7 +181,7 @@ def documents_of(
         account: counts these documents, and those that cannot be used.
 
     Raises:
-        BadDataError: too many documents cannot be used, of those that there seem to be.
+        BadDataError: too many documents cannot be used, of an estimate of their number.
     """
     text, limits = text or TextMember(), limits or Limits()
     account = DocumentAccount() if account is None else account
@@ -190,8 +190,9 @@ def documents_of(
         for row in range(int(count)):
             yield from _usable(source, (number, row), text, account)
             read += 1
-            here = (account.seen - before) * len(source) // read  # a sample may have one document or many
-            check_limits(account, limits, expected=before + here)
+            # A sample may have one document or many, so their number is estimated from those read.
+            expected = (account.seen - before) * len(source) // read
+            check_limits(account, limits, expected=before + expected)
 
 
 def _usable(source: ShardSet, sample: SampleId, text: TextMember, account: DocumentAccount) -> Iterator[str]:
@@ -253,19 +254,19 @@ def _read(
 
 
 def _cut(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Yield the same tokens in arrays of `size`; the last may be smaller."""
-    kept: list[np.ndarray] = []
-    have = 0
+    """Yield the tokens of the pieces in arrays of `size`; the last may be smaller."""
+    pending: list[np.ndarray] = []
+    pending_tokens = 0
     for piece in pieces:
-        kept.append(piece)
-        have += len(piece)
-        if have >= size:
-            whole = np.concatenate(kept)
-            stop = have - have % size
-            yield from np.split(whole[:stop], range(size, stop, size))
-            kept, have = [whole[stop:]], have - stop
-    if have:
-        yield np.concatenate(kept)
+        pending.append(piece)
+        pending_tokens += len(piece)
+        if pending_tokens >= size:
+            tokens = np.concatenate(pending)
+            stop = pending_tokens - pending_tokens % size
+            yield from np.split(tokens[:stop], range(size, stop, size))
+            pending, pending_tokens = [tokens[stop:]], pending_tokens - stop
+    if pending_tokens:
+        yield np.concatenate(pending)
 
 
 def _npy(tokens: np.ndarray) -> bytes:

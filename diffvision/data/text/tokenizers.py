@@ -57,7 +57,7 @@ class Tokenizer:
         eos: the token that ends a document; None takes one with a usual name.
 
     Attributes:
-        vocab_size: ids are below it.
+        vocab_size: the bound of the ids: all are smaller.
         eos_id: the id that ends a document. No text is ever encoded to it.
 
     Raises:
@@ -97,18 +97,21 @@ class Tokenizer:
         """
         check_text(text)
         ids = self._backend.encode(text, add_special_tokens=False).ids
-        return self._without_end(text) if self.eos_id in ids else ids
+        return self._encode_eos_name(text) if self.eos_id in ids else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD, special tokens their names.
+        """Return the text of ids; bytes that are not UTF-8 are decoded as U+FFFD, special tokens as their names.
 
         Raises:
-            ValueError: an id outside of the vocabulary.
+            ValueError: an id is outside of the vocabulary.
         """
         ids = [int(number) for number in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = next(number for number in ids if not 0 <= number < self.vocab_size)
-            raise ValueError(f"token id {wrong}: this tokenizer's lie between 0 and {self.vocab_size - 1}")
+            raise ValueError(
+                f"token id {wrong} is outside of the vocabulary, 0 to {self.vocab_size - 1}: decode with the tokenizer "
+                "that encoded the text"
+            )
         return self._backend.decode(ids, skip_special_tokens=False)
 
     @property
@@ -129,8 +132,12 @@ class Tokenizer:
     def _canonical(self) -> str:
         return json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
 
-    def _without_end(self, text: str) -> list[int]:
-        """Encode in two halves the end's name, which some tokenizers take for the token in spite of their settings."""
+    def _encode_eos_name(self, text: str) -> list[int]:
+        """Encode a text that has the name of the end token in it, as characters.
+
+        Some tokenizers make the end token of this name in spite of `encode_special_tokens`, so the first character of
+        the name is encoded apart from the rest.
+        """
         ids: list[int] = []
         for number, part in enumerate(text.split(self.eos)):
             halves = ([self.eos[1:]] if number else []) + [part]

@@ -186,12 +186,12 @@ class TokenShards(ShardSet):
         return _Sequence(self, number, row)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield the tokens of each document in order, without its end; documents that shards cut are whole again.
+        """Yield the tokens of each document in order, without the end token; documents that shards cut are joined.
 
         Raises:
             ValueError: a shard is damaged.
         """
-        kept: list[np.ndarray] = []
+        pending: list[np.ndarray] = []
         for number, shard in enumerate(self.shards):
             for start in range(0, int(self._tokens[number]), _READ_TOKENS):
                 stop = min(start + _READ_TOKENS, int(self._tokens[number]))
@@ -201,13 +201,13 @@ class TokenShards(ShardSet):
                     raise ValueError(f"{shard.location}: {reason}; make the token shards anew") from reason
                 if int(piece.max()) >= self.account.vocab_size:
                     raise ValueError(f"{shard.location}: token outside of the vocabulary; make the token shards anew")
-                *whole, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
-                for part in whole:
-                    yield np.concatenate([*kept, part[:-1]])
-                    kept = []
-                kept.append(rest)
-        if any(map(len, kept)):
-            yield np.concatenate(kept)
+                *complete, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
+                for part in complete:
+                    yield np.concatenate([*pending, part[:-1]])
+                    pending = []
+                pending.append(rest)
+        if any(map(len, pending)):
+            yield np.concatenate(pending)
 
     def describe(self, sample: SampleId) -> str:
         """Return "shard: sequence N" of a sample, for reports."""

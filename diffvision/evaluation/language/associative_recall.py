@@ -34,7 +34,7 @@ def associative_recall(
         model: see `scoring`.
         documents: int64 [N] each.
         window: tokens that the model reads at a time; a bigram counts as repeated within one.
-        frequent: what `frequent_bigrams` found in the training data; None takes no bigram for frequent.
+        frequent: codes from `frequent_bigrams` of the training data; None counts no bigram as frequent.
 
     Returns:
         nll/ar_hit, nll/others, nll/all in nats (NaN where there is no such token), ar_hit_share.
@@ -64,25 +64,26 @@ def associative_recall(
 
 
 def repeated_bigrams(tokens: Tensor) -> Tensor:
-    """Return for tokens [B, N] whether each after the first ends a bigram that its row had before, bool [B, N - 1]."""
-    codes, order = _codes(tokens).sort(dim=1, stable=True)  # equal bigrams lie side by side, the earliest first
-    again = torch.zeros_like(codes, dtype=torch.bool)
-    again[:, 1:] = codes[:, 1:] == codes[:, :-1]
-    return torch.zeros_like(again).scatter(1, order, again)
+    """Return whether each token after the first completes a bigram that occurs earlier in its row, bool [B, N - 1]."""
+    codes, order = _codes(tokens).sort(dim=1, stable=True)  # equal bigrams are adjacent, the earliest first
+    repeated = torch.zeros_like(codes, dtype=torch.bool)
+    repeated[:, 1:] = codes[:, 1:] == codes[:, :-1]
+    return torch.zeros_like(repeated).scatter(1, order, repeated)
 
 
 def frequent_bigrams(documents: Iterable[Tensor], more_than: int = 1250) -> Tensor:
-    """Return the bigrams that occur more than so often in the training data, as sorted codes.
+    """Return the bigrams that occur more than `more_than` times in the documents, as sorted codes.
 
-    They are for `associative_recall`. Of a sample of the data, scale `more_than` with its size.
+    The codes are the argument `frequent` of `associative_recall`. Where the documents are only a sample of the training
+    data, lower `more_than` in proportion.
     """
     counts: Counter[int] = Counter()
     for document in documents:
-        codes, often = _codes(document[None])[0].unique(return_counts=True)
-        counts.update(dict(zip(codes.tolist(), often.tolist(), strict=True)))
+        codes, occurrences = _codes(document[None])[0].unique(return_counts=True)
+        counts.update(dict(zip(codes.tolist(), occurrences.tolist(), strict=True)))
     return torch.tensor(sorted(code for code, count in counts.items() if count > more_than), dtype=torch.int64)
 
 
 def _codes(tokens: Tensor) -> Tensor:
-    """Return a number for each bigram of [B, N], int64 [B, N - 1]."""
+    """Return a unique number for each bigram of tokens [B, N], int64 [B, N - 1]."""
     return (tokens[:, :-1] << 32) | tokens[:, 1:]

@@ -94,7 +94,7 @@ def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str)
 
     Args:
         fields: {name: types that it may have}.
-        problem: what is said of a line that has them not.
+        problem: the message for a line that lacks one of them.
 
     Raises:
         FileNotFoundError. ValueError: not UTF-8; a line without them, by its number.
@@ -177,12 +177,12 @@ def _content(path: Path) -> str:
 
 def _token_documents(source: str, tokenizer: Any, reading: Reading) -> Iterator[list[int]]:
     shards = TokenShards(source, 1)
-    theirs, ours = shards.account, getattr(tokenizer, "fingerprint", None)
-    if theirs.fingerprint != ours:
+    account, fingerprint = shards.account, getattr(tokenizer, "fingerprint", None)
+    if account.fingerprint != fingerprint:
         raise ValueError(
-            f"{source} is of a tokenizer of {theirs.vocab_size} tokens ({theirs.fingerprint}), the model's has "
-            f"{tokenizer.vocab_size} ({ours or 'of transformers'}): give the text itself, or tokenise it with the "
-            "model's"
+            f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), the model's has "
+            f"{tokenizer.vocab_size} ({fingerprint or 'of transformers'}): give the text itself, or tokenise it with "
+            "the model's"
         )
-    check_limits(theirs, reading.limits)
+    check_limits(account, reading.limits)
     yield from (document.tolist() for document in shards.documents())

@@ -98,7 +98,7 @@ def needle(
     """
     cells = [(length, depth) for length in lengths for depth in depths]
     metrics: dict[str, float] = {}
-    shares, whole = [], []
+    accuracies, all_right = [], []
     for length, depth in progress(cells, f"needles {needles}x{queries}"):
         drawn = list(
             needle_samples(
@@ -113,10 +113,10 @@ def needle(
             )
         )
         right = greedy_matches(model, [s.tokens for s in drawn], [s.answers for s in drawn], batch_size=batch_size)
-        shares.append(sum(map(sum, right)) / (queries * samples))
-        whole.append(sum(map(all, right)) / samples)
-        metrics[f"accuracy/{length}/{depth:g}"] = shares[-1]
-    return {"accuracy": _mean(shares), "all_right": _mean(whole)} | metrics
+        accuracies.append(sum(map(sum, right)) / (queries * samples))
+        all_right.append(sum(map(all, right)) / samples)
+        metrics[f"accuracy/{length}/{depth:g}"] = accuracies[-1]
+    return {"accuracy": _mean(accuracies), "all_right": _mean(all_right)} | metrics
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -128,7 +128,7 @@ def start_tokens(tokenizer: Any) -> list[int]:
 
 
 def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
-    """Return the sample in tokens: a text's position is the number of tokens of what comes before it."""
+    """Return the sample in tokens: a character's position becomes the number of tokens before it."""
     ids = tokenizer.encode(text.text)
 
     def position(character: int) -> int:

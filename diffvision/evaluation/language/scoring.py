@@ -22,7 +22,7 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def unseen(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """Return the items: the `Progress` that shows nothing."""
+    """Return the items unchanged: a `Progress` that shows nothing."""
     return items
 
 

@@ -90,7 +90,7 @@ class Work:
 
 
 class LanguageEvaluation(NamedTuple):
-    """A row of the table below."""
+    """One evaluation in the table `LANGUAGE_EVALUATIONS`."""
 
     function: Callable[[Work], dict[str, float]]
     draw: Callable[[figures.Results], Any]  # a matplotlib Figure
@@ -121,12 +121,13 @@ def _position_nll(work: Work) -> dict[str, float]:
 
 
 def _associative_recall(work: Work) -> dict[str, float]:
-    options, frequent = work.options, None
+    options = work.options
+    frequent = None
     if options.frequent_text is not None:
         tokenizer: Any = work.model.tokenizer
         texts = read_documents([options.frequent_text], tokenizer, _reading(options))
-        training = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
-        frequent = frequent_bigrams(map(torch.tensor, training), options.frequent_count)
+        token_ids = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
+        frequent = frequent_bigrams(map(torch.tensor, token_ids), options.frequent_count)
     return associative_recall(
         work.model.module,
         work.documents,
@@ -287,13 +288,14 @@ def run(
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
-    given: list[Task] = []
+    many_shot_tasks: list[Task] = []
     if demonstrations is not None and queries is not None:
-        given = [read_task(demonstrations, queries)]
+        many_shot_tasks = [read_task(demonstrations, queries)]
     elif "many_shot" in names:
-        given = _mappings(options)  # which refuses, before anything is loaded, what the words do not suffice for
+        # Raises before a model is loaded if there are too few words for the options.
+        many_shot_tasks = _mappings(options)
     results: dict[str, dict[str, float]] = {}
-    kept = None if cache is None else Cache(cache)
+    result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
         for label, spec in map(labelled, specs):
             if label in results:
@@ -301,10 +303,10 @@ def run(
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label] = {}
-            work = _work(model, options, None if data is None else listed(data), given)
-            identity = {} if kept is None else _identity(work, used_device)
+            work = _work(model, options, None if data is None else listed(data), many_shot_tasks)
+            identity = {} if result_cache is None else _cache_inputs(work, used_device)
             for name in names:
-                results[label] |= _evaluated(work, name, kept, identity)
+                results[label] |= _evaluated(work, name, result_cache, identity)
                 if output is not None:
                     write_numbers(name, results, options, output)
     _show(results)
@@ -320,15 +322,15 @@ def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any
         return evaluate_language(work, [task])
     identity = digest(task=task, **shared)
     if (piece := cache.load(identity, task)) is not None:
-        print(f"{work.model.name}: {task} is found in {cache.directory}", file=sys.stderr)
+        print(f"{work.model.name}: {task} is read from {cache.directory}", file=sys.stderr)
         return piece[1]
     metrics = evaluate_language(work, [task])
     cache.save(identity, task, {}, metrics)
     return metrics
 
 
-def _identity(work: Work, device: str) -> dict[str, Any]:
-    """Return what the metrics of all tasks depend on."""
+def _cache_inputs(work: Work, device: str) -> dict[str, Any]:
+    """Return all that a task's metrics depend on, besides the task; its digest identifies cached metrics."""
     model, options = work.model, work.options
     tokenizer = model.tokenizer
     return {
@@ -345,7 +347,7 @@ def _identity(work: Work, device: str) -> dict[str, Any]:
 
 
 def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
-    """Write TASK.json of the models that have been through the task; a NaN and an infinity are null."""
+    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null."""
     plain = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
@@ -355,7 +357,7 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
 
 
 def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
-    """Write TASK.png of the models that have been through the task."""
+    """Write TASK.png: a figure of the task's metrics of all models."""
     write_bytes(Path(output) / f"{task}.png", png(LANGUAGE_EVALUATIONS[task].draw(_of_task(results, task))))
 
 
@@ -363,7 +365,9 @@ def _work(model: Model, options: LanguageOptions, data: list[str] | None, tasks:
     if data is None:
         return Work(model, options, tasks=tasks, progress=bar)
     if model.tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer, which reads the data: give one")
+        raise ValueError(
+            f"{model.name} came without a tokenizer, which the data needs: give one, such as a tokenizer.json"
+        )
     reading = _reading(options)
     texts = read_documents(data, model.tokenizer, reading)
     documents, num_bytes = tokenised(texts, model.tokenizer, options.tokens)

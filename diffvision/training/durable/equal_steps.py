@@ -20,8 +20,8 @@ LAST, NONE = 1, 2  # of a rank's batches in an epoch: this one is the last; ther
 class EvenRanks(pl.Callback):
     """Checks before the first step that all ranks read the same shards, and ends epochs on all ranks together.
 
-    An epoch ends where the first rank has no batch left. Where loaders know their length that costs no messages; where
-    one does not, the ranks ask each other at each batch.
+    An epoch ends as soon as one rank has no batch left. If all loaders know their length, that costs no messages; if
+    not, the ranks ask each other at each batch.
 
     Args:
         peers: the run's ranks.
@@ -63,14 +63,15 @@ class EvenRanks(pl.Callback):
             empty = [rank for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{named(empty)} no batch and the others up to {max(lengths)}: {REMEDY}")
         trainer.fit_loop.max_batches = min(lengths)
-        if trainer.val_check_batch not in (None, math.inf):  # Lightning has computed it from each rank's own length
+        # Lightning has computed val_check_batch from the length of each rank's loader.
+        if trainer.val_check_batch not in (None, math.inf):
             trainer.val_check_batch = self.peers.least(int(trainer.val_check_batch))
         if not self._asks:
             left = ", ".join(f"rank {r} {n - min(lengths)} of {n}" for r, n in enumerate(lengths) if n > min(lengths))
             rank_zero_warn(f"ranks have different numbers of batches; each epoch leaves out: {left}. {REMEDY}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Mark this batch as the epoch's last where any rank has no other."""
+        """Mark this batch as the epoch's last if it is the last one of any rank."""
         self._trained += 1
         if not self._asks:
             return
@@ -124,5 +125,5 @@ def named(ranks: list[int]) -> str:
     """Return ranks as the subject of a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"ranks {few} have"
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {numbers} have"

@@ -1,6 +1,6 @@
-"""No step is made on a loss or gradient that is not finite: it is skipped and reported; after some the run stops.
+"""Steps whose loss or gradient is not finite are skipped and reported; after too many in a row the run stops.
 
-What becomes of checkpoints meanwhile is in `rotation`.
+Which checkpoints are kept meanwhile is decided in `rotation`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepGuard(pl.Callback):
 
         Args:
             clip_norm: the gradient's norm is clipped to this; None: no clipping.
-            max_skipped: so many steps in a row are skipped, the next one stops the run; 0 stops at the first.
+            max_skipped: limit on skipped steps in a row; one more stops the run. 0 stops it at the first.
         """
         self.clip_norm, self.max_skipped = clip_norm, max_skipped
         self.skipped = self.in_a_row = 0
@@ -142,7 +142,7 @@ class StepGuard(pl.Callback):
         return f". Kept from before these steps: {kept}" if kept else ""
 
     def _blame(self) -> int:
-        """Return how much points to this rank: 2 its batch is not finite, 1 its loss is not, 0 neither."""
+        """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
         if self._bad_rows():
             return 2
         return int(not all(torch.isfinite(loss).all() for loss in self._losses))
@@ -169,7 +169,7 @@ class StepGuard(pl.Callback):
 
 
 class Statistics:
-    """Batch norms' running statistics as of the last good step: a forward pass spoils them before anyone knows."""
+    """Batch norms' running statistics as of the last finite step: a forward pass changes them before the loss."""
 
     def __init__(self, module: nn.Module) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
@@ -188,10 +188,10 @@ class Statistics:
 
 
 def spread(loss: Tensor) -> None:
-    """Let a loss that is not finite spoil all of its gradients, so that their reduction shows it to every rank.
+    """Make all gradients of a loss that is not finite NaN, so that their reduction shows it to every rank.
 
-    These gradients may be finite themselves. Those of a finite loss are multiplied by one, which changes no bit. The
-    GPU is not waited for.
+    They could be finite otherwise. Gradients of a finite loss are multiplied by one, which changes no bit. The GPU
+    is not waited for.
     """
     if loss.requires_grad:
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
@@ -216,7 +216,7 @@ def _append(trainer: pl.Trainer, record: dict[str, Any]) -> str:
     """Append a line to the file of skipped steps and return its path; warn where it cannot be written."""
     directory = trainer.log_dir or trainer.default_root_dir  # a collective: the first rank broadcasts it
     file = Path(directory, FILE)
-    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning does not declare it
         return str(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

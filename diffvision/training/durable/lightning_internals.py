@@ -300,7 +300,7 @@ def forks_ranks(launcher: Any) -> bool:
 
 
 def take_started_ranks(launcher: Any) -> list[Any]:
-    """Return the processes that a launcher has started as ranks, and remove them from its own watch."""
+    """Return the processes that a launcher has started as ranks, and stop the launcher from watching them."""
     from lightning.pytorch.strategies import launchers
 
     if not isinstance(launcher, launchers._SubprocessScriptLauncher):

@@ -70,7 +70,7 @@ def settle(loops: dict[str, Any], at: Moment) -> None:
 
 @contextmanager
 def one_more(trainer: pl.Trainer) -> Iterator[None]:
-    """Let a run that is at its end begin once more, because what follows the last step may be left to do."""
+    """Raise the limits of epochs and steps by one in a block, so that a run at its end does what is left to do."""
     fit = trainer.fit_loop
     limits = fit.max_epochs, fit.epoch_loop.max_steps
     fit.max_epochs = limits[0] + 1 if isinstance(limits[0], int) and limits[0] > 0 else limits[0]
@@ -107,7 +107,7 @@ def resume(trainer: pl.Trainer, at: Moment) -> None:
 def _call_checkpoint_callbacks(trainer: pl.Trainer) -> None:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (progress.total, progress.current):
-        counts.completed -= 1  # the value in that hook
+        counts.completed -= 1  # its value when Lightning calls this hook
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, progress.current.ready - 1)

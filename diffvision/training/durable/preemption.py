@@ -170,7 +170,7 @@ class Preemption(pl.Callback):
         if path is None:
             report = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
         else:
-            trainer.save_checkpoint(path)  # with a barrier: when it returns, the file is whole
+            trainer.save_checkpoint(path)  # has a barrier: when it returns, the file is complete
             report = f"{name}: saved {path} at step {trainer.global_step}"
             if number != SAVE:
                 report += "; to resume, run the same command with --resume auto (and without --ckpt_path)"
@@ -211,7 +211,7 @@ def asking(trainer: pl.Trainer) -> Callable[[Any, str], Iterable] | None:
 
     None: the trainer has no `Preemption`.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     return next((callback.asking for callback in callbacks if isinstance(callback, Preemption)), None)
 
 

@@ -1,6 +1,6 @@
 """The one function that protects a fit: it connects all that this package does to a trainer.
 
-What each part does is in its own module.
+Each part is in a module of this package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def protect(
             trainer.fit(module, data, ckpt_path=checkpoint)
 
     Callbacks and a plugin for checkpoints stay with the trainer; a checkpoint plugin that was asked for is kept. Steps
-    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` bring along.
+    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` add.
 
     Args:
         trainer: what will fit the module inside.
@@ -65,7 +65,7 @@ def protect(
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     state, peers = RunState(settings), Peers()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
     with (
         watched_launcher(),

@@ -59,7 +59,7 @@ class Peers:
             return
         self._group = dist.new_group(backend="gloo")
         store = dist.distributed_c10d._get_default_store()
-        # A separate client: the ranks' own one is locked while they wait for each other.
+        # A separate client: the process group's is locked while ranks wait for each other.
         separate = dist.PrefixStore(f"diffvision/{dist.get_world_size()}/{self._group.group_name}", store.clone())
         started = lightning_internals.take_started_ranks(trainer.strategy.launcher)
         self._watch = Watch(self.rank, separate, launcher_process(), started)
@@ -86,7 +86,7 @@ class Peers:
         return values
 
     def fail(self, error: BaseException) -> None:
-        """Report this rank's error to the others, unless it follows from theirs; this process ends soon."""
+        """Report this rank's error to the others, unless one of theirs is the cause; this process ends soon."""
         if self._watch is not None:
             self._watch.fail(error)
 
@@ -179,14 +179,14 @@ class Watch(threading.Thread):
         return ""
 
     def fail(self, error: BaseException) -> None:
-        """Note this rank's error and report it to the others, unless it follows from theirs."""
+        """Note this rank's error and report it to the others, unless one of theirs is the cause."""
         if self.error is not None:
             return
         self.error = error
         if self.reason is None and not self.look():
             if GONE.search(str(error)):
-                self.reason = f"rank {self.rank} ends because another rank is gone without a word: killed, perhaps"
-                error = LostRank("it lost the connection to a rank that is gone without a word: killed, perhaps")
+                self.reason = f"rank {self.rank} ends because another rank is gone without a report: perhaps killed"
+                error = LostRank("it lost the connection to a rank that is gone without a report: perhaps killed")
             try:
                 self.store.compare_set(FAILED, "", f"{self.rank} {type(error).__name__}: {error}")
             except Exception:  # the store's server is gone too
@@ -202,7 +202,7 @@ def is_alive(process: int) -> bool:
 
 
 def end_process() -> None:
-    """End this process now, whatever its main thread waits for, and its workers."""
+    """End this process and its workers now, even while its main thread waits."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)
@@ -216,7 +216,7 @@ def launcher_process() -> int | None:
 
 @contextmanager
 def watched_launcher() -> Iterator[None]:
-    """End this process with the one that started it, also while it has not met the other ranks yet.
+    """End this process with the one that started it, also before it is connected to the other ranks.
 
     Raises:
         LostRank: that one has ended already, while this one was importing.

@@ -37,7 +37,7 @@ from diffvision.training.durable.run_state import RunState, few
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]
-NAMED = ("best", "last", "hpc")  # a ckpt_path that is no path: Lightning would look for one, and check nothing
+NAMED = ("best", "last", "hpc")  # values of ckpt_path that Lightning resolves to a file by itself, without checking it
 LOCK = ".lock"
 SEPARATE = "a separate directory (the logger's version, or ModelCheckpoint's dirpath)"
 
@@ -74,12 +74,12 @@ def prepared(
         )
     if ckpt_path in NAMED:
         raise ValueError(f"ckpt_path is {ckpt_path}: give a file, or --resume auto, which checks what it finds")
-    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it unannounced
-    with ExitStack() as held, warnings.catch_warnings():
-        # Directories may hold files: what would be at risk in them is refused or kept here.
+    fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning does not declare it
+    with ExitStack() as stack, warnings.catch_warnings():
+        # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
-        path = ckpt_path if ckpt_path or dry or how == "never" else _find_checkpoint(trainer, how)
-        directories = [] if dry else run_directories(trainer)
+        path = ckpt_path if ckpt_path or fast_dev_run or how == "never" else _find_checkpoint(trainer, how)
+        directories = [] if fast_dev_run else run_directories(trainer)
         if how == "never" and not ckpt_path:
             _refuse_occupied(directories)
         needed = module_bytes(module)
@@ -89,30 +89,39 @@ def prepared(
             if ckpt_path:
                 _refuse_later(directories, path, state.saved["step"])
         if trainer.is_global_zero:
-            _take_directories(held, directories, needed=needed)
+            _lock_directories(stack, directories, needed=needed)
             for logger in trainer.loggers:
                 if isinstance(logger, CSVLogger):
                     keep_metrics(Path(logger.log_dir))
-        held.enter_context(lightning_internals.checkpoint_to_load(trainer, path, partial(_load, path)))
+        stack.enter_context(lightning_internals.checkpoint_to_load(trainer, path, partial(_load_states, path)))
         yield path
 
 
-def _take_directories(held: ExitStack, directories: list[Path], *, needed: int) -> None:
-    """Lock directories for as long as `held` lasts, and remove what killed runs left in them."""
+def _lock_directories(locks: ExitStack, directories: list[Path], *, needed: int) -> None:
+    """Lock directories until `locks` is closed, and remove what killed runs left in them.
+
+    Args:
+        locks: gets the lock of each directory.
+        directories: where the run's checkpoints are written.
+        needed: bytes that must be free, as a checkpoint takes them.
+    """
     for directory in directories:
         _refuse_unwritable(directory, needed=needed)
-        held.enter_context(locked(directory))
+        locks.enter_context(locked(directory))
         if removed := clean(directory):
             rank_zero_info(f"removed what a killed run left: {few(map(str, removed))}")
 
 
-def _load(path: str | None, load: Callable[..., None], *args: Any, **settings: Any) -> None:
-    """Load states; turn an error that is no sentence into a ValueError that names the checkpoint."""
+def _load_states(path: str | None, load: Callable[..., None], *args: Any, **settings: Any) -> None:
+    """Call `load`, one of Lightning's functions that load states; raise ValueError where the states do not fit.
+
+    A ValueError or OSError is raised as it is, because its message says what to do.
+    """
     try:
         load(*args, **settings)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # a state that does not fit fails in any way
+    except Exception as error:  # torch and Lightning raise many kinds of error for a state that does not fit
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
             f"cannot resume from {path}: its states do not fit this run ({reason}): set what it was trained with, or "
@@ -135,12 +144,15 @@ def run_directories(trainer: pl.Trainer) -> list[Path]:
                 root = os.path.join(logger.save_dir or root, str(logger.name), version)
             directory = os.path.join(root, "checkpoints")
         if not is_remote(directory):
-            directories += [Path(directory), *_below(Path(directory), callback)]
+            directories += [Path(directory), *_metric_directories(Path(directory), callback)]
     return list(dict.fromkeys(directories))
 
 
-def _below(directory: Path, callback: ModelCheckpoint) -> list[Path]:
-    """Return the directories that a filename makes: "{epoch}-{val/acc1:.2f}" writes epoch=0-val/acc1=0.9.ckpt."""
+def _metric_directories(directory: Path, callback: ModelCheckpoint) -> list[Path]:
+    """Return the existing subdirectories that a slash in the callback's filename leads to.
+
+    With "{epoch}-{val/acc1:.2f}", Lightning writes epoch=0-val/acc1=0.90.ckpt: a file in the directory epoch=0-val.
+    """
     pattern = ""
     for index, part in enumerate(re.split(r"\{(.*?)(?::.*?)?\}", callback.filename or "")):
         metric = index % 2 == 1
@@ -177,7 +189,7 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
 
 
 def _adopt_version(logger: Any) -> bool:
-    """Let a logger whose version is open continue the last one that holds checkpoints; return whether there is one."""
+    """Let a logger without a chosen version continue the last one with checkpoints; return whether there is one."""
     if not lightning_internals.has_open_version(logger):
         return False
     folders = [f for f in Path(logger.root_dir).glob("version_*") if f.name.removeprefix("version_").isdigit()]
@@ -187,6 +199,7 @@ def _adopt_version(logger: Any) -> bool:
 
 
 def _refuse_occupied(directories: list[Path]) -> None:
+    """Raise ValueError where a directory already holds checkpoints."""
     for directory in directories:
         if earlier := checkpoints_in(directory):
             raise ValueError(
@@ -196,7 +209,7 @@ def _refuse_occupied(directories: list[Path]) -> None:
 
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
-    """Refuse to go back to a step where later checkpoints are: the next --resume auto would take one of those."""
+    """Raise ValueError where the directories hold later checkpoints: the next --resume auto would take one of those."""
     later, _ = newest_valid(directories)
     if later is not None and (reached := verify(later).step) > step:
         raise ValueError(
@@ -206,7 +219,8 @@ def _refuse_later(directories: list[Path], path: str, step: int) -> None:
 
 
 def _refuse_unwritable(directory: Path, needed: int) -> None:
-    probe = directory / TEMPORARY.format("probe")  # without a process number, which a run elsewhere may have
+    """Raise OSError where a directory cannot be written to, or has fewer than `needed` bytes free."""
+    probe = directory / TEMPORARY.format("probe")  # without a process number: one of another machine may be the same
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.unlink(missing_ok=True)  # a link may have come with the directory
@@ -252,7 +266,7 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
     """Check that this module, in so many processes, can resume from a checkpoint.
 
     Returns:
-        What `RunState` compares once there are optimizers.
+        The optimizers' states and the run's record, which `RunState` compares once there are optimizers.
 
     Raises:
         FileNotFoundError: there is none.
@@ -268,11 +282,11 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
         raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
     if fault := malformed(checkpoint):
         raise ValueError(f"cannot resume from {path}: it {fault}; give another, or --resume auto")
-    advice = _advice(module, checkpoint)
-    differing = _differences(checkpoint["state_dict"], module, complete=bool(advice))
-    if differing or advice:
+    mismatch = _model_mismatch(module, checkpoint)
+    differing = _differences(checkpoint["state_dict"], module, complete=bool(mismatch))
+    if differing or mismatch:
         keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {few(differing, '; ')}"
-        remedy = advice or "Set the model that it is of, or start anew"
+        remedy = mismatch or "Set the model that it is of, or start anew"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
     if bad := states_not_finite(checkpoint):
         raise ValueError(
@@ -300,23 +314,23 @@ def _opened(path: str) -> dict[str, Any]:
         raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
 
 
-def _differences(theirs: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:
+def _differences(saved: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:
     """Describe the keys of two state_dicts that are not in both, or that differ in shape.
 
     Args:
-        theirs: a checkpoint's state_dict.
+        saved: a checkpoint's state_dict.
         module: the module that is compared with it.
-        complete: also keys that a module which is built later, in `configure_model`, may still get.
+        complete: report keys of the checkpoint alone even where `configure_model` may still add them to the module.
     """
-    ours, lines = module.state_dict(), []
-    for name, value in ours.items():
-        here = _shape(value)
-        if name not in theirs:
-            lines += [f"{name} {here} only here"] if module.strict_loading else []
-        elif (there := _shape(theirs[name])) != here:
-            lines.append(f"{name} {there} there and {here} here")
+    current, lines = module.state_dict(), []
+    for name, value in current.items():
+        shape = _shape(value)
+        if name not in saved:
+            lines += [f"{name} {shape} only in the model"] if module.strict_loading else []
+        elif (saved_shape := _shape(saved[name])) != shape:
+            lines.append(f"{name} {saved_shape} in the checkpoint and {shape} in the model")
     if complete or (module.strict_loading and not is_overridden("configure_model", module)):
-        lines += [f"{name} {_shape(theirs[name])} only there" for name in theirs if name not in ours]
+        lines += [f"{name} {_shape(saved[name])} only in the checkpoint" for name in saved if name not in current]
     return lines
 
 
@@ -326,12 +340,12 @@ def _shape(value: Any) -> str:
     return f"{list(value.shape)}{' complex' if value.is_complex() else ''}"
 
 
-def _advice(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
-    """Return what a module's `check_checkpoint`, if it has one, says of a checkpoint of another model."""
+def _model_mismatch(module: pl.LightningModule, checkpoint: dict[str, Any]) -> str:
+    """Return the error of the module's `check_checkpoint`; "" where it accepts the checkpoint or does not exist."""
     try:
         getattr(module, "check_checkpoint", lambda _: None)(checkpoint)
     except ValueError as error:
         return str(error)
-    except Exception as error:  # it reads what a module wrote, whose types nobody has checked
-        return f"what it says of its model cannot be read ({type(error).__name__}: {error})"
+    except Exception as error:  # the checkpoint's description of its model may have any content
+        return f"its description of its model cannot be read ({type(error).__name__}: {error})"
     return ""

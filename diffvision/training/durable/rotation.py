@@ -15,13 +15,13 @@ from diffvision.training.durable.records import TEMPORARY, record_path
 
 
 class Rotation:
-    """What ModelCheckpoint removes and what a save replaces, until the next step.
+    """Keeps the checkpoints that ModelCheckpoint removes and that a save replaces until the next step.
 
-    A checkpoint that goes gets a temporary name first. A finite step, whose gradient was taken at the newer weights,
-    deletes it; a skipped one gives its name back, and whatever was saved before stays for as long as steps are skipped.
+    Such a checkpoint gets a temporary name first. A finite step, whose gradient was computed at the newer weights,
+    deletes it. A skipped step renames it back, and no checkpoint saved before is deleted while steps are skipped.
 
     Args:
-        skipping: the last step was skipped.
+        skipping: whether the last step was skipped.
 
     Attributes:
         kept: checkpoints that are on the disk only because steps are skipped.
@@ -36,7 +36,7 @@ class Rotation:
     # --- what the StepGuard reports ---
 
     def step_finite(self) -> None:
-        """Delete what the last checkpoints replaced: a finite step has shown that their weights are of use."""
+        """Delete what the last checkpoints replaced: a finite step has shown that the newer weights are usable."""
         for path in [temporary for temporary, _ in self._aside] + self.kept:
             path.unlink(missing_ok=True)
             record_path(path).unlink(missing_ok=True)
@@ -44,7 +44,7 @@ class Rotation:
         self._saved.clear()
 
     def step_skipped(self) -> None:
-        """Keep what the last checkpoints replaced: their weights may be useless."""
+        """Keep what the last checkpoints replaced: the newer weights may be useless."""
         self.skipping = True
         for temporary, path in self._aside:
             self.kept.append(_move(temporary, _free_name(path)))
@@ -56,7 +56,7 @@ class Rotation:
         """Note that a checkpoint was written."""
         if self.skipping:
             self._saved.add(path)
-            self.kept = [kept for kept in self.kept if kept != path]
+            self.kept = [other for other in self.kept if other != path]
 
     def before_replacing(self, path: Path) -> None:
         """Keep a second name of a file that is overwritten; a filesystem without hard links cannot keep it."""

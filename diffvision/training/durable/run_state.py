@@ -162,7 +162,7 @@ class RunState(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = run = checkpoint.get(RUN_KEY, {})
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
         if "current_model_state" in checkpoint and not averages:
             raise ValueError(
@@ -186,16 +186,21 @@ class RunState(pl.Callback):
             self._beginning.enter_context(loops.one_more(trainer))
         if self.path is None:
             return
-        theirs, ours = self.saved.get("optimizers"), names_of(trainer.optimizers)
-        there = {key for state in self.saved["optimizer_states"] for group in state["param_groups"] for key in group}
-        here = {key for optimizer in trainer.optimizers for group in optimizer.param_groups for key in group}
+        saved, current = self.saved.get("optimizers"), names_of(trainer.optimizers)
+        saved_settings = {
+            key for state in self.saved["optimizer_states"] for group in state["param_groups"] for key in group
+        }
+        settings = {key for optimizer in trainer.optimizers for group in optimizer.param_groups for key in group}
         # A checkpoint without our record names no classes, only settings; a new version of torch may add some.
-        if theirs == ours or (not theirs and (there <= here or here <= there)):
+        if saved == current or (not saved and (saved_settings <= settings or settings <= saved_settings)):
             return
-        differing = f"settings only there: {few(there - here) or 'none'}; only here: {few(here - there) or 'none'}"
+        differing = (
+            f"settings only in the checkpoint: {few(saved_settings - settings) or 'none'}; "
+            f"only in this run: {few(settings - saved_settings) or 'none'}"
+        )
         raise ValueError(
-            f"cannot resume from {self.path}: its optimizer is {', '.join(theirs or ['another'])} and here it is "
-            f"{', '.join(ours)} ({differing}): set the same optimizer, or start anew"
+            f"cannot resume from {self.path}: its optimizer is {', '.join(saved or ['another'])} and here it is "
+            f"{', '.join(current)} ({differing}): set the same optimizer, or start anew"
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -260,11 +265,12 @@ def flattened(settings: Any, name: str = "") -> dict[str, str]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _changed(theirs: dict[str, str], ours: dict[str, str]) -> Iterator[str]:
-    for name in sorted(theirs.keys() | ours.keys()):
-        there, here = theirs.get(name, "not set"), ours.get(name, "not set")
-        if _short(there) != _short(here):
-            yield f"{name} {here} (was {there})"
+def _changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
+    """Describe each setting that is not the same as when the checkpoint was saved."""
+    for name in sorted(saved.keys() | current.keys()):
+        before, now = saved.get(name, "not set"), current.get(name, "not set")
+        if _short(before) != _short(now):
+            yield f"{name} {now} (was {before})"
 
 
 def _short(value: str) -> str:
@@ -274,7 +280,7 @@ def _short(value: str) -> str:
 
 def _resume_callbacks(trainer: pl.Trainer) -> None:
     """Update Lightning's callbacks that rely on an epoch's start, which a run resumed within an epoch skips."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it unannounced
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)

@@ -187,7 +187,7 @@ def test_captions_of_any_script_pass(text):
         "<end_of_text>",
     ],
 )
-def test_the_tokenizers_marks_are_disarmed(caption):
+def test_special_tokens_of_tokenizers_become_words(caption):
     import html
 
     cleaned = clean_caption(caption)

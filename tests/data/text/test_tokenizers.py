@@ -126,7 +126,7 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
     for empty in ([], ["", ""]):
         with pytest.raises(ValueError, match="no text to train a tokenizer on"):
             train_tokenizer(empty, 300)
-    with pytest.raises(ValueError, match="token id 300: this tokenizer's lie between 0 and 299"):
+    with pytest.raises(ValueError, match="token id 300 is outside of the vocabulary, 0 to 299"):
         tokenizer.decode([5, 300])
     with pytest.raises(
         ValueError, match=r"text not UTF-8: character 14 is U\+D800, half of .*; leave it out, or write"

@@ -138,7 +138,7 @@ def test_finished_tasks_are_kept_and_found_by_all_that_they_follow_from(results,
     for task, evaluation in LANGUAGE_EVALUATIONS.items():
         monkeypatch.setitem(LANGUAGE_EVALUATIONS, task, evaluation._replace(function=work))
     assert run(**settings, tasks="perplexity") == first
-    assert f"diff-debug: perplexity is found in {tmp_path}" in capsys.readouterr().err
+    assert f"diff-debug: perplexity is read from {tmp_path}" in capsys.readouterr().err
     for other in (
         {"models": str(home / "transformer-debug")},
         {"options": dataclasses.replace(SMALL, window=20)},

@@ -327,7 +327,7 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
     first, second = two(tmp_path, Tiny(3, end, ranks=(1,)))
     assert first.code == 1
     assert second.code in (0, -signal.SIGKILL)
-    assert "rank 0 ends because another rank is gone without a word: killed, perhaps" in first.output
+    assert "rank 0 ends because another rank is gone without a report: perhaps killed" in first.output
     assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 

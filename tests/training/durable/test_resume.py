@@ -271,11 +271,17 @@ def checkpoint(tmp_path_factory) -> Path:
     [
         (
             Tiny(width=4, layers=2),
-            r"4 keys of the state_dict differ: layers.0.weight \[3, 3\] there and \[4, 4\] here; ",
+            r"4 keys of the state_dict differ: layers.0.weight \[3, 3\] in the checkpoint and \[4, 4\] in the model; ",
         ),
-        (Tiny(layers=1), r"2 keys .*: layers.1.weight \[3, 3\] only there; .* only there. Set the"),
-        (Tiny(layers=4), r"4 keys .*: layers.2.weight \[3, 3\] only here; .*only here; and 1 more. Set the"),
-        (Tiny(layers=9), r"14 keys .* only here; and 11 more. Set the model"),
+        (
+            Tiny(layers=1),
+            r"2 keys .*: layers.1.weight \[3, 3\] only in the checkpoint; .* only in the checkpoint. Set the",
+        ),
+        (
+            Tiny(layers=4),
+            r"4 keys .*: layers.2.weight \[3, 3\] only in the model; .*only in the model; and 1 more. Set the",
+        ),
+        (Tiny(layers=9), r"14 keys .* only in the model; and 11 more. Set the model"),
     ],
 )
 def test_another_architecture_is_refused_with_its_keys(checkpoint, module, message, tmp_path):
@@ -299,9 +305,11 @@ def test_a_module_says_what_to_set(checkpoint):
         def check_checkpoint(self, checkpoint):
             return checkpoint["diffvision"]["model"]
 
-    with pytest.raises(ValueError, match=r"step=1.ckpt: what it says of its model cannot be read \(KeyError: 'diffvi"):
+    with pytest.raises(
+        ValueError, match=r"step=1.ckpt: its description of its model cannot be read \(KeyError: 'diffvi"
+    ):
         compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
-    with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only there. set layers to 2"):
+    with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only in the checkpoint. set layers to 2"):
         compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2$"):
         compare(str(checkpoint), Knowing(layers=2), world_size=1, ranks="same")
@@ -321,7 +329,7 @@ def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
     module = Tiny(layers=2, optimizer=torch.optim.SGD)
     with pytest.raises(
-        ValueError, match=r"its optimizer is AdamW and here it is SGD \(settings only there: .*betas.*; on"
+        ValueError, match=r"its optimizer is AdamW and here it is SGD \(settings only in the checkpoint: .*betas.*; on"
     ):
         run(tmp_path, ckpt_path=str(checkpoint), module=module)
     stock = tmp_path / "stock.ckpt"
@@ -412,7 +420,9 @@ def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
     run(tmp_path)
     newest = saved(tmp_path) / "step=2.ckpt"
     rewritten(newest, lambda c: c["state_dict"].update({k: v.to(torch.complex64) for k, v in c["state_dict"].items()}))
-    with pytest.raises(ValueError, match=r"step=2.ckpt: .*weight \[3, 3\] complex there and \[3, 3\] here"):
+    with pytest.raises(
+        ValueError, match=r"step=2.ckpt: .*weight \[3, 3\] complex in the checkpoint and \[3, 3\] in the model"
+    ):
         run(tmp_path, "auto", steps=3)
 
 
