@@ -350,6 +350,7 @@ print(type(model.module).__name__, model.tokenizer.eos_id)
 """
 
 
+@pytest.mark.slow
 def test_our_own_export_opens_in_a_new_process(theirs):
     """Nothing has registered our classes there, and nobody answers transformers' question."""
     command = [sys.executable, "-c", LOADED, str(theirs / "exported")]

@@ -21,6 +21,7 @@ def run(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_files_and_modules_run_as_main_with_our_models(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "folder", tmp_path):
@@ -44,6 +45,7 @@ for code in (
 """
 
 
+@pytest.mark.slow
 def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     (tmp_path / "program.py").write_text(CHILDREN)

@@ -393,7 +393,9 @@ def test_export_with_any_batch_size(name):
     torch.testing.assert_close(program(*two), model(*two))
 
 
-@pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.parametrize(
+    "name", [name if name == "DiffCLIP-debug" else pytest.param(name, marks=pytest.mark.slow) for name in DEBUG]
+)
 def test_compile_in_one_graph(name):
     torch.compiler.reset()
     model = build(name)
@@ -446,6 +448,7 @@ assert "diffvision" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_loading_without_diffvision_fails_loudly(tmp_path):
     vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
     text_only = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": {**TEXT, "block_type": "diffvision:v1"}}
@@ -535,6 +538,7 @@ def test_published_size():
     assert count(parameters("DiffCLIP-ViT-B-16-vision")) / 149_619_969 - 1 == pytest.approx(3.08e-5, rel=0.01)
 
 
+@pytest.mark.slow
 def test_full_sizes_are_differential_where_they_say_so():
     for name in FULL:
         model = build_on_meta(name)

@@ -256,6 +256,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_opened_and_saved_again_opens_in_a_new_process(tmp_path, make_model):
     """Whichever way it was opened; nothing is copied but the line that imports this package."""
     folders = [tmp_path / str(number) for number in range(4)]

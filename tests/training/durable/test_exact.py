@@ -31,7 +31,7 @@ CASES = [
     Case(Setting("language", by="steps"), "last step of the run saved"),
     Case(Setting("classification", True), "in validation, saved there"),
     Case(Setting("classification", True), "three: validation"),
-    Case(Setting("clip", True, 3), "last step of an epoch saved"),
+    pytest.param(Case(Setting("clip", True, 3), "last step of an epoch saved"), marks=pytest.mark.slow),
 ]
 
 
