@@ -34,7 +34,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
         Relevance [C, rows, columns], at least 0, and the cosine of image and caption [C].
 
     Raises:
-        ValueError: a model that reads no text, or has no such tower.
+        ValueError: the model reads no text, or has no such image tower.
     """
     tower: Any = model
     if not hasattr(tower, "encode_text"):
@@ -44,7 +44,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     with evaluating(model):
         captions = tower.encode_text(texts, normalize=True)
         with torch.enable_grad():
-            # The pixels ask for a graph, so that a model whose parameters are frozen has one too.
+            # The pixels require gradients, so that a model with frozen parameters has a graph too.
             pixels = image[None].detach().requires_grad_()
             with captured(model, calls.append):
                 cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]
