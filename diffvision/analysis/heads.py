@@ -1,4 +1,4 @@
-"""The choice of the heads that DEX changes in a pretrained model: those with the most spread attention, as in its paper.
+"""The choice of the heads that DEX changes in a pretrained model: those with the most spread attention.
 
 Statistics of the heads of one input are in `statistics`.
 """

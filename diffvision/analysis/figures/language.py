@@ -145,7 +145,7 @@ def outlier_bars(results: Results) -> Figure:
 
 @styled
 def quantization_curves(results: Results) -> Figure:
-    """Return the loss by bits of the attention logits, and the other metrics that were measured with it.
+    """Return metrics over the number of bits of the attention logits, one panel per metric.
 
     A dotted line is the value without quantisation.
     """

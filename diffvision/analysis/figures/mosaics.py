@@ -1,4 +1,4 @@
-"""Figures of many small maps, and of attention over a text; maps share one scale and differences another, in percent."""
+"""Figures of many small maps, and of attention over a text. Maps share one scale and differences another."""
 
 from __future__ import annotations
 
