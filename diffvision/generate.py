@@ -26,8 +26,8 @@ def generate_text(
     Args:
         model: a .ckpt of our language training, the folder of a language model, or a name with `checkpoint`.
         prompt: text to continue.
-        checkpoint: of a name: its weights, a .ckpt file or a folder.
-        max_new_tokens: most tokens to make.
+        checkpoint: if model is a name: its weights, a .ckpt file or a folder.
+        max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the likeliest token each time; 1 draws from the model's distribution.
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.

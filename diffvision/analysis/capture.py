@@ -1,6 +1,6 @@
 """Capture the queries, keys, values, lambda and mask of a model's attention layers while the model runs.
 
-`captured` is the one hook for layers of `diffvision.nn`, timm's differential attention and transformers' models.
+`captured` is the only hook for layers of `diffvision.nn`, timm's differential attention and transformers' models.
 Captured calls are used in `maps`, `statistics`, `relevance` and `heads`, and in `diffvision.evaluation`.
 """
 

@@ -1,4 +1,4 @@
-"""Which patches answer a caption: gradient-weighted attention, propagated through the image tower's layers.
+"""The relevance of image patches to a caption: gradient-weighted attention, propagated through the image tower.
 
 For each layer A <- mean over heads of (A * dS/dA)^+, R <- R + A R, where A is what multiplies the values (the
 difference of the maps in differential layers), S the cosine of image and caption, and R begins as the identity. A
@@ -22,7 +22,7 @@ from diffvision.models.modes import evaluating
 
 
 def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where on an image each of some captions is answered, and their cosines.
+    """Return the relevance of each part of an image to each caption, and the cosines of image and captions.
 
     Args:
         model: an OpenCLIP model whose image tower is a timm vision transformer with layers of ours; its modes and

@@ -24,7 +24,7 @@ class Run:
     """One trained model and its measurements.
 
     Attributes:
-        seconds: of `fit`, its evaluations included.
+        seconds: duration of `fit`, including its evaluations.
         speed: samples or tokens a second, the median over training.
         metrics: on data that training did not see.
         shown: further content of the report: pictures of attention, or a generated text.

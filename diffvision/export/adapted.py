@@ -52,7 +52,7 @@ def write_adapted(
     if method != "dex" and (heads != "all" or data):
         raise ValueError(f"heads and data choose the heads of method 'dex'; {method!r} changes all")
     if data and not heads.startswith("entropy"):
-        raise ValueError(f"data is of heads by entropy, and heads is {heads!r}: set heads to entropy:0.5")
+        raise ValueError(f"data is for choosing heads by entropy, but heads is {heads!r}: set heads to entropy:0.5")
     opened = _open(model, checkpoint)
     module: Any = opened.module
     inputs = _random_inputs(opened)

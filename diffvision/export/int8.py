@@ -25,7 +25,7 @@ def write_int8(model: Model, destination: Path, options: Options) -> None:
         language.save(quantised, destination, options.tokenizer or language.find_tokenizer(str(model.weights)))
         return
     if destination.suffix != ".safetensors":
-        raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")
+        raise ValueError(f"destination {destination.name} must be a file: give a name that ends in .safetensors")
     state = int8.split(int8.quantise(model.module).state_dict())
     plain = {name: value.detach().cpu().clone().contiguous() for name, value in state.items()}
     model_cfg = model.config if model.host == "open_clip" else None

@@ -8,8 +8,8 @@ class Options:
     """Settings of an export; each format reads those that it needs.
 
     Attributes:
-        tokenizer: of a language model: tokenizer.json, or a directory that holds one.
-        eos: of a language model: the token that ends a document.
+        tokenizer: for a language model: tokenizer.json, or a directory that holds one.
+        eos: for a language model: the token that ends a document.
         license: of the weights, for the model card, as the Hub names it.
     """
 
