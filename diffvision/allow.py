@@ -36,7 +36,7 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
-# jsonargparse tries these where settings are given without a class: what is missing, and an example.
+# jsonargparse tries these classes for settings without a class_path: the setting that lacks it, and an example.
 NAMELESS = {
     "lightning.LightningModule": ("model", "ContrastiveModule"),
     "lightning.LightningDataModule": ("data", "ImageTextData"),
@@ -182,7 +182,7 @@ def _levels(text: str) -> int:
 
 
 def _size(value: Any, known: dict[int, float]) -> float:
-    """Count the values in a value, each alias as what it stands for."""
+    """Count the values in a nested value, with each alias expanded."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:

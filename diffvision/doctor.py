@@ -191,7 +191,11 @@ def private_names() -> list[Finding]:
 
 
 def doctor() -> int:
-    """Print what is installed, what is needed, and what works. Returns 1 if diffvision cannot work, else 0."""
+    """Print installed and needed versions, devices, backends and known conflicts.
+
+    Returns:
+        1 if diffvision cannot work, else 0.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

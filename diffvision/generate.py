@@ -21,7 +21,7 @@ def generate_text(
     device: str = "auto",
     compile: bool = False,
 ) -> str:
-    """Continue a prompt with a language model, and print the text as it is made, up to the end of the document.
+    """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
     Args:
         model: a .ckpt of our language training, the folder of a language model, or a name with `checkpoint`.

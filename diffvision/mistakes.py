@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from heapq import nlargest
 from typing import Any, get_type_hints
 
-_MIN_RATIO = 0.6  # difflib's: two names less alike than this are not mistaken for each other
+_MIN_RATIO = 0.6  # default of difflib.get_close_matches: less similar names are not suggested
 _LITERAL = "typing.Literal["
 _PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
 
@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 
         name: the unknown name.
         known: all known names.
         count: the largest number of names to return.
-        min_ratio: leave out names that are less alike, from 0 (nothing in common) to 1 (equal but for case).
+        min_ratio: leave out names that are less similar, from 0 (nothing in common) to 1 (equal up to case).
     """
     matcher = SequenceMatcher(b=name.lower())
 

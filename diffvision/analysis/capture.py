@@ -105,14 +105,14 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     """Call `see` for every attention layer at every forward pass within the block, in the order of the layers.
 
     Args:
-        model: one with layers of `diffvision.nn` or timm's differential attention, or a transformers model whose
-            attention goes through transformers' attention interface (DiffLlama's heads are paired as it pairs them),
-            also after `replace_attention`.
-        see: see `See`. transformers' attention is computed from `Call.scores()` where it returns None; timm's can be
-            read, not changed.
+        model: a model with layers of `diffvision.nn` or timm's differential attention, or a transformers model that
+            uses transformers' attention interface (DiffLlama's heads are paired as in its code), also after
+            `replace_attention`.
+        see: called for each layer, see `See`. If it returns None, a transformers layer is computed from
+            `Call.scores()`. timm's attention can be read, not changed.
 
     Raises:
-        ValueError: no attention was captured within the block; `see` returned scores for a layer of timm's.
+        ValueError: no attention was captured within the block, or `see` returned scores for a timm layer.
     """
     calls = 0
 
@@ -210,14 +210,14 @@ def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
     calls: list[Call] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("x", "attn_mask", "is_causal"), args, strict=False)) | kwargs
-        mask, is_causal = boolean_mask(given.get("attn_mask")), bool(given.get("is_causal", False))
+        arguments = dict(zip(("x", "attn_mask", "is_causal"), args, strict=False)) | kwargs
+        mask, is_causal = boolean_mask(arguments.get("attn_mask")), bool(arguments.get("is_causal", False))
         with torch.no_grad():
-            q, k, v = _timm_projections(layer, given["x"])
+            q, k, v = _timm_projections(layer, arguments["x"])
             lam = _four_axes(layer._compute_lambda())
         call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
         if see(call) is not None:
-            raise ValueError(f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed")
+            raise ValueError(f"{name} is timm's {type(layer).__name__}: its attention can be read, not changed")
         calls.append(call)
 
     hook = layer.register_forward_pre_hook(enter, with_kwargs=True)

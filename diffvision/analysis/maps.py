@@ -164,4 +164,4 @@ def image_trunk(model: nn.Module) -> Any:
     for candidate in (model, getattr(model, "trunk", None), getattr(getattr(model, "visual", None), "trunk", None)):
         if hasattr(candidate, "patch_embed") and hasattr(candidate, "num_prefix_tokens"):
             return candidate
-    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside, whose patches could be shown")
+    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside: there are no patches to show")

@@ -33,7 +33,7 @@ from diffvision.opening import Model, folder_host, open_model
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
-MEASURED = 64  # samples whose attention chooses heads
+MEASURED = 64  # samples for the choice of heads by entropy
 
 
 def write_adapted(
@@ -72,7 +72,7 @@ def write_adapted(
 
 
 def _open(spec: str, checkpoint: str | None) -> Model:
-    """Open the pretrained model; transformers' Llama becomes a language model of ours."""
+    """Open the pretrained model; transformers' Llama becomes a `LanguageModel`."""
     folder = Path(spec.removeprefix("hf:").removeprefix(FOLDER))
     if checkpoint is None and folder.is_dir() and folder_host(folder) == "transformers":
         with tempfile.TemporaryDirectory() as scratch:
@@ -196,7 +196,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
         report += f", {off:.1e} (float64)"
     if method in EXACT and not off <= TOLERANCE:
         raise ValueError(
-            f"{report}, above {TOLERANCE}: the weights are not finite, or a layer is not what it looks like"
+            f"{report}, above {TOLERANCE}: the weights are not finite, or a layer computes more than its class"
         )
     print(report if method in EXACT else f"{report}: it is another function, to be trained")
 

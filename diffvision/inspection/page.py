@@ -138,7 +138,7 @@ def _numbers(measurements: Measurements, tower: str) -> Section:
     numbers = mean_numbers(measurements, tower)
     count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
     over = f"mean over {count} inputs" if count > 1 else "of one input"
-    caption = f"Numbers by layer, {over}: lines are means over heads, dots are heads of what is applied to the values."
+    caption = f"Numbers by layer, {over}: lines are means over heads, dots are heads of the applied map."
     figures = [PageFigure(f"layers-{tower}", caption, png(layer_panels(number_panels(numbers))))]
     if norms := norm_panels(numbers):
         caption = "Head outputs: root mean square before and after the head norm and the factor, by layer; dots are "

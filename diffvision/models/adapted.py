@@ -1,4 +1,4 @@
-"""`adapted_vit`: the name under which timm builds a vision transformer whose attention `diffvision.adapt` has changed.
+"""`adapted_vit`: the timm model name of vision transformers with attention that `diffvision.adapt` changed.
 
     timm.create_model("adapted_vit", base="vit_base_patch16_224", method="v2")
     timm.create_model("adapted_vit.v2.vit_base_patch16_224")       the same, where only a name can be given (OpenCLIP)

@@ -67,7 +67,7 @@ def _of_torch(error: Exception) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
-    """Return the error for a checkpoint whose reader failed in any way: for a text file torch raises KeyError: 101."""
+    """Return the error for an unreadable checkpoint; readers raise errors of any class (torch a KeyError for text)."""
     if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
         return ValueError(
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "

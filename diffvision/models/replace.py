@@ -98,7 +98,7 @@ class TimmParallelBlock(DiffParallelScalingBlock):
 
 @cache
 def _llama_attention(theirs: Any) -> type[nn.Module]:
-    """Make the subclass of DiffLlamaAttention, whose halves of heads are a head's two maps and value halves."""
+    """Make the subclass of DiffLlamaAttention; its heads i and i + H are the two maps and value halves of head i."""
 
     class LlamaAttention(theirs):
         """transformers' `DiffLlamaAttention`, by our operation."""

@@ -31,7 +31,7 @@ class Cache(Protocol):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm whose weight follows the input's dtype: under autocast a float32 weight would refuse the fused kernel."""
+    """RMSNorm with its weight cast to the input's dtype: the fused kernel refuses a float32 weight under autocast."""
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """Return the norm of the last axis times a constant."""
@@ -43,7 +43,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class AttentionLayer(nn.Module):
-    """Self-attention with its projections; a subclass says how many maps a head has and what it does with them.
+    """Self-attention with its projections; subclasses define the number of maps of a head and how they are combined.
 
     Args:
         dim: width of the tokens, in and out.

@@ -50,7 +50,7 @@ def open_model(
     Args:
         spec: which model:
             NAME            of an OpenCLIP or timm model (NAME.TAG: with timm's weights of that tag), ours included, or
-                            of a language model of ours;
+                            of one of our language models;
             PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
                             OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
             local-dir:PATH  such a folder, as timm and OpenCLIP call it;

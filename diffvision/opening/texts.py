@@ -21,7 +21,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_
 
 
 def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
-    """Open a language model of ours by name, with the weights of a checkpoint or new ones."""
+    """Open one of our language models by name, with the weights of a checkpoint or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
@@ -31,7 +31,7 @@ def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
 
 
 def open_language(path: Path, trained: str | None = None) -> Model:
-    """Open a checkpoint of ours; `trained` is the name that its run recorded."""
+    """Open a checkpoint of our language models; `trained` is the name that its run recorded."""
     return _language_model(language.load(path), trained, path)
 
 
@@ -53,7 +53,7 @@ def _language_model(module: language.LanguageModel, name: str | None, path: Path
 
 
 def open_transformers_folder(folder: Path) -> Model:
-    """Open a folder in transformers' layout; one of ours becomes a `LanguageModel` again."""
+    """Open a folder in transformers' layout; an exported model of this package becomes a `LanguageModel` again."""
     if folder_config(folder).get("model_type") != "diff_transformer":
         return open_transformers(str(folder))
     _import_transformers(str(folder))

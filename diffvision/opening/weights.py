@@ -24,7 +24,7 @@ def refuse_checkpoint(checkpoint: str | Path | None, spec: str) -> None:
 
 
 def run_of(path: Path | None) -> Path | None:
-    """Return the directory of the run that a file lies in: its folder, or the one above, where Lightning writes it."""
+    """Return the directory of the run that a checkpoint is in: its folder or the parent of it, or None."""
     above = path.resolve().parents[:2] if path is not None and path.is_file() else ()
     return next((folder for folder in above if (folder / "config.yaml").is_file()), None)
 

@@ -69,7 +69,7 @@ def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str 
 
     Args:
         metrics: {metric: {run: [one value per seed]}}.
-        unit: "%" shows fractions of 1 as percent; anything else is a label, and the values are shown as they are.
+        unit: "%" shows fractions of 1 as percent; anything else is a label, and values are not scaled.
     """
     names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
     figure, (ax,) = panels(1, width=max(4.0, 0.55 * len(metrics) * (len(names) + 0.8)), height=3.2)

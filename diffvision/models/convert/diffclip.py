@@ -52,7 +52,7 @@ def from_diffclip(
     """Return OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
 
     Args:
-        weights: names without `module.`. Tensors are shared with what is returned, but for the image projection.
+        weights: names without `module.`. The result shares all tensors with it except the image projection.
         tower: the timm model of the image tower, if none of ours has its size: OpenCLIP builds it by name only.
         lambda_init: 0.8, or "depth" for DiffCLIP*.
 

@@ -30,7 +30,7 @@ _NEAR = (
     ("in_proj.weight", "; they look like a fused block: diffvision.replace_attention makes timm's faster as they are"),
     ("attn.qkv.weight", "; they look like plain attention, which diffvision.adapt makes differential"),
 )
-"""Ends of names that are nearly of a layout, and what is said of them."""
+"""Ends of names that are similar to a layout's, and the hint about them in the error."""
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 

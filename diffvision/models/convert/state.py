@@ -111,7 +111,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """Return what a training run of ours recorded with the weights in its checkpoint; empty for any other file."""
+    """Return the record that `diffvision fit` saved with the weights of a checkpoint; empty for any other file."""
     content = _content(Path(path)) if Path(path).suffix == ".ckpt" else None
     about = content.get("diffvision") if isinstance(content, dict) else None
     return about if isinstance(about, dict) else {}

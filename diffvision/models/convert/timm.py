@@ -50,7 +50,7 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT, in timm's layout.
+    """Return the state_dict of our V1 layer (as many key/value heads as heads), or of a ViT, in timm's layout.
 
     Raises:
         ValueError: there is no V1 layer, or projections of queries, keys and values have different sizes.
