@@ -1,8 +1,8 @@
 """Differential attention for vision and multimodal learning.
 
 Importing the package registers its models with timm (`timm.create_model("diff_vit_base")`) and OpenCLIP
-(`open_clip.create_model("DiffCLIP-ViT-B-16")`). It imports neither: they are registered when their host is imported, or
-at once where it is imported already.
+(`open_clip.create_model("DiffCLIP-ViT-B-16")`). It imports neither: the models are registered as soon as timm or
+OpenCLIP is imported. The libraries that build models (timm, OpenCLIP, transformers) are called hosts in this package.
 """
 
 from typing import TYPE_CHECKING

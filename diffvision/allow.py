@@ -1,9 +1,10 @@
-"""What a configuration may name: a class_path outside of an allow-list is refused before anything is imported.
+"""The allow-list of configurations: a class_path outside of it is refused before anything is imported.
 
-To import a module is to run it, so a YAML from a stranger is a program. jsonargparse asks its list before each import
-that a value leads to (class paths in files, sub-configurations and flags, callables, `--model.help NAME`): here that
-list is set for one command, and what it refuses becomes one line that says where and what to do. jsonargparse's private
-names are in `jsonargparse_internals`; where they are missing the limit stays, and only `--allow` is refused.
+Importing a module runs it, so an untrusted YAML file is a program. jsonargparse checks its list before each import that
+a value leads to (class paths in files, sub-configurations and flags, callables, `--model.help NAME`). This module sets
+that list for one command, and turns a refusal into a one-line error that names the setting and the remedy.
+jsonargparse's private names are in `jsonargparse_internals`; if they are missing, the list still holds, and only
+`--allow` is refused.
 """
 
 import math
@@ -24,7 +25,7 @@ from diffvision.mistakes import in_short, see_help
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
     "diffvision",
-    "lightning.Callback",  # jsonargparse tries it where a setting fits no callback, and then says so
+    "lightning.Callback",  # jsonargparse tries it for a setting that fits no callback, and then reports that
     *(f"lightning.fabric.{part}" for part in ("accelerators", "plugins", "strategies")),
     *(
         f"lightning.pytorch.{part}"
@@ -35,7 +36,7 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
-# jsonargparse tries these where settings are given without a class: what is missing, and an example.
+# jsonargparse tries these classes for settings without a class_path: the setting that lacks it, and an example.
 NAMELESS = {
     "lightning.LightningModule": ("model", "ContrastiveModule"),
     "lightning.LightningDataModule": ("data", "ImageTextData"),
@@ -55,13 +56,13 @@ _MAX_VALUES = 100_000  # of one YAML text, with its aliases written out
 
 
 class _Refused(ValueError):
-    """jsonargparse's message of an import that is not allowed, wherever in it."""
+    """An error whose message contains jsonargparse's report of an import that is not allowed."""
 
 
 class Refusing:
-    """Put before a parser's class, so that a mistake is answered in one line, not in a page of usage.
+    """Mixin for parsers that report a mistake in one line instead of a page of usage.
 
-    An import that is refused is a separate error.
+    A refused import is raised as an error of another class.
     """
 
     prog: str
@@ -78,12 +79,12 @@ class Refusing:
         raise SystemExit(2)
 
     def classes(self, setting: str) -> Iterable[str]:
-        """Names of the classes that a setting takes, for a message to name the nearest."""
+        """Return the names of the classes that a setting takes; the message for a mistyped one names the nearest."""
         return ()
 
 
 class Parser(Refusing, ArgumentParser):
-    """For commands that are functions."""
+    """Parser of the commands that are plain functions."""
 
 
 @contextmanager
@@ -91,13 +92,14 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
     """Let values of configurations and arguments name only what is in `ALLOWED`, or what `--allow PREFIX` adds.
 
     Args:
-        args: the command line; parsers of it must be `Refusing`.
+        args: the command line; its parsers must be `Refusing`.
 
     Yields:
         The arguments without `--allow`, to be parsed.
 
     Raises:
-        ValueError: something else was named, and where; a prefix that is none; or the limit cannot be set.
+        ValueError: a value names something else (the message says where), a prefix is not a module's name, or the
+            installed jsonargparse does not enforce the limit.
     """
     rest, allowed = _split(args)
     load = get_loader("yaml")
@@ -105,7 +107,7 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         if not jsonargparse_internals.missing():
             changed.enter_context(jsonargparse_internals.kept_settings())
             changed.enter_context(jsonargparse_internals.none_as_null())
-        elif allowed:  # it would hold for later commands of the process too
+        elif allowed:  # without `kept_settings` the prefixes would stay allowed for later commands of the process
             jsonargparse_internals.require()
         _set_limit(allowed)
         set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
@@ -120,12 +122,12 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _set_limit(allowed: Sequence[str]) -> None:
-    """Set jsonargparse's list, and see that it holds: other versions may have another way to set it."""
+    """Set jsonargparse's list, and check that it is enforced: other versions may set it in another way."""
     try:
         set_parsing_settings(
             import_path_denylist=["*", *REFUSED],
             import_path_allowlist=[*ALLOWED, *allowed],
-            instantiate_subclass_spec_in_any=False,  # else any allowed class is built where a setting takes anything
+            instantiate_subclass_spec_in_any=False,  # otherwise a setting of type Any builds any allowed class
             config_read_mode_fsspec_enabled=False,  # Lightning enables it, and --config then fetches any URL
         )
     except TypeError:
@@ -145,7 +147,7 @@ def _is_denied(path: str) -> bool:
     parser.add_argument("--name", type=Callable)
     try:
         parser.parse_args([f"--name={path}"])
-    except Exception as error:  # which one it is differs between versions: the message counts
+    except Exception as error:  # its class differs between versions, the message does not
         return _DENIED.search(str(error)) is not None
     return False
 
@@ -180,7 +182,7 @@ def _levels(text: str) -> int:
 
 
 def _size(value: Any, known: dict[int, float]) -> float:
-    """Count the values in a value, each alias as what it stands for."""
+    """Count the values in a nested value, with each alias expanded."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
@@ -211,7 +213,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
 def _located(path: str, args: Sequence[str]) -> ValueError:
     if path in NAMELESS and not any(path in text for text in (*args, *map(_text, _files(args)))):
         setting, example = NAMELESS[path]
-        return ValueError(f"settings of {setting} are given, and not its class: name it, such as --{setting} {example}")
+        return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     return ValueError(

@@ -1,7 +1,7 @@
-"""The command line: argument -> function. Every command's arguments, types and help are its function's signature.
+"""The command line. The arguments, types and help of a command come from the signature of its function.
 
-The modules of `COMMANDS` import PyTorch and the hosts within their functions, so that help and mistakes are answered at
-once. `fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
+The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help and mistyped commands
+are answered at once. `fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """A row of the table below: where a command's function is, and what `diffvision --help` says of it."""
+    """A row of `COMMANDS`: the module and name of a command's function, and its line in `diffvision --help`."""
 
     module: str
     function: str
@@ -125,7 +125,7 @@ def _no_command(name: str) -> int:
 
 
 def _command(name: str, args: list[str]) -> Any:
-    """Call a command's function with arguments that its signature describes."""
+    """Parse the arguments by the signature of a command's function, and call it."""
     from jsonargparse import auto_cli
 
     from diffvision.allow import Parser, limited_imports
@@ -138,7 +138,7 @@ def _command(name: str, args: list[str]) -> Any:
 
 
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return the arguments with several models in a row as one list; raise a ValueError for a model after `--model`."""
+    """Join several leading models into one argument, a list; raise a ValueError for a model after `--model`."""
     first = next(iter(inspect.signature(command).parameters), "")
     if first in ("model", "models"):
         if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
@@ -150,7 +150,7 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
 
 
 def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return the arguments, with a value for each switch that stands alone: `--language` is `--language true`."""
+    """Add a value to each switch without one: `--language` becomes `--language true`."""
     parameters = inspect.signature(command).parameters.values()
     switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
     valued: list[str] = []
@@ -161,9 +161,10 @@ def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
 
 
 def _with_texts(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return the arguments with each text as it was typed; where a list may be given, what begins with `[` is one.
+    """Quote the arguments of `str | list[str]` parameters that YAML would read as something else than their text.
 
-    They are read as YAML, in which `# 3` and `null` are empty and `- a cat` is a list: those become a list of one.
+    In YAML `# 3` and `null` are empty and `- a cat` is a list: such a text becomes a list of one. A text that begins
+    with `[` is a list of texts.
     """
     texts = {
         f"--{parameter.name}"
@@ -181,12 +182,12 @@ def _with_texts(command: Callable[..., Any], args: list[str]) -> list[str]:
 
 
 def _one_text(value: str) -> str:
-    read_otherwise = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
-    return json.dumps([value]) if read_otherwise else value
+    is_other_yaml = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
+    return json.dumps([value]) if is_other_yaml else value
 
 
 def _reported(call: Callable[[], Any]) -> int:
-    """Run a command: bad input ends with one line, not a page of traceback."""
+    """Run a command and return its exit status; bad input is reported in one line instead of a traceback."""
     from diffvision.data.shards.report import BadDataError
 
     try:
@@ -198,7 +199,7 @@ def _reported(call: Callable[[], Any]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's message; of one of the system's, the file and what is wrong with it."""
+    """Return an error's message; for an operating system's error, the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)

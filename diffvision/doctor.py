@@ -1,6 +1,6 @@
 """The check of an installation: versions, devices, the attention backend of the usual shapes, known conflicts.
 
-PyTorch and the hosts are imported within its functions: the versions are reported even where one of them is missing.
+PyTorch, timm and the like are imported inside its functions, so versions are reported even if one of them is missing.
 """
 
 import importlib.metadata
@@ -48,7 +48,7 @@ class Finding(NamedTuple):
 
 
 def needs() -> dict[str, Need]:
-    """Return package -> what is needed of it, as the installed package's metadata says.
+    """Return the packages that diffvision needs by name, read from its installed metadata.
 
     Raises:
         PackageNotFoundError: diffvision itself is not installed, only its files are here.
@@ -65,7 +65,7 @@ def needs() -> dict[str, Need]:
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:
-    """Whether a requirement is of this platform and extra; "" stands for none."""
+    """Return whether a requirement applies to this platform and extra; "" stands for no extra."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -125,7 +125,7 @@ def backends() -> list[tuple[str, str, str, str]]:
 
 
 def unmet(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> list[Finding]:
-    """Return what is needed and not installed in a fitting version."""
+    """Return a finding for each needed package that is missing or installed in another version."""
     findings = []
     for name, need in packages.items():
         version = installed.get(name)
@@ -141,7 +141,7 @@ def unmet(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> 
 
 
 def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
-    """Return what is known not to work together, of these installed versions (package -> version)."""
+    """Return a finding for each known conflict among the installed versions (package -> version)."""
     findings = []
     if installed.get("lightning") in MALICIOUS_LIGHTNING:
         findings.append(
@@ -177,12 +177,12 @@ def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """Return what the installed Lightning and jsonargparse lack of their private names that `fit` needs."""
+    """Return a finding for each package, of Lightning and jsonargparse, that lacks private names that `fit` needs."""
     try:
         from diffvision import jsonargparse_internals
         from diffvision.training.durable import lightning_internals
     except ImportError:
-        return []  # one of them is not installed, which `conflicts` reports
+        return []  # one of them is not installed, which `unmet` reports
     return [
         Finding(True, f"{name} lacks {', '.join(lacking)}: `diffvision fit` refuses; install {name}{internals.TESTED}")
         for name, internals in (("lightning", lightning_internals), ("jsonargparse", jsonargparse_internals))
@@ -191,7 +191,11 @@ def private_names() -> list[Finding]:
 
 
 def doctor() -> int:
-    """Print what is installed, what is needed, and what works. Returns 1 if diffvision cannot work, else 0."""
+    """Print installed and needed versions, devices, backends and known conflicts.
+
+    Returns:
+        1 if diffvision cannot work, else 0.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -212,7 +216,7 @@ def doctor() -> int:
     findings = unmet(packages, installed) + conflicts(installed) + private_names()
     missing_packages = any(installed[name] is None for name, need in packages.items() if need.extra is None)
     if not missing_packages:
-        _print_what_works(console)
+        _print_devices_and_backends(console)
     for finding in findings:
         kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
         console.print(kind, escape(finding.text), highlight=False)
@@ -221,7 +225,8 @@ def doctor() -> int:
     return int(broken)
 
 
-def _print_what_works(console: "Console") -> None:
+def _print_devices_and_backends(console: "Console") -> None:
+    """Print the devices, the number of registered models, and the backend that is chosen for each usual shape."""
     from rich.table import Table
 
     from diffvision.models import clip, vision

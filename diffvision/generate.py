@@ -1,4 +1,4 @@
-"""`diffvision generate`: text from a checkpoint, printed as it is made."""
+"""`diffvision generate`: continue a text with a language model, and print it token by token."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ def generate_text(
     device: str = "auto",
     compile: bool = False,
 ) -> str:
-    """Continue a prompt with a language model, and print the text as it is made, up to the end of the document.
+    """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
     Args:
         model: a .ckpt of our language training, the folder of a language model, or a name with `checkpoint`.
         prompt: text to continue.
-        checkpoint: of a name: its weights, a .ckpt file or a folder.
-        max_new_tokens: most tokens to make.
+        checkpoint: if model is a name: its weights, a .ckpt file or a folder.
+        max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the likeliest token each time; 1 draws from the model's distribution.
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.
@@ -60,30 +60,30 @@ def generate_text(
     if opened.host != "language":
         raise ValueError(f"{model} is a model of transformers': generate with its `generate`")
     language_model: Any = opened.module
-    words = opened.tokenizer
-    if words is None:
+    text_tokenizer = opened.tokenizer
+    if text_tokenizer is None:
         raise FileNotFoundError(
             f"no tokenizer.json next to {opened.weights}: give --tokenizer, the one that it was trained with"
         )
-    shown = _Shown(words, prompt)
+    printer = _Printer(text_tokenizer, prompt)
     generate(
         language_model,
-        [words.encode(prompt)],
+        [text_tokenizer.encode(prompt)],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        stop={words.eos_id},
-        vocab_size=words.vocab_size,
+        stop={text_tokenizer.eos_id},
+        vocab_size=text_tokenizer.vocab_size,
         generator=torch.Generator(device).manual_seed(seed),
-        on_token=lambda _, token: shown.add(token),
+        on_token=lambda _, token: printer.add(token),
         compile=compile,
     )
-    return shown.end()
+    return printer.end()
 
 
-class _Shown:
-    """A prompt and the text of tokens, printed as they come; a character only when all of its bytes have come."""
+class _Printer:
+    """Prints a prompt and the text of new tokens; a character is printed once all of its bytes are generated."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: str) -> None:
         self.tokenizer, self.prompt, self.tokens, self.printed = tokenizer, prompt, list[int](), 0
@@ -95,7 +95,7 @@ class _Shown:
             self._print(text)
 
     def end(self) -> str:
-        """Print what is left, and return the tokens' text."""
+        """Print the rest of the text, and return the text of the new tokens."""
         text = self.tokenizer.decode(self.tokens)
         self._print(f"{self.prompt}{text}\n")
         return text

@@ -1,6 +1,6 @@
-"""Everything of jsonargparse that is private and still used here, behind functions with names of ours.
+"""The private names of jsonargparse that this package uses, wrapped in functions.
 
-`NAMES` lists what the installed version must have; `missing` compares. What is allowed is decided in `allow`.
+`NAMES` lists what the installed version must have, and `missing` compares. The allow-list itself is in `allow`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
 
 
 def missing() -> list[str]:
-    """Return what the installed jsonargparse lacks of `NAMES`, each in a few words; an empty list for nothing."""
+    """Return the names of `NAMES` that the installed jsonargparse lacks; empty if it has all."""
     return [fault for name, parameters in NAMES.items() if (fault := _fault(name, parameters))]
 
 
@@ -59,7 +59,7 @@ def _fault(name: str, parameters: tuple[str, ...] | None) -> str:
 
 @contextmanager
 def kept_settings() -> Iterator[None]:
-    """Restore jsonargparse's settings after a block: they are the process's, which may have parsers besides ours."""
+    """Restore jsonargparse's settings after a block: they are global, and the process may have other parsers."""
     from jsonargparse import _common, _optionals
 
     settings, modes = dict(_common.parsing_settings), _optionals._get_config_read_mode()
@@ -72,7 +72,7 @@ def kept_settings() -> Iterator[None]:
 
 @contextmanager
 def none_as_null() -> Iterator[None]:
-    """Let YAML's None be null within a block: jsonargparse passes parts of a setting on as Python writes them.
+    """Read None as YAML's null within a block, since jsonargparse passes parts of a setting on as Python writes them.
 
     `--model.optimizer.clip_norm null` would otherwise arrive as the text "None", and be refused.
     """

@@ -1,6 +1,6 @@
-"""Names that a package offers and imports when they are first used.
+"""Lazy imports: names of a package that are imported when they are first used.
 
-PyTorch and the hosts take seconds to import, so a package that the command line passes through lists its names here.
+PyTorch, timm and the like take seconds to import, so packages that the command line imports use this.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""What is wrong with a command line, in one line, with the nearest real name.
+"""One-line messages for mistyped commands, options and names, with the nearest known name ("did you mean ...?").
 
-It reads the messages of argparse and jsonargparse, which neither name the nearest option nor stay short. What a command
-itself finds wrong, such as a missing folder, is the command's message.
+The messages of argparse and jsonargparse, which are long and do not suggest names, are shortened here. Errors that a
+command itself raises, such as a missing folder, have their own messages.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from difflib import SequenceMatcher
 from heapq import nlargest
 from typing import Any, get_type_hints
 
-_MIN_RATIO = 0.6  # difflib's: two names less alike than this are not mistaken for each other
+_MIN_RATIO = 0.6  # default of difflib.get_close_matches: less similar names are not suggested
 _LITERAL = "typing.Literal["
 _PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 0.0) -> list[str]:
-    """Return the known names that are nearest to a name, the nearest first.
+    """Return the known names that are most similar to a name, the most similar first.
 
     Args:
-        name: as it was given.
-        known: all names there are.
-        count: the most names to return.
-        min_ratio: leave out names that are less alike, from 0 (nothing in common) to 1 (equal but for case).
+        name: the unknown name.
+        known: all known names.
+        count: the largest number of names to return.
+        min_ratio: leave out names that are less similar, from 0 (nothing in common) to 1 (equal up to case).
     """
     matcher = SequenceMatcher(b=name.lower())
 
@@ -38,23 +38,23 @@ def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" of the nearest known name, or nothing where none is near."""
+    """Return "; did you mean NAME?" for the nearest known name, or "" if none is similar."""
     names = nearest(name, known, min_ratio=_MIN_RATIO)
     return f"; did you mean {names[0]}?" if names else ""
 
 
 def see_help(text: str, program: str) -> str:
-    """Return a message that ends with where help is."""
+    """Return a message followed by the command that prints help."""
     return f"{text}{' See' if text.endswith('?') else '; see'} {program} --help"
 
 
 def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iterable[str]] = lambda _: ()) -> str:
-    """Return a parser's message as one line: of nested ones, the innermost setting, and what is wrong with it.
+    """Return a parser's message as one line: the innermost setting of a nested message, and its fault.
 
     Args:
         message: of argparse or jsonargparse.
         parser: the parser that raised it, for its options.
-        classes: setting -> names of the classes that it takes.
+        classes: returns the names of the classes that a setting takes.
     """
     settings = re.findall(r'Parser key "([^"]+)":', message)
     if not settings:
@@ -80,7 +80,7 @@ def _expected(name: str, value: str, kinds: list[str], classes: Callable[[str], 
 
 
 def _choices(expected: str) -> list[str]:
-    """Return what a type stands for, as one would write it."""
+    """Return the values that a type takes, as a user writes them."""
     if expected.startswith(_LITERAL):
         return expected.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
     if expected.startswith("dot import path"):
@@ -93,7 +93,7 @@ def _choices(expected: str) -> list[str]:
 
 
 def _of_options(message: str, parser: ArgumentParser) -> str:
-    """Return a message with the option that the first unknown one is nearest to."""
+    """Return a message, followed by the known option that is nearest to its first unknown option."""
     if match := re.fullmatch(r"the following arguments are required: (\w+)\.model", message):  # of LightningCLI
         return f"{match[1]} needs a model: give a recipe, such as --config clip/debug.yaml, or a class, as --model NAME"
     unknown, _, rest = message.partition("unrecognized arguments: ")
@@ -120,7 +120,7 @@ def _nearest_option(flag: str, parser: ArgumentParser) -> str:
 
 
 def _of_classes(faults: list[str]) -> list[str]:
-    """Faults of classes that were tried, each with the nearest name; of several, those of the class that was named."""
+    """Return the faults of the classes that were tried, each with the nearest name; only the named class's if any."""
     problems = [(fault, match) for fault in faults if (match := _PROBLEM.match(fault))]
     if not problems:
         return faults
@@ -144,7 +144,7 @@ def _of_class(path: str, fault: str) -> str:
 
 
 def _settings(cls: type[Any]) -> Iterator[str]:
-    """Names that a class's constructor takes, and those of records among them, as in `optimizer.lr`."""
+    """Yield the parameters of a class's constructor, and the fields of dataclasses among them, as in `optimizer.lr`."""
     constructors = [vars(owner)["__init__"] for owner in cls.__mro__[:-1] if "__init__" in vars(owner)]
     for constructor in constructors:
         hints = get_type_hints(constructor)

@@ -1,7 +1,7 @@
 """Registration of our models with timm, OpenCLIP and transformers, once they are imported.
 
-None of them has plugins, and all of them take seconds to import. What registers is in the modules of `MODULES`, which
-do it when they are imported.
+None of them has plugins, and all of them take seconds to import. The modules in `MODULES` register the models when they
+are imported.
 """
 
 import sys
@@ -18,13 +18,13 @@ MODULES = {
     "open_clip": ("diffvision.models.clip",),
     "transformers": ("diffvision.models.language.transformers",),
 }
-"""A host -> our modules that register with it. They import that host and `diffvision.nn`, and no other host."""
+"""host -> our modules that register models with it; they import that host and `diffvision.nn`, and no other host."""
 
 
 def register(host: str) -> None:
     """Register our models with a host: at once if the host is imported, else right after its first import.
 
-    A second call changes nothing.
+    A second call has no effect.
 
     Args:
         host: a key of `MODULES`.
@@ -41,9 +41,9 @@ def _import_ours(host: str) -> None:
 
 
 class AfterHost(MetaPathFinder):
-    """Finds a host as Python would otherwise, with a loader that registers our models once the host is complete.
+    """Import hook that registers our models with a host right after the host's first import.
 
-    To look for a host without importing it, as `importlib.util.find_spec` does, changes nothing.
+    Searching for the host without importing it, as `importlib.util.find_spec` does, has no effect.
     """
 
     def __init__(self, host: str) -> None:
@@ -69,7 +69,7 @@ class AfterHost(MetaPathFinder):
             sys.meta_path.remove(self)
         try:
             _import_ours(self.host)
-        except ImportError as error:  # the host is too old: it must still work for those who asked for it
+        except ImportError as error:  # the host is too old for us: its import must still succeed
             warnings.warn(f"diffvision's models are not registered with {self.host}: {error}", stacklevel=2)
 
 

@@ -104,7 +104,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         ),
         ("fit CLIP --model.modle 1", 2, "model: ContrastiveModule takes no modle; did you mean model? See diffvision"),
         ("fit --model FILE --data ImageTextData", 2, "model is 'hello': it takes the name of a class, null; see "),
-        ("fit --model.lr 3", 1, "settings of model are given, and not its class: name it, such as --model Contrast"),
+        ("fit --model.lr 3", 1, "settings of model are given without its class: name it, such as --model Contrast"),
         ("fit --model ContrastiveModule --model.model CLIP-debug --data.train x", 1, "such as --data ImageTextData"),
         (
             "fit CLIP --modle.lr 1",

@@ -1,7 +1,7 @@
-"""What a model's attention layers compute with, captured while the model runs.
+"""Capture the queries, keys, values, lambda and mask of a model's attention layers while the model runs.
 
-`captured` is the one hook for layers of `diffvision.nn`, timm's differential attention and transformers' models. What
-is made of a captured call is in `maps`, `statistics`, `relevance` and `heads`, and in the evaluations above.
+`captured` is the only hook for layers of `diffvision.nn`, timm's differential attention and transformers' models.
+Captured calls are used in `maps`, `statistics`, `relevance` and `heads`, and in `diffvision.evaluation`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Call:
 
 
 See = Callable[[Call], Scores | None]
-"""Takes a call; returns the scores to compute the layer's output from, or None, which leaves that to the layer."""
+"""Called with each `Call`; returns scores to compute the layer's output from, or None to let the layer compute it."""
 
 
 @contextmanager
@@ -105,14 +105,14 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     """Call `see` for every attention layer at every forward pass within the block, in the order of the layers.
 
     Args:
-        model: one with layers of `diffvision.nn` or timm's differential attention, or a transformers model whose
-            attention goes through transformers' attention interface (DiffLlama's heads are paired as it pairs them),
-            also after `replace_attention`.
-        see: see `See`. transformers' attention is computed from `Call.scores()` where it returns None; timm's can be
-            read, not changed.
+        model: a model with layers of `diffvision.nn` or timm's differential attention, or a transformers model that
+            uses transformers' attention interface (DiffLlama's heads are paired as in its code), also after
+            `replace_attention`.
+        see: called for each layer, see `See`. If it returns None, a transformers layer is computed from
+            `Call.scores()`. timm's attention can be read, not changed.
 
     Raises:
-        ValueError: no attention was captured within the block; `see` returned scores for a layer of timm's.
+        ValueError: no attention was captured within the block, or `see` returned scores for a timm layer.
     """
     calls = 0
 
@@ -141,7 +141,7 @@ def check_attention(model: nn.Module) -> None:
 
 
 def is_transformers(model: Any) -> bool:
-    """Return whether a model is transformers' and has none of our layers (our own exported models have)."""
+    """Return whether a model is a transformers model without layers of this package (our exported models have them)."""
     ours = any(isinstance(module, AttentionLayer) for module in model.modules())
     return hasattr(model, "set_attn_implementation") and not ours
 
@@ -154,7 +154,7 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
         batch: `image` [B, 3, h, w] and/or `text` [B, L], or `tokens` [B, N].
 
     Raises:
-        ValueError: there is text, and the model takes images only.
+        ValueError: the batch has text, and the model takes images only.
     """
     if "image" in batch:
         getattr(model, "encode_image", model)(batch["image"])
@@ -210,14 +210,14 @@ def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
     calls: list[Call] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("x", "attn_mask", "is_causal"), args, strict=False)) | kwargs
-        mask, is_causal = boolean_mask(given.get("attn_mask")), bool(given.get("is_causal", False))
+        arguments = dict(zip(("x", "attn_mask", "is_causal"), args, strict=False)) | kwargs
+        mask, is_causal = boolean_mask(arguments.get("attn_mask")), bool(arguments.get("is_causal", False))
         with torch.no_grad():
-            q, k, v = _timm_projections(layer, given["x"])
+            q, k, v = _timm_projections(layer, arguments["x"])
             lam = _four_axes(layer._compute_lambda())
         call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
         if see(call) is not None:
-            raise ValueError(f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed")
+            raise ValueError(f"{name} is timm's {type(layer).__name__}: its attention can be read, not changed")
         calls.append(call)
 
     hook = layer.register_forward_pre_hook(enter, with_kwargs=True)
@@ -230,10 +230,10 @@ def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
 
 @contextmanager
 def _noted_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None]:
-    """Keep what a layer's output projection takes with the last of its calls."""
+    """Store the input of a layer's output projection in the layer's last call."""
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if calls:  # none where a layer was asked for its maps, and computed by them
+        if calls:  # empty if the layer was called with `maps`, which bypasses the captured method
             calls.pop().projected = args[0]
 
     hook = projection.register_forward_pre_hook(note)
@@ -268,7 +268,7 @@ def _captured_transformers(model: Any, see: See) -> Iterator[None]:
     """Have transformers compute attention by the formula within the block.
 
     Raises:
-        ValueError: an attention that has more to it than softmax of scaled products (softcap, sinks).
+        ValueError: an attention layer computes more than a softmax of scaled products (softcap, sinks).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -317,7 +317,7 @@ def _transformers_call(
 
 @contextmanager
 def _original_attention(model: nn.Module) -> Iterator[None]:
-    """Give attentions that `replace_attention` changed transformers' own forward within the block."""
+    """Restore transformers' `forward` within the block in layers that `replace_attention` changed."""
     replaced = [(module, type(module)) for module in model.modules() if type(module).__name__ == "LlamaAttention"
                 and type(module).__module__ == "diffvision.models.replace"]  # fmt: skip
     try:

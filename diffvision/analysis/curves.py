@@ -1,6 +1,6 @@
-"""What a training run logged, read from the files of Lightning's CSVLogger, also of a run that was resumed.
+"""Curves of a training run, read from the files of Lightning's CSVLogger; resumed runs are supported.
 
-This is the one reader of metrics files; figures of the curves are in `figures`.
+This is the only reader of metrics files; figures of the curves are in `figures`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Curve(NamedTuple):
 def read_metrics(run: str | Path) -> dict[str, Curve]:
     """Return the curves of a run, by metric.
 
-    Of a run that was resumed all files are read in their order: `metrics.1.csv`, `metrics.2.csv`, ..., `metrics.csv`.
-    What an earlier one logged after the step at which a later one begins belongs to steps that were made again, and is
-    left out; so is an incomplete last row. Of `data/...`, the account of an epoch, the last in each epoch counts.
+    The files of a resumed run are read in order: `metrics.1.csv`, `metrics.2.csv`, ..., `metrics.csv`. Rows of an
+    earlier file after the step at which a later file begins belong to steps that were repeated, and are left out; so is
+    an incomplete last row. `data/...` counts the samples of an epoch: only its last value in each epoch is returned.
 
     Args:
         run: the directory that CSVLogger wrote to.
 
     Raises:
-        FileNotFoundError: it holds no such file.
-        ValueError: a file holds other than numbers.
+        FileNotFoundError: the directory has no metrics file.
+        ValueError: a file has a value that is not a number.
     """
     files = metrics_files(Path(run))
     if not files:
@@ -44,7 +44,7 @@ def read_metrics(run: str | Path) -> dict[str, Curve]:
     for file in files:
         later = _read(file)
         first = min((step for points in later.values() for step in points), default=float("inf"))
-        # At its first step a later file may hold only what followed the checkpoint; the rest of that step stands.
+        # At its first step a later file may have only the values logged after the checkpoint; the others are kept.
         curves = {name: {s: v for s, v in points.items() if s <= first} for name, points in curves.items()}
         for name, points in later.items():
             curves[name] = curves.get(name, {}) | points
@@ -59,7 +59,7 @@ def metrics_files(run: Path) -> list[Path]:
 
 
 def keep_metrics(run: Path) -> None:
-    """Rename the metrics of a run that will be resumed: CSVLogger deletes them as it begins."""
+    """Rename the metrics files of a run that will be resumed, because CSVLogger deletes them when it starts."""
     if (file := run / METRICS).is_file() or file.is_symlink():
         numbers = [int(match[1]) for path in run.glob("metrics.*.csv") if (match := _EARLIER.fullmatch(path.name))]
         file.rename(run / f"metrics.{max(numbers, default=0) + 1}.csv")
@@ -76,7 +76,7 @@ def _read(file: Path) -> dict[str, Points]:
 
 
 def _last_of_epochs(points: Points) -> Points:
-    """Return the last point of each epoch: a run that was extended within an epoch has ended that epoch twice."""
+    """Return the last point of each epoch; a run that was extended within an epoch has two points for it."""
     steps = {epoch: step for step, (_, epoch) in points.items()}
     return {step: points[step] for step in steps.values()}
 

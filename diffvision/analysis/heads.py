@@ -1,6 +1,6 @@
-"""Which heads of a pretrained model DEX changes: those whose attention is the most spread, as in its paper.
+"""The choice of the heads that DEX changes in a pretrained model: those with the most spread attention.
 
-Numbers of one input's heads are in `statistics`.
+Statistics of the heads of one input are in `statistics`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def highest_entropy(model: nn.Module, batches: Iterable[Mapping[str, Any]], shar
     A head's entropy is the mean of -sum p log p of its map's rows, over all tokens of all samples.
 
     Args:
-        model: as `adapt` takes it; it is copied, and stays as it is.
+        model: a model that `adapt` takes; it is copied and not changed.
         batches: of `image` [B, 3, h, w] and/or `text` [B, L], or of a language model's `tokens` [B, N]; a few suffice.
-        share: of a layer's heads that are chosen, rounded, at least one.
+        share: share of a layer's heads to choose; the number is rounded and at least one.
 
     Returns:
-        By block, the numbers of the heads.
+        {block's name: indices of the chosen heads}.
 
     Raises:
-        ValueError: a share that is not above 0 and at most 1; no batches; a tower that they have no inputs for.
+        ValueError: the share is not above 0 and at most 1, or the batches are empty or lack inputs for a tower.
 
     Source: arXiv 2505.16333 section 3.2 and appendix B.4: the k heads of highest entropy in each layer, k half of them.
     """

@@ -24,12 +24,12 @@ def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
             left out. V1 does not need one.
 
     Raises:
-        ValueError: a layer's lambda depends on the token, and there is no batch.
+        ValueError: a layer's lambda depends on the token, and no batch was passed.
     """
     lambdas: dict[str, float] = {}
     by_token = set()
     for name, layer in model.named_modules():
-        if isinstance(layer, DexAttention):  # of its heads' outputs, not of maps
+        if isinstance(layer, DexAttention):  # its lambda weights outputs of heads, not maps
             lambdas[name] = layer.current_lambda().item()
         if not isinstance(layer, AttentionLayer) or not hasattr(layer, "compute_lambda"):
             continue

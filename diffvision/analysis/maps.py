@@ -1,4 +1,4 @@
-"""The attention maps of every layer for one image or text, with what makes head outputs of them.
+"""The attention maps of every layer for one image or text, with the values and norms that give the head outputs.
 
 Numbers of maps are in `statistics`; pictures of them in `figures`.
 """
@@ -54,7 +54,7 @@ class LayerMaps:
         return before, after, after * self.factor
 
     def first(self, tokens: int) -> LayerMaps:
-        """Return the maps of the first tokens alone: of a causal layer, what it would be without the others."""
+        """Return the maps of the first tokens only; in a causal layer they do not depend on the later tokens."""
         lam = None if self.lam is None else self.lam[:, :tokens]
         values = None if self.values is None else self.values[:, :tokens]
         return replace(self, maps=self.maps[..., :tokens, :tokens], lam=lam, values=values)
@@ -88,8 +88,8 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
 def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
     """Yield the maps and values of every attention layer that one image or text goes through, in order.
 
-    Queries, keys and values of all layers are kept of a forward pass, and a layer's maps are made when it is its turn:
-    a model of many layers and a long text needs the memory of one layer's maps.
+    Queries, keys and values of all layers are kept from one forward pass, and the maps of a layer are computed when it
+    is yielded, so only one layer's maps are in memory at a time.
 
     Args:
         model: as `capture.captured`; its modes are left alone.
@@ -119,7 +119,7 @@ def opened(call: Call) -> LayerMaps:
 
 
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
-    """Return what a head's output goes through: a norm, and a factor."""
+    """Return the norm and the factor that are applied to a head's output."""
     layer = call.layer
     if call.v is None:
         return _unchanged, 1.0
@@ -130,9 +130,9 @@ def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
 
 
 def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
-    """Return, for each layer of an image tower, where on the image it looks.
+    """Return the attention over the image's patches for each layer of an image tower.
 
-    That is the class token's row over the patches; in models without a class token, the mean of all patches' rows.
+    It is the class token's row of a map; in models without a class token, the mean of all patches' rows.
 
     Args:
         model: as `layer_maps`, with a timm vision transformer.
@@ -156,12 +156,12 @@ def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
 
 def image_trunk(model: nn.Module) -> Any:
-    """Return the timm vision transformer inside a model: itself, or an OpenCLIP model's or tower's trunk.
+    """Return the timm vision transformer inside a model: itself, or the trunk of an OpenCLIP model or tower.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no timm vision transformer.
     """
     for candidate in (model, getattr(model, "trunk", None), getattr(getattr(model, "visual", None), "trunk", None)):
         if hasattr(candidate, "patch_embed") and hasattr(candidate, "num_prefix_tokens"):
             return candidate
-    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside, whose patches could be shown")
+    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside: there are no patches to show")

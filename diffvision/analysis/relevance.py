@@ -1,4 +1,4 @@
-"""Which patches answer a caption: gradient-weighted attention, propagated through the image tower's layers.
+"""The relevance of image patches to a caption: gradient-weighted attention, propagated through the image tower.
 
 For each layer A <- mean over heads of (A * dS/dA)^+, R <- R + A R, where A is what multiplies the values (the
 difference of the maps in differential layers), S the cosine of image and caption, and R begins as the identity. A
@@ -22,7 +22,7 @@ from diffvision.models.modes import evaluating
 
 
 def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where on an image each of some captions is answered, and their cosines.
+    """Return the relevance of each part of an image to each caption, and the cosines of image and captions.
 
     Args:
         model: an OpenCLIP model whose image tower is a timm vision transformer with layers of ours; its modes and
@@ -34,7 +34,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
         Relevance [C, rows, columns], at least 0, and the cosine of image and caption [C].
 
     Raises:
-        ValueError: a model that reads no text, or has no such tower.
+        ValueError: the model reads no text, or has no such image tower.
     """
     tower: Any = model
     if not hasattr(tower, "encode_text"):
@@ -44,7 +44,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     with evaluating(model):
         captions = tower.encode_text(texts, normalize=True)
         with torch.enable_grad():
-            # The pixels ask for a graph, so that a model whose parameters are frozen has one too.
+            # The pixels require gradients, so that a model with frozen parameters has a graph too.
             pixels = image[None].detach().requires_grad_()
             with captured(model, calls.append):
                 cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]

@@ -1,12 +1,12 @@
-"""Numbers of attention maps: how spread and how much alike they are, their rank, and what falls where.
+"""Statistics of attention maps: entropy, similarity between heads, rank, row sums, and shares of chosen keys.
 
 Pictures of the numbers are in `figures`; maps are captured in `capture` and `maps`.
 
 Maps are [..., M, N]: M queries, N keys. A softmax map has rows of weights that sum to 1; the difference of two has
 negative entries and rows that sum to 1 - lambda, and may be all but zero. Whatever needs weights (entropy, sinks,
 noise) takes `shares` of a row: |entry| / sum of |entries|. The magnitude is how much a value counts in the result,
-whatever its sign; the positive part alone would leave out what a head takes away, which is half of what differential
-attention does. Of a softmax map the shares are the map itself, so that all maps are compared on one measure.
+whatever its sign; the positive part alone would ignore the values that a head subtracts. The shares of a softmax map
+are the map itself, so all maps are compared by one measure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def shares(maps: Tensor) -> Tensor:
-    """Return what each key counts in its row, [..., M, N]: magnitudes that sum to 1; a row of zeros stays zeros."""
+    """Return the share of each key in its row, [..., M, N]: magnitudes that sum to 1; a row of zeros stays zeros."""
     size = maps.abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
 
@@ -91,7 +91,7 @@ def negative_share(applied: Tensor, *, causal: bool = False) -> Tensor:
 def head_redundancy(maps: Tensor) -> Tensor:
     """Return the mean cosine similarity over all pairs of heads' maps [H, M, N].
 
-    It is 1 for heads that are all alike, and NaN for a single head. The cosine is of the maps as vectors of M N
+    It is 1 for identical heads, and NaN for a single head. The cosine is of the maps as vectors of M N
     entries, so what all heads have in common, such as an even spread, counts as well.
 
     Source: pairwise cosine of heads, with which arXiv 2505.16333 shows that differential heads are less redundant.
@@ -117,7 +117,7 @@ def mass(maps: Tensor, weights: Tensor) -> Tensor:
 
 
 def largest_column(maps: Tensor) -> Tensor:
-    """Return the most that any one key has of all rows together, [...].
+    """Return the largest share that one key has of all rows together, [...].
 
     It is 1 / N where there is no sink, and 1 where all queries look at one token (the sinks of arXiv 2309.17453,
     wherever they are).

@@ -1,4 +1,4 @@
-"""The demo: small models with and without differential attention, trained alike and compared, in minutes."""
+"""The demo: small models with and without differential attention, trained by one recipe and compared, in minutes."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False) -> N
     Args:
         output: directory for the data, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
-        language: a Transformer and its differential V1 and V2 on text instead, and language.html.
+        language: train a Transformer and its differential V1 and V2 on text instead, and write language.html.
 
     Raises:
         ValueError: seeds below 1.

@@ -1,7 +1,7 @@
-"""The images' demo: a CLIP and a DiffCLIP trained alike on real digits, evaluated, and compared in table and pictures.
+"""The image demo: a CLIP and a DiffCLIP are trained by one recipe on real digits, evaluated, and compared.
 
-It is `diffvision data make digits`, `diffvision fit` with configs/clip/debug.yaml for each model and seed, and
-`diffvision evaluate`'s functions, one after the other.
+It runs `diffvision data make digits`, then `diffvision fit` with configs/clip/debug.yaml for each model and seed, then
+the functions of `diffvision evaluate`.
 """
 
 import time
@@ -60,6 +60,7 @@ def images(directory: Path, seeds: int) -> None:
 
 
 def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
+    """Train a model with one seed, evaluate it on every folder of the data, and, for seed 0, draw its attention."""
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
     trained = train("clip/debug.yaml", model, seed, directory, *folders)
     module = trained.module
@@ -68,40 +69,40 @@ def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> R
         metrics |= evaluate(
             module.model, folder, transform=module.eval_transform, tokenizer=module.tokenizer, batch_size=256
         )
-    pictured = EvaluationFolder(data / "zero_shot")
-    pictures = [] if seed else _pictures(module.model, module.eval_transform, pictured)
+    test_images = EvaluationFolder(data / "zero_shot")
+    pictures = [] if seed else _pictures(module.model, module.eval_transform, test_images)
     return trained.run(model, seed, "samples", metrics, pictures)
 
 
 @torch.no_grad()
 def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolder, count: int = 4) -> list:
-    """Return where the last layer of the image tower looks on some test images, averaged over its heads."""
+    """Return the attention of the image tower's last layer on some test images, averaged over its heads."""
     model.eval()
     batch = next(iter(folder.batches(transform, batch_size=128)))
-    chosen = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
+    indices = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
     rows = []
-    for index in chosen:
+    for index in indices:
         image = batch["image"][index]
         maps = list(patch_maps(model, image).values())[-1].mean(0)
         low, high = image.min(), image.max()
-        shown = ((image - low) / (high - low)).permute(1, 2, 0)
-        rows.append(figures.ImageAttention(shown.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
+        pixels = ((image - low) / (high - low)).permute(1, 2, 0)
+        rows.append(figures.ImageAttention(pixels.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
     return rows
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return what the demo prints."""
+    """Return the table that the demo prints: metrics of both models."""
     rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
     return comparison(runs, {m: m for m in MODELS}, rows, title="Real digits, unseen in training", unit="samples")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the report, one HTML file with its pictures inside."""
-    shown = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
+    """Return the report as one HTML page with its pictures embedded."""
+    metrics = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
     by_model = {model: of_model(runs, model) for model in MODELS}
     curves = {
         title: {model: [run.curves[key] for run in same_model] for model, same_model in by_model.items()}
-        for title, key in shown.items()
+        for title, key in metrics.items()
     }
     bars = {
         title: {model: [run.metrics[key] for run in same_model] for model, same_model in by_model.items()}

@@ -1,4 +1,4 @@
-"""What both demos share: the recipe's training, the table that compares models, and the report's page."""
+"""Functions that both demos share: training by a recipe, the table that compares models, and the HTML page."""
 
 import base64
 import html
@@ -21,13 +21,13 @@ from diffvision.training.recipes import recipe
 
 @dataclass
 class Run:
-    """One trained model and what was measured of it.
+    """One trained model and its measurements.
 
     Attributes:
-        seconds: of `fit`, its evaluations included.
+        seconds: duration of `fit`, including its evaluations.
         speed: samples or tokens a second, the median over training.
         metrics: on data that training did not see.
-        shown: what the report shows of it besides: pictures of attention, or a text.
+        shown: further content of the report: pictures of attention, or a generated text.
     """
 
     model: str
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass
 class Trained:
-    """What `train` returns: a module, and the fields of `Run` that training knows."""
+    """The result of `train`: the trained module, and the fields of `Run` that are known after training."""
 
     module: Any
     seconds: float
@@ -59,8 +59,8 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
     """Run `diffvision fit` with a file of configs/, for one model and seed.
 
     Args:
-        directory: in which the run has a folder.
-        arguments: further ones.
+        directory: the parent of the run's directory.
+        arguments: further arguments of `diffvision fit`.
     """
     root, start = directory / f"{model}-{seed}", time.perf_counter()
     cli = fit(
@@ -80,13 +80,13 @@ def train(config: str, model: str, seed: int, directory: Path, *arguments: str) 
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Return the mean, and of several values the standard deviation."""
+    """Return the mean, followed by the standard deviation if there are several values."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def of_model(runs: Sequence[Run], model: str) -> list[Run]:
-    """Return the model's runs, a seed each."""
+    """Return the model's runs, one per seed."""
     return [run for run in runs if run.model == model]
 
 
@@ -96,8 +96,8 @@ def comparison(
     """Return the table that a demo prints: a column for each model; means, and over seeds the standard deviation.
 
     Args:
-        names: {model: what the column is called}.
-        rows: {what the row is called: (metric, what it is multiplied with, decimals)}.
+        names: {model: title of its column}.
+        rows: {title of the row: (metric, factor, decimals)}.
         unit: "samples" or "tokens".
     """
     seeds = len({run.seed for run in runs})
@@ -121,12 +121,12 @@ def as_text(table: Table) -> str:
 
 
 def html_page(title: str, table: str, sections: Sequence[tuple[str, str, Any]], sample: str = "") -> str:
-    """Return one HTML file with its pictures inside.
+    """Return one HTML page with its pictures embedded.
 
     Args:
         table: in plain characters.
         sections: (title, text, matplotlib Figure) each.
-        sample: text that is shown as it is, at the end.
+        sample: preformatted text at the end of the page.
     """
     body = "".join(
         f"<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>"

@@ -1,7 +1,7 @@
-"""The language demo: a Transformer and its differential V1 and V2 trained alike on text, evaluated, and compared.
+"""The language demo: a Transformer and its differential V1 and V2 are trained by one recipe, evaluated, and compared.
 
-It is `diffvision data make stdlib` and `recall`, `data tokenizer`, `diffvision fit` with configs/language/recall.yaml
-for each model and seed, and `diffvision evaluate-language`'s and `generate`'s functions, one after the other.
+It runs `diffvision data make stdlib` and `recall`, `data tokenizer`, then `diffvision fit` with
+configs/language/recall.yaml for each model and seed, then the functions of `evaluate-language` and `generate`.
 """
 
 import time
@@ -39,7 +39,7 @@ OPTIONS = LanguageOptions(
     batch_size=16,
 )
 
-# title -> (metric's key, what it is multiplied with, decimals)
+# title -> (metric's key, factor, decimals)
 ROWS = {
     "validation loss, nats a token": ("perplexity/nll", 1, 3),
     "largest attention logit": ("outliers/attention_logits/top_1", 1, 1),
@@ -60,13 +60,14 @@ def text(directory: Path, seeds: int) -> None:
         seeds: repeat with this many seeds, and report means and spreads.
     """
     console, start = Console(), time.perf_counter()
-    words = _data(directory, console)
-    documents, num_bytes = tokenised(read_texts([directory / "stdlib" / "validation"]), words, OPTIONS.tokens)
+    text_tokenizer = _prepare_data(directory, console)
+    texts = read_texts([directory / "stdlib" / "validation"])
+    documents, num_bytes = tokenised(texts, text_tokenizer, OPTIONS.tokens)
     runs = []
     for seed in range(seeds):
         for model in MODELS:
             console.rule(f"{model}, seed {seed}")
-            runs.append(_train_and_evaluate(model, seed, directory, words, documents, num_bytes))
+            runs.append(_train_and_evaluate(model, seed, directory, text_tokenizer, documents, num_bytes))
     console.print(table(runs))
     for run in runs[: len(MODELS)]:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
@@ -76,8 +77,8 @@ def text(directory: Path, seeds: int) -> None:
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def _data(directory: Path, console: Console) -> Tokenizer:
-    """Return the tokenizer of the text, and make both if they do not exist yet."""
+def _prepare_data(directory: Path, console: Console) -> Tokenizer:
+    """Make the text and its tokenizer if they do not exist yet, and return the tokenizer."""
     sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
@@ -89,8 +90,9 @@ def _data(directory: Path, console: Console) -> Tokenizer:
 
 
 def _train_and_evaluate(
-    model: str, seed: int, directory: Path, words: Tokenizer, documents: Sequence[Tensor], num_bytes: int
+    model: str, seed: int, directory: Path, text_tokenizer: Tokenizer, documents: Sequence[Tensor], num_bytes: int
 ) -> Run:
+    """Train a model with one seed, evaluate it, and let it write a sample."""
     trained = train(
         "language/recall.yaml",
         model,
@@ -104,53 +106,56 @@ def _train_and_evaluate(
         "--trainer.limit_val_batches=4",
     )
     module = trained.module.model
-    made = Model(MODELS[model], "language", module, tokenizer=words, max_length=module.config.max_length)
-    metrics = evaluate_language(Work(made, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
-    return trained.run(model, seed, "tokens", metrics, _sample(module, words))
+    opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
+    metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+    return trained.run(model, seed, "tokens", metrics, _sample(module, text_tokenizer))
 
 
-def _sample(model: Any, words: Tokenizer) -> str:
+def _sample(model: Any, text_tokenizer: Tokenizer) -> str:
+    """Return `PROMPT` and the model's continuation of it."""
     generator = torch.Generator(model.head_weight.device).manual_seed(0)
     (tokens,) = generate(
         model,
-        [words.encode(PROMPT)],
+        [text_tokenizer.encode(PROMPT)],
         max_new_tokens=60,
         temperature=0.7,
-        stop={words.eos_id},
-        vocab_size=words.vocab_size,
+        stop={text_tokenizer.eos_id},
+        vocab_size=text_tokenizer.vocab_size,
         generator=generator,
     )
-    return PROMPT + words.decode(tokens)
+    return PROMPT + text_tokenizer.decode(tokens)
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return what the demo prints."""
+    """Return the table that the demo prints: metrics of all models."""
     return comparison(runs, MODELS, ROWS, title="Python's library, unseen files; needles among words", unit="tokens")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the report, one HTML file with its pictures inside."""
-    first = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
+    """Return the report as one HTML page: curves of all seeds; maps, bars, lambda and samples of the first seed."""
+    first_seed = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
     losses = {
         title: {name: [run.curves[key] for run in of_model(runs, model)] for model, name in MODELS.items()}
         for title, key in {"training loss": "train/loss", "validation loss": "val/loss"}.items()
     }
     lambdas = {
-        key.removeprefix("lambda/"): curve for key, curve in first["V1"].curves.items() if key.startswith("lambda/")
+        key.removeprefix("lambda/"): curve
+        for key, curve in first_seed["V1"].curves.items()
+        if key.startswith("lambda/")
     }
 
-    def of_task(task: str) -> dict[str, dict[str, float]]:
-        start = f"{task}/"
+    def task_metrics(task: str) -> dict[str, dict[str, float]]:
+        prefix = f"{task}/"
         return {
-            name: {key.removeprefix(start): value for key, value in run.metrics.items() if key.startswith(start)}
-            for name, run in first.items()
+            name: {key.removeprefix(prefix): value for key, value in run.metrics.items() if key.startswith(prefix)}
+            for name, run in first_seed.items()
         }
 
     sections = [
         ("Training", "The same recipe, steps and order of sequences for all.", figures.run_curves(losses)),
-        ("Needles", "Seed 0: share of numbers found, by depth and length.", panels.needle_maps(of_task("needle"))),
-        ("Outliers", "Seed 0: attention logits and hidden states.", panels.outlier_bars(of_task("outliers"))),
+        ("Needles", "Seed 0: share of numbers found, by depth and length.", panels.needle_maps(task_metrics("needle"))),
+        ("Outliers", "Seed 0: attention logits and hidden states.", panels.outlier_bars(task_metrics("outliers"))),
         ("Lambda, layer by layer", "V1, seed 0.", figures.lambda_curves(lambdas)),
     ]
-    samples = "\n\n".join(f"--- {name}\n{run.shown}" for name, run in first.items())
+    samples = "\n\n".join(f"--- {name}\n{run.shown}" for name, run in first_seed.items())
     return html_page("A Transformer, and two with differential attention", as_text(table(runs)), sections, samples)

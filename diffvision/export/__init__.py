@@ -1,4 +1,4 @@
-"""A model leaves: as a folder or a repository of timm, OpenCLIP or transformers, as a graph, in eight bits."""
+"""Export of models: folders and Hub repositories of timm, OpenCLIP and transformers, graphs, and eight-bit weights."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""`diffvision adapt`: pretrained weights -> a folder of the same model made differential, which its host loads.
+"""`diffvision adapt`: make a pretrained model differential and write it as a folder that its host loads.
 
-The surgery itself is `diffvision.models.adapt`; here the model is opened, outputs are compared, and the folder written.
+Here the model is opened, outputs are compared, and the folder is written; `diffvision.models.adapt` changes the layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diffvision.opening import Model, folder_host, open_model
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
-MEASURED = 64  # samples whose attention chooses heads
+MEASURED = 64  # samples for the choice of heads by entropy
 
 
 def write_adapted(
@@ -52,7 +52,7 @@ def write_adapted(
     if method != "dex" and (heads != "all" or data):
         raise ValueError(f"heads and data choose the heads of method 'dex'; {method!r} changes all")
     if data and not heads.startswith("entropy"):
-        raise ValueError(f"data is of heads by entropy, and heads is {heads!r}: set heads to entropy:0.5")
+        raise ValueError(f"data is for choosing heads by entropy, but heads is {heads!r}: set heads to entropy:0.5")
     opened = _open(model, checkpoint)
     module: Any = opened.module
     inputs = _random_inputs(opened)
@@ -68,11 +68,11 @@ def write_adapted(
     print(f"wrote {target}: {_how_to_load(module, target)}")
 
 
-# ---- what is adapted -----------------------------------------------------------------------------------------------
+# ---- model and heads -----------------------------------------------------------------------------------------------
 
 
 def _open(spec: str, checkpoint: str | None) -> Model:
-    """Open the pretrained model; transformers' Llama becomes a language model of ours."""
+    """Open the pretrained model; transformers' Llama becomes a `LanguageModel`."""
     folder = Path(spec.removeprefix("hf:").removeprefix(FOLDER))
     if checkpoint is None and folder.is_dir() and folder_host(folder) == "transformers":
         with tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +87,7 @@ def _open(spec: str, checkpoint: str | None) -> Model:
 
 
 def _random_inputs(opened: Model) -> dict[str, Tensor]:
-    """Return a batch that the model takes, drawn always alike."""
+    """Return a random batch that the model takes, drawn with a fixed seed."""
     model: Any = opened.module
     draws = torch.Generator().manual_seed(0)
     dtype = next(model.parameters()).dtype
@@ -107,7 +107,7 @@ def _random_inputs(opened: Model) -> dict[str, Tensor]:
 def _heads(
     heads: str, opened: Model, data: str | None, tokenizer: str | None, inputs: Mapping[str, Tensor]
 ) -> Heads | None:
-    """Return the heads that `heads` asks for."""
+    """Return the heads that the argument `heads` describes."""
     if heads == "all":
         return None
     kind, _, rest = heads.partition(":")
@@ -127,7 +127,7 @@ def _heads(
 
 
 def _batches(opened: Model, data: str, tokenizer: str | None) -> Iterator[Any]:
-    """Return `MEASURED` samples of shards, as the model takes them."""
+    """Return `MEASURED` samples of the shards, preprocessed for the model."""
     model: Any = opened.module
     size = 8
     batches: Iterator[Any]
@@ -145,7 +145,7 @@ def _batches(opened: Model, data: str, tokenizer: str | None) -> Iterator[Any]:
 
 
 class _Images:
-    """A kind of sample: images alone, from shards of any kind."""
+    """A kind of sample with images only, from shards of any kind."""
 
     def __init__(self, image: ImageMember) -> None:
         self.image = image
@@ -157,7 +157,7 @@ class _Images:
         return {"image": torch.stack(items)}
 
 
-# ---- whether it is the same ----------------------------------------------------------------------------------------
+# ---- comparison ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -183,9 +183,10 @@ def _outputs(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], method: Method) -> None:
-    """Print how far an adapted model is off, and raise a ValueError where it must not be.
+    """Print the difference between the outputs of both models, and raise a ValueError if they should be equal.
 
-    Where rounding in the model's dtype adds up to more than the tolerance, float64 tells rounding from a fault.
+    If the difference in the model's dtype is above the tolerance, the models are compared in float64, where rounding
+    is small.
     """
     off = largest_difference(before, after, inputs)
     report = f"{method}: outputs differ by {off:.1e} of the largest ({str(next(after.parameters()).dtype)[6:]})"
@@ -195,7 +196,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
         report += f", {off:.1e} (float64)"
     if method in EXACT and not off <= TOLERANCE:
         raise ValueError(
-            f"{report}, above {TOLERANCE}: the weights are not finite, or a layer is not what it looks like"
+            f"{report}, above {TOLERANCE}: the weights are not finite, or a layer computes more than its class"
         )
     print(report if method in EXACT else f"{report}: it is another function, to be trained")
 
@@ -204,7 +205,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
 
 
 def _write(opened: Model, method: Method, folder: Path) -> None:
-    """Write the adapted model as a folder of its host's."""
+    """Write the adapted model as a folder in its host's format."""
     model: Any = opened.module
     if isinstance(model, LanguageModel):
         language.save(model, folder, language.find_tokenizer(str(opened.weights)))
@@ -220,7 +221,7 @@ def open_clip_config(config: Mapping[str, Any], model: nn.Module, method: Method
     """Return OpenCLIP's model_cfg of an adapted model, from that of the pretrained one.
 
     Raises:
-        ValueError: a tower that the configuration has no words for: CoCa's decoder.
+        ValueError: the configuration cannot describe the attention of a tower: CoCa's decoder.
     """
     if "multimodal_cfg" in config:
         raise ValueError("a CoCa's decoder cannot be named in OpenCLIP's configuration: adapt it in Python instead")

@@ -1,7 +1,7 @@
-"""The model card of a folder: README.md and pictures, made from the model and, if it is of one, from its run.
+"""The model card of a folder: README.md and pictures, written from the model and, if there is one, its training run.
 
-huggingface_hub's ModelCard is not used: it fills a Jinja template and validates by asking the Hub, while a card here is
-written offline from what is known of the model and its run.
+huggingface_hub's ModelCard is not used: it fills a Jinja template and asks the Hub to validate it, while cards are
+written offline here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
     """Write README.md, and loss.png and lambda.png where a run has the curves, into a model's folder.
 
     Args:
-        license: of the weights, as the Hub names it; left out if None, for nobody else can say it.
+        license: of the weights, by its identifier on the Hub; the card has no license if it is None.
     """
     history = History() if model.run is None else read_history(model.run, Path(model.weights or ""))
     pictures = draw(history)
@@ -73,12 +73,12 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
 def model_card(
     model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
 ) -> str:
-    """Return the text of README.md: what is known of a model, and nothing else.
+    """Return the text of README.md; sections without known content are left out.
 
     Args:
-        history: of its run; without one the card says what the model itself tells.
-        license: as `write_card`.
-        pictures: as `draw` gives them, which lie next to the card.
+        history: of the training run; without it the card has only what the model itself shows.
+        license: as in `write_card`.
+        pictures: result of `draw`; the card refers to them by name.
     """
     history = history or History()
     towers = attention_layers(model.module)
@@ -102,7 +102,7 @@ def model_card(
 
 
 def draw(history: History) -> dict[str, bytes]:
-    """Return pictures of a run as PNG: loss.png and lambda.png, each where there are curves of two points."""
+    """Return pictures of a run as PNG: loss.png and lambda.png, each if its curves have two points or more."""
     curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
     shown = ("val/loss", "/acc1", "retrieval_recall@1")
@@ -116,7 +116,8 @@ def draw(history: History) -> dict[str, bytes]:
 
 
 def _load(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
-    needs = "This folder is all that it takes."
+    """Return the section with the code that loads the model; a model without our layers needs no diffvision."""
+    needs = "This folder is all that is needed."
     code = LOAD[model.host]
     if towers:
         needs = (
@@ -159,7 +160,7 @@ def _lambda(model: nn.Module, pictures: Mapping[str, bytes]) -> Iterator[str]:
         now = {}
     if not now and "lambda.png" not in pictures:
         return
-    yield "## Lambda\n\nThe weight of the second attention map, which is taken off the first, by layer."
+    yield "## Lambda\n\nThe weight of the second attention map, which is subtracted from the first, by layer."
     if "lambda.png" in pictures:
         yield "![Lambda by layer over the run's steps](lambda.png)"
     if now:
@@ -206,7 +207,7 @@ def _training(history: History) -> Iterator[str]:
 
 
 def _listed(settings: Any) -> str | None:
-    """Return settings in a line, those that are not set left out."""
+    """Return settings in one line, without those that are None; None if there are no settings."""
     if not isinstance(settings, dict):
         return None
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)

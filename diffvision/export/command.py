@@ -1,4 +1,4 @@
-"""`diffvision export` and `diffvision adapt`: a model -> a folder or file. What writes is in `formats`, `adapted`."""
+"""The commands `diffvision export` and `diffvision adapt`; formats are written in `formats`, `adapted` and others."""
 
 from pathlib import Path
 from typing import Literal
@@ -17,22 +17,22 @@ def export(
     eos: str | None = None,
     license: str | None = None,
 ) -> None:
-    """Write a trained model as what other programs load. A failure leaves no file behind.
+    """Write a trained model in a format that other programs load. A failure leaves no file behind.
 
     Args:
         model: a .ckpt of `diffvision fit`, the folder of an OpenCLIP, timm or language model, another file of weights
             that records its model, or a name with `checkpoint`.
-        destination: what to write; it must not be there yet.
+        destination: the folder or file to write; it must not exist yet.
         to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of any
             model: program (torch.export), onnx, or int8 (weights in eight bits).
-        checkpoint: of a name: a file of weights, or a tag of pretrained ones.
-        tokenizer: of a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
-        eos: of a language model: the token that ends a document; by default what its tokenizer says.
+        checkpoint: if model is a name: a file of weights, or a tag of pretrained ones.
+        tokenizer: for a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
+        eos: for a language model: the token that ends a document; by default the one that its tokenizer names.
         license: of the weights, for the model card (apache-2.0, mit, cc-by-4.0, ...).
 
     Raises:
-        FileNotFoundError, ValueError: no such model, or one that is damaged or does not say what it is; weights that
-            are new or not finite; a format that is not for this model; a destination that exists.
+        FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are new
+            or not finite, the format does not support it, or the destination exists.
     """
     from diffvision.export.finite import open_finite
     from diffvision.export.formats import DEFAULTS, FORMATS
@@ -46,7 +46,7 @@ def export(
     opened = open_finite(model, checkpoint)
     if opened.host not in DEFAULTS:
         raise ValueError(
-            f"{model} is a model of {opened.host} already: to write it otherwise, make it ours first with "
+            f"{model} is a model of {opened.host} already: to write another format, convert it first with "
             "`diffvision convert --to language`"
         )
     name = to or DEFAULTS[opened.host]
@@ -77,14 +77,14 @@ def adapt_to_folder(
             training run; of text: ours, or transformers' Llama.
         destination: the folder to write; it must not exist yet.
         method: v2 or dex, which compute the same at first, or v1, which does not.
-        checkpoint: of a name: a tag of pretrained weights, or a file.
-        heads: of dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
-        data: of heads by entropy: shards like those to train on; without them random inputs are measured.
-        tokenizer: of shards of text, where none lies next to the language model.
+        checkpoint: if model is a name: a tag of pretrained weights, or a file.
+        heads: for dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
+        data: for heads by entropy: shards like those to train on; without them random inputs are measured.
+        tokenizer: for shards of text, if there is none next to the language model.
 
     Raises:
-        FileNotFoundError, ValueError: no such model, or one without weights or without standard attention; settings
-            that do not go together; outputs that are not the pretrained ones; a destination that exists.
+        FileNotFoundError, ValueError: there is no such model, it has no weights or no standard attention, settings do
+            not fit together, the outputs differ from the pretrained model's, or the destination exists.
     """
     from diffvision.export import adapted
 

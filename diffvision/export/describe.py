@@ -1,4 +1,4 @@
-"""What a model is, told by its layers and its configuration."""
+"""The description of a model in Markdown, from its layers and its configuration."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": 
 
 
 def text(value: Any) -> str:
-    """Return a value as one line of Markdown that shows it as text.
+    """Return a value as one line of escaped Markdown.
 
-    Configurations and runs hold names from anywhere, which may look like HTML, the end of a table's cell, a link or a
+    Names in configurations and runs come from anywhere, and may look like HTML, the end of a table's cell, a link or a
     heading.
     """
     line = html.escape(" ".join(str(value).split()), quote=False)
@@ -35,12 +35,12 @@ def code(value: Any) -> str:
 
 
 def fence(content: str, least: int = 3) -> str:
-    """Return backticks to put around code, more of them than stand together anywhere in it."""
+    """Return the backticks of a code fence, longer than any run of backticks in the code."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
 
 
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
-    """Return a sentence and a table in Markdown: parameters, what goes in, and the attention of each tower."""
+    """Return a sentence and a table in Markdown: parameters, inputs, and the attention of each tower."""
     attention = " with differential attention" if variants(towers) - {"standard"} else ""
     rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
     for tower, layers in towers.items():

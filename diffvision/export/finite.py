@@ -1,4 +1,4 @@
-"""What must hold before a model is written: it has weights, in float, and all of them are finite."""
+"""Checks before a model is written: it has trained or pretrained weights, in floating point, and all are finite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_finite(spec: str | Path, checkpoint: str | Path | None = None) -> Model
 
 
 def refuse_not_finite(module: nn.Module, what: str) -> None:
-    """Raise a ValueError for weights that are NaN or infinite, as half precision makes of what is above 65,504."""
+    """Raise a ValueError if weights are NaN or infinite; float16 is infinite above 65,504."""
     wrong = {
         name: value
         for name, value in module.state_dict().items()

@@ -1,4 +1,4 @@
-"""Folders that a model's own host loads by itself, offline: OpenCLIP's and timm's `local-dir:PATH`, transformers'."""
+"""Folders of models that OpenCLIP and timm (`local-dir:PATH`) or transformers load offline."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def save_folder(
     """Write a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
 
     Args:
-        model: whose weights are written in their own dtype.
-        directory: must not be there yet.
-        config: what the host builds the model of. OpenCLIP: its model_cfg. timm: the arguments of `create_model` beside
-            the name, which is `model.pretrained_cfg["architecture"]`, or `architecture` in here.
+        model: the model; its weights are written in the dtype that they have.
+        directory: the folder to write; it must not exist yet.
+        config: the configuration that the host builds the model from. OpenCLIP: its model_cfg. timm: the arguments of
+            `create_model` without the name, which is `architecture` here or `model.pretrained_cfg["architecture"]`.
         preprocess: of images: OpenCLIP's mean, std, interpolation and resize_mode; timm's data configuration. By
-            default the model's own.
-        tokenizer: of OpenCLIP, written where the model_cfg names one of Hugging Face; OpenCLIP's own needs no file.
+            default the model's.
+        tokenizer: an OpenCLIP tokenizer, written if the model_cfg names one of Hugging Face; the built-in tokenizer of
+            OpenCLIP needs no file.
         card: the text of README.md.
-        more: further keys of the configuration file, such as timm's label_names; the hosts leave others alone.
+        more: further keys of the configuration file, such as timm's label_names; the hosts ignore unknown keys.
 
     Raises:
-        ValueError: the directory is there; weights are not finite; a configuration that cannot be JSON, or of which
-            the host does not build this model.
+        ValueError: the directory exists, weights are not finite, or the configuration is not JSON or does not build
+            this model.
     """
     target = Path(directory)
     check_free(target)
@@ -80,7 +81,7 @@ def write_timm(model: Model, destination: Path, options: Options) -> None:
 
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
-    """Write the format "huggingface", of a language model."""
+    """Write a language model in the format "huggingface"."""
     write = hugging_face_classes().write
     write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
@@ -97,7 +98,7 @@ def hugging_face_classes() -> Any:
 
 
 def _labels(model: Model) -> dict[str, Any]:
-    """Return timm's label_names: of the data that the run evaluated on, if it still exists and has as many."""
+    """Return timm's label_names, from the evaluation data of the run, if it still exists and has as many classes."""
     if model.run is None:
         return {}
     try:
@@ -107,7 +108,7 @@ def _labels(model: Model) -> dict[str, Any]:
         return {}
     names = lines_of(Path(str(folder)) / "classnames.txt")
     if not names:
-        with suppress(ValueError):  # shards, or nothing any more
+        with suppress(ValueError):  # the path has shards, or no longer exists
             names = [name for evaluated in find_folders(str(folder)) for name in evaluated.classnames]
     return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 
@@ -126,7 +127,7 @@ def _save_open_clip(
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
     classifier: Any = model
     if not any(classifier.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
-        classifier.pretrained_cfg.pop("license", None)  # of the code: there were no weights that it could be of
+        classifier.pretrained_cfg.pop("license", None)  # it is the license of timm's code, not of these weights
     cfg = {key: value for key, value in classifier.pretrained_cfg.items() if key not in _SOURCES and value is not None}
     architecture = config.pop("architecture", cfg.pop("architecture", None))
     args = {key: value for key, value in config.items() if not key.endswith(("drop_rate", "drop_path_rate"))}

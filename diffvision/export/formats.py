@@ -1,4 +1,4 @@
-"""What a model can be written as: the table of formats. `command` chooses among them."""
+"""The table of formats that a model can be written in. `command` chooses among them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Format(NamedTuple):
     """A row of the table below.
 
     Attributes:
-        what: it is.
-        write: (model, destination, options) -> None; the destination is not there yet, and is a folder or a file as
-            the format is. It may raise ValueError for models that it is not for.
-        hosts: whose models it is for.
+        what: the format in words.
+        write: (model, destination, options) -> None; the destination does not exist yet, and becomes a folder or a
+            file. It may raise ValueError for models that the format does not support.
+        hosts: hosts of the models that the format supports.
     """
 
     what: str

@@ -1,10 +1,10 @@
-"""What of a model is exported: functions of tensors alone, each with examples of its inputs.
+"""The graphs of a model that are exported: functions of tensors alone, each with examples of its inputs.
 
 | model | graphs |
 |---|---|
 | timm's, ours included | `model`: image [B, 3, h, w] -> logits [B, classes] |
 | OpenCLIP's | `image`: image [B, 3, h, w] -> features [B, D]; `text`: tokens [B, L] -> features [B, D] |
-| `LanguageModel` | `prefill` and `decode`: tokens and a cache, as `Prefill` and `Decode` say |
+| `LanguageModel` | `prefill` and `decode`: tokens and a cache; see `Prefill` and `Decode` |
 """
 
 import copy
@@ -31,12 +31,12 @@ class Graph:
     """A function of tensors alone.
 
     Attributes:
-        module: that computes it.
+        module: the module that computes it.
         inputs: examples of its arguments, in order.
         outputs: names of what it returns.
         axes: input -> {axis: name} of the axes that may have any size.
         limits: name of an axis -> its largest size, where there is one.
-        about: what belongs to it (size, mean and std of images, variant of attention, ...).
+        about: metadata (size, mean and std of images, variant of attention, ...).
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ def graphs(
 
     Args:
         model: timm's, OpenCLIP's or a `LanguageModel`, on its device.
-        name: that it is known by.
+        name: the model's name, for the metadata.
         preprocess: of images, where it differs from the model's: mean, std, interpolation, ...
         normalize: features of OpenCLIP's towers have length 1, so that their product is the cosine, as
             `model.encode_image(image, normalize=True)` gives them.
@@ -66,7 +66,7 @@ def graphs(
         raise ValueError(f"{type(model).__name__} is on the meta device, without weights: load some into it first")
     about = {"diffvision": _version(), "model": name, "variant": _variants(model)}
     if any(isinstance(part, DexAttention) for part in model.modules()):
-        # The same function with less to compute.
+        # It computes the same function with fewer operations.
         model = merge_dex(copy.deepcopy(model))
     if isinstance(model, LanguageModel):
         return _language_graphs(model, about)
@@ -93,7 +93,7 @@ def _timm_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any]) 
 
 
 def _input_size(model: Any, known: tuple[int, ...]) -> tuple[int, ...]:
-    """Return [channels, h, w] that a model takes, which may be built for others than its configuration has."""
+    """Return [channels, h, w] that a model takes; it may differ from the model's configuration."""
     embed = getattr(model, "patch_embed", None)
     built = getattr(embed, "img_size", None) if getattr(embed, "strict_img_size", False) else None
     meets = _first(model)
@@ -101,7 +101,7 @@ def _input_size(model: Any, known: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _first(module: nn.Module) -> Tensor:
-    """Return the weight that meets the pixels, [D, channels, p, p]: mixed precision has others in another dtype."""
+    """Return the first layer's weight, [D, channels, p, p]: in mixed precision other weights have another dtype."""
     return next((weight for weight in module.parameters() if weight.ndim == 4), next(module.parameters()))
 
 
@@ -140,7 +140,7 @@ class ImageTower(nn.Module):
         self.model, self.normalize = _with_parts(model, lambda name: name == "visual"), normalize
 
     def forward(self, image: Float[Tensor, "B 3 h w"]) -> Float[Tensor, "B D"]:
-        """Return what `model.encode_image` gives: CoCa's tower gives more than it."""
+        """Return the features of `model.encode_image`; CoCa's tower returns more than these."""
         return self.model.encode_image(image, normalize=self.normalize)
 
 
@@ -153,12 +153,12 @@ class TextTower(nn.Module):
         self.model, self.normalize = _with_parts(model, lambda name: name not in others), normalize
 
     def forward(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B D"]:
-        """Return what `model.encode_text` gives."""
+        """Return the features of `model.encode_text`."""
         return self.model.encode_text(tokens, normalize=self.normalize)
 
 
 def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:
-    """Return a copy that shares some of a model's parts and drops the rest: a graph carries all of its module's."""
+    """Return a copy that shares some of a model's parts and drops the rest: a graph holds all weights of its module."""
     alone = copy.copy(model)
     alone._modules = {name: part for name, part in model._modules.items() if kept(name)}
     alone._parameters = {name: parameter for name, parameter in model._parameters.items() if kept(name)}
@@ -215,17 +215,17 @@ class Prefill(nn.Module):
         self, tokens: Int[Tensor, "B N"]
     ) -> tuple[Float[Tensor, "B N vocab"], Float[Tensor, "layers B Hk P N D"], Float[Tensor, "layers B Hk N V"]]:
         """Return (logits, keys, values)."""
-        kept = _Cache([_Kept() for _ in self.model.blocks], tokens.shape[0], tokens.shape[1])
-        hidden = self.model.hidden(tokens, cache=kept)
-        return self.model.logits(hidden), *kept.stacked()
+        cache = _Cache([_PromptLayer() for _ in self.model.blocks], tokens.shape[0], tokens.shape[1])
+        hidden = self.model.hidden(tokens, cache=cache)
+        return self.model.logits(hidden), *cache.stacked()
 
 
 class Decode(nn.Module):
-    """A language model's step: a token of each row, with the room of past keys and values in and out.
+    """A language model's step: one token per row, with the buffer of past keys and values as input and output.
 
-    Each row writes at its position and attends to the room up to there. What lies behind (zeros, or a prompt's
-    padding) is not seen, but must be finite. Positions must be below the room's size and the model's max_length: a
-    graph cannot say so.
+    Each row writes at its position and attends to the buffer up to that position. The rest of the buffer (zeros, or a
+    prompt's padding) is masked, but must be finite. Positions must be below the buffer's length and the model's
+    max_length, which a graph cannot check.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -240,14 +240,14 @@ class Decode(nn.Module):
         values: Float[Tensor, "layers B Hk L V"],
     ) -> tuple[Float[Tensor, "B 1 vocab"], Float[Tensor, "layers B Hk P L D"], Float[Tensor, "layers B Hk L V"]]:
         """Return (logits, keys, values): the latter two for the next step, with positions one higher."""
-        layers: list[LayerCache] = [_Given(k, v) for k, v in zip(keys.unbind(), values.unbind(), strict=True)]
+        layers: list[LayerCache] = [_CopiedLayer(k, v) for k, v in zip(keys.unbind(), values.unbind(), strict=True)]
         past = _Cache(layers, tokens.shape[0], keys.shape[4])
         hidden = self.model.step(tokens, positions[:, None], past)
         return self.model.logits(hidden), *past.stacked()
 
 
 class _Cache(KVCache):
-    """A cache of layers that are given."""
+    """A cache made of existing layer caches."""
 
     def __init__(self, layers: list[Any], batch: int, capacity: int) -> None:
         self.layers, self.batch, self.capacity = layers, batch, capacity
@@ -257,8 +257,8 @@ class _Cache(KVCache):
         return torch.stack([layer.keys for layer in self.layers]), torch.stack([layer.values for layer in self.layers])
 
 
-class _Kept(LayerCache):
-    """A layer's cache that keeps the keys and values that come, which are the first."""
+class _PromptLayer(LayerCache):
+    """A layer's cache that stores the keys and values of a prompt, without a buffer allocated beforehand."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -268,24 +268,24 @@ class _Kept(LayerCache):
         return k, v
 
 
-class _Given(LayerCache):
-    """A room that is not written to, since a graph has no state: each row's new keys and values are put into a copy."""
+class _CopiedLayer(LayerCache):
+    """A layer's cache that is copied at each write, since a graph has no state."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
     def at(self, index: Int[Tensor, "B 1"]) -> Any:
-        places = torch.arange(self.capacity, device=index.device)
-        self.here = (places == index)[:, None, :, None]  # [B, 1, L, 1]
+        positions = torch.arange(self.capacity, device=index.device)
+        self.is_written = (positions == index)[:, None, :, None]  # [B, 1, L, 1]
         return self
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys = torch.where(self.here[:, :, None], k, self.keys)
-        self.values = torch.where(self.here, v, self.values)
+        self.keys = torch.where(self.is_written[:, :, None], k, self.keys)
+        self.values = torch.where(self.is_written, v, self.values)
         return self.keys, self.values
 
 
-# ---- what belongs to them ------------------------------------------------------------------------------------------
+# ---- metadata ------------------------------------------------------------------------------------------------------
 
 
 def _version() -> str:
@@ -299,5 +299,5 @@ def _variants(model: nn.Module) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return JSON of each value that is not text already."""
+    """Return each value as text: strings unchanged, others as JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}

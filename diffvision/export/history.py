@@ -1,4 +1,4 @@
-"""What a training run left in its directory, without what must stay private: configuration, data, results, curves.
+"""The public part of a training run's directory: configuration without private values, curves, steps and results.
 
 Curves are read by `analysis.curves`; the text of the card is in `card.py`.
 """
@@ -18,20 +18,20 @@ from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.durable import record_path
 
-RESULTS = ("val", "test", *EVALUATIONS)  # what the names of measured metrics begin with
+RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
 _SECRET = re.compile(r"(?i)(^|_)(token|secret|password|api_?key|credentials?)$")
 _USER = re.compile(r"(?<=://)[^/@\s]+@")  # name and password in a URL
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's directory, read.
+    """The content of a run's directory.
 
     Attributes:
-        config: its config.yaml, less whose machine it was (`published`).
-        curves: what it logged, by metric; also before it was resumed.
-        step: optimizer steps that the checkpoint had made; None where no record next to it says.
-        records: of evaluations, as `diffvision evaluate` writes them, in JSON files of the directory.
+        config: its config.yaml without private values (see `published`).
+        curves: logged values by metric, including those before the run was resumed.
+        step: optimizer steps at the checkpoint; None if no record next to it has the number.
+        records: results of `diffvision evaluate` in JSON files of the directory.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -40,21 +40,21 @@ class History:
     records: tuple[dict[str, Any], ...] = ()
 
     def setting(self, *path: str) -> Any:
-        """Return a value of the configuration by its names, None if it has none there."""
+        """Return the value of the configuration at a path of keys, or None."""
         value: Any = self.config
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
     def callback(self, name: str) -> dict[str, Any] | None:
-        """Return the settings of the run's callback of that class, None if it had none."""
+        """Return the settings of the run's callback of that class, or None."""
         for callback in self.setting("trainer", "callbacks") or []:
             if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == name:
                 return callback.get("init_args") or {}
         return None
 
     def results(self) -> tuple[dict[str, float], int | None]:
-        """Return the metrics of the last validation of these weights, and after how many steps it was."""
+        """Return the metrics of the last validation up to this checkpoint, and its step; ({}, None) without one."""
         last_points: dict[str, tuple[float, float]] = {}
         for name, curve in self.curves.items():
             if name.split("/")[0] in RESULTS:
@@ -67,7 +67,7 @@ class History:
         )
 
     def account(self) -> dict[str, int]:
-        """Return what became of the samples, summed over the epochs: seen, skipped, substituted, left over."""
+        """Return the numbers of samples that were seen, skipped, substituted and left over, summed over the epochs."""
         names = {"seen": "seen", "skipped": "skipped", "substituted": "substituted", "tail": "left over"}
         curves = {label: self.curves.get(f"data/{name}") for name, label in names.items()}
         return {label: int(sum(curve.values)) for label, curve in curves.items() if curve is not None}
@@ -81,17 +81,17 @@ def read_history(run: Path, checkpoint: Path) -> History:
         config = None
     try:
         curves = read_metrics(run)
-    except (OSError, ValueError, TypeError, LookupError):  # there is none, or it is another's
+    except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
         curves = {}
     published_config = published(config) if isinstance(config, dict) else {}
     return History(published_config, curves, _step(checkpoint), tuple(_records(run)))
 
 
 def published(value: Any, name: str = "") -> Any:
-    """Return a configuration without what must stay private.
+    """Return a configuration without private values.
 
-    Left out are directories above the last two of absolute paths, users and passwords in URLs, and values whose names
-    speak of secrets.
+    Absolute paths keep their last two parts, URLs lose user, password and query, and settings named like secrets
+    ("api_key") become "...".
     """
     if isinstance(value, dict):
         return {key: published(part, str(key)) for key, part in value.items()}
@@ -116,7 +116,7 @@ def _step(checkpoint: Path) -> int | None:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    """Return all records in JSON files of the directory, but those next to checkpoints."""
+    """Return the evaluation results in the JSON files of the directory: dictionaries with "metrics"."""
     records: list[Any] = []
     for file in sorted(run.rglob("*.json")):
         try:

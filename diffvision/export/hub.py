@@ -1,6 +1,6 @@
-"""`diffvision push`: a folder that was checked -> a repository on the Hugging Face Hub.
+"""`diffvision push`: check a model's folder and upload it to the Hugging Face Hub.
 
-Uploads, and retries where the connection fails, are huggingface_hub's `upload_folder`.
+huggingface_hub's `upload_folder` uploads, and retries if the connection fails.
 """
 
 from pathlib import Path
@@ -16,18 +16,19 @@ _CODE = "modeling_diffvision.py"  # the one line by which transformers finds our
 
 
 def push(model: str, repo_id: str, *, private: bool = False, message: str = "Add the model") -> None:
-    """Send a model's folder to the Hugging Face Hub. It is checked first; nothing is sent or asked before that.
+    """Send a model's folder to the Hugging Face Hub, after a check that needs no connection.
 
     Args:
         model: a folder that `diffvision export` or a host wrote: it must load, and hold nothing but tensors, text and
             pictures.
         repo_id: OWNER/NAME; made if it does not exist.
-        private: the repository must be private; one that exists and is public is left alone.
+        private: make the repository private; a public one that exists is an error.
         message: of the commit.
 
     Raises:
-        FileNotFoundError, ValueError: the folder does not load, or holds what is not sent; no token; no such name.
-        ConnectionError: the Hub cannot be reached, or refuses; it says why.
+        FileNotFoundError, ValueError: the folder does not load or has files of other kinds, there is no token, or
+            repo_id is not a valid name.
+        ConnectionError: the Hub cannot be reached or refuses the upload; the message has the reason.
     """
     folder = Path(model.removeprefix(FOLDER))
     files, opened = check(folder)
@@ -41,7 +42,7 @@ def push(model: str, repo_id: str, *, private: bool = False, message: str = "Add
         api.upload_folder(repo_id=made, folder_path=str(folder), commit_message=message, allow_patterns=files)
     except ValueError:
         raise
-    except Exception as error:  # of huggingface_hub, its HTTP client or the system
+    except Exception as error:  # raised by huggingface_hub, its HTTP client or the operating system
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConnectionError(f"{endpoint} did not take {repo_id}: {first}") from error
     print(f"sent: {endpoint}/{made}")
@@ -79,7 +80,7 @@ def _sent(name: str) -> bool:
 
 
 def _client(repo_id: str) -> tuple[Any, str]:
-    """Return the Hub's client with the user's token, and its address; nothing is asked of it yet."""
+    """Return the Hub's client with the user's token, and its address, without a request."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import HFValidationError, validate_repo_id

@@ -1,4 +1,4 @@
-"""Eight bits: a quantised model as a file, which `diffvision evaluate` and `language.load` take like any other."""
+"""The export of a model with eight-bit weights, which `diffvision evaluate` and `language.load` open like any other."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from diffvision.opening.weights import PREPROCESS
 
 
 def write_int8(model: Model, destination: Path, options: Options) -> None:
-    """Write the format "int8": a .safetensors file that records its model; of text, a folder.
+    """Write the format "int8": a .safetensors file that records its model; for a language model, a folder.
 
     Raises:
-        ValueError: torchao is not installed; a destination of another name.
+        ValueError: torchao is not installed, or the destination of an image model does not end in .safetensors.
     """
     if model.host == "language":
         quantised: Any = int8.quantise(model.module)
         language.save(quantised, destination, options.tokenizer or language.find_tokenizer(str(model.weights)))
         return
     if destination.suffix != ".safetensors":
-        raise ValueError(f"destination {destination.name} is to be one file: let its name end in .safetensors")
+        raise ValueError(f"destination {destination.name} must be a file: give a name that ends in .safetensors")
     state = int8.split(int8.quantise(model.module).state_dict())
     plain = {name: value.detach().cpu().clone().contiguous() for name, value in state.items()}
     model_cfg = model.config if model.host == "open_clip" else None

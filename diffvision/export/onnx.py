@@ -1,4 +1,4 @@
-"""ONNX: the exported programs in the format that onnxruntime and many others run."""
+"""The export to ONNX, the format of onnxruntime and other runtimes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NEEDED = ("onnx", "onnxscript")
 
 
 def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = None) -> None:
-    """Write a graph of `graphs(model)` as an ONNX model, which is checked, with what belongs to it as its metadata.
+    """Write a graph of `graphs(model)` as an ONNX model with its metadata, and check it.
 
-    Weights of more than 2 GB lie next to it, in FILE.data: protobuf holds no more.
+    Weights of more than 2 GB, the limit of protobuf, are written next to it in FILE.data.
 
     Args:
-        graph: what is written.
-        file: .onnx.
-        program: the graph exported already.
+        graph: the graph to write.
+        file: the .onnx file.
+        program: the exported program of the graph, if there is one already.
 
     Raises:
-        ValueError: onnx is not installed; the model cannot be exported; onnx finds fault with what came out.
+        ValueError: onnx is not installed, the model cannot be exported, or onnx finds an error in the result.
     """
     check_installed()
     import onnx
@@ -53,7 +53,7 @@ def write_onnx(model: Model, destination: Path, options: Options) -> None:
 
 
 def check_installed() -> None:
-    """Raise a ValueError, with what to install, where a package is missing."""
+    """Raise a ValueError that names the packages to install if any is missing."""
     from importlib.util import find_spec
 
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -61,7 +61,7 @@ def check_installed() -> None:
 
 
 def _describe(model: Any, graph: Graph) -> None:
-    """Name the axes as we do, and put our metadata in place of the tracing's, which has paths of this machine."""
+    """Name the axes, and replace the metadata of the tracing, which has local paths, by the graph's."""
     names = {
         str(value.shape[axis]): name
         for value in model.graph.inputs

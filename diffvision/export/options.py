@@ -1,15 +1,15 @@
-"""What may be asked of a format beyond the model; which formats there are is in `formats.py`."""
+"""Settings of the export formats; the table of formats is in `formats.py`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the formats; each reads those that concern it.
+    """Settings of an export; each format reads those that it needs.
 
     Attributes:
-        tokenizer: of a language model: tokenizer.json, or a directory that holds one.
-        eos: of a language model: the token that ends a document.
+        tokenizer: for a language model: tokenizer.json, or a directory that holds one.
+        eos: for a language model: the token that ends a document.
         license: of the weights, for the model card, as the Hub names it.
     """
 

@@ -1,4 +1,4 @@
-"""torch.export: a graph of a model as a program that torch runs, or compiles, without this package."""
+"""The export by torch.export: programs that torch runs or compiles without this package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ABOUT = "about.json"
 def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
     """Return a graph of `graphs(model)` by torch.export, in evaluation mode, for any size of its free axes.
 
-    Not the strict way, which has Dynamo read the Python: the checks of arguments in our operation are not for it, and
-    all that it would find out the tracing finds out as well.
+    It traces with `strict=False`: with `strict=True`, Dynamo would have to follow the checks of arguments in our
+    operation.
 
     Args:
         graph: of `graphs(model)`.
@@ -38,7 +38,7 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
     with evaluating(graph.module), attention_backend(backend):
         try:
             return torch.export.export(graph.module, tuple(graph.inputs.values()), dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # of any kind: it runs the model's Python
+        except Exception as error:  # of any class: tracing runs the model's Python
             raise ValueError(
                 f"{type(graph.module).__name__} cannot be exported: {str(error).strip().splitlines()[0]}"
             ) from error

@@ -1,4 +1,4 @@
-"""`diffvision inspect`: what the command takes. What it does is in `inspecting`."""
+"""The arguments of `diffvision inspect`. The command itself is in `inspecting`."""
 
 
 def inspect(
@@ -14,7 +14,7 @@ def inspect(
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Look inside a model, or two side by side: attention maps, what answers a caption, and numbers by layer.
+    """Look inside a model, or two side by side: attention maps, patches relevant to a caption, numbers by layer.
 
     Writes index.html with all pictures inside, the pictures as PNG, and statistics.json.
 
@@ -22,19 +22,21 @@ def inspect(
         model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or with
             differential attention of timm's (`diffvision.open_model` has the whole grammar); LABEL= before it names it
             on the page.
-        output: folder for it: new, empty, or one of an earlier inspection, which is replaced.
-        checkpoint: of a name, where no other model is given: a file of weights or a tag of pretrained ones.
-        image: files (one, or a list in brackets); by default digits that are drawn here.
+        output: the folder to write: new, empty, or one of an earlier inspection, which is replaced.
+        checkpoint: for a name without a second model: a file of weights or a tag of pretrained ones.
+        image: files (one, or a list in brackets); by default drawn digits.
         text: captions of an image-text model, shown on every image, or texts of a language model (one, or a list in
             brackets); by default those of the drawn images, or a number among words.
         versus: a second model of the same kind.
         mask: files of the images' sizes, white where the object is, for the share of attention outside of it.
-        answer: of each text of a language model, its words that answer it, for the share of attention on others.
-        tokenizer: of a language model, where none lies next to the weights.
+        answer: for each text of a language model, the words in it that are the answer, for the share of attention on
+            other words.
+        tokenizer: for a language model, if there is none next to the weights.
         device: auto, cpu, cuda, cuda:1, ...
 
     Raises:
-        ValueError, FileNotFoundError: what cannot be read, does not fit together, or has no attention to look at.
+        ValueError, FileNotFoundError: an input cannot be read, inputs do not fit together, or a model has no attention
+            to look at.
     """
     from diffvision.inspection import inspecting
 

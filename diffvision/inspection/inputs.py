@@ -1,6 +1,6 @@
-"""What a model is shown: pictures and texts, given by files and words or made here, and how the model gets them.
+"""The inputs of an inspection: pictures and texts, from files and arguments or made here, as a model takes them.
 
-What is measured of them is in `measurements`.
+Measurements on them are in `measurements`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from diffvision.evaluation.language.needle import needle_samples, start_tokens
 
 MAX_TOKENS = 512
 """Of a text of a language model: maps grow with the square of it, and nobody reads a picture of more."""
-_INK = 96  # grey level from which a pixel of a digit's drawing is its ink
+_INK = 96  # pixels of a drawn digit from this grey level belong to the digit
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, and what is known of it."""
+    """An image with its name, captions and the region of its object."""
 
     name: str
     image: Image.Image
@@ -39,11 +39,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class TransformedPicture:
-    """A picture as a model gets it."""
+    """A picture after a model's transform."""
 
     tensor: Tensor  # [3, h, w]
     shown: np.ndarray  # [h, w, 3], 0 to 1: the same pixels in colours
-    inside: Tensor | None  # [h, w], how much of each pixel is the object's
+    inside: Tensor | None  # [h, w], the part of each pixel that the object covers
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
 def _names(paths: Sequence[str]) -> list[str]:
     """Return the names of files, or their paths where two would have one name."""
     if len({Path(path).resolve() for path in paths}) < len(paths):
-        raise ValueError(f"the same file is given twice among {', '.join(paths)}: each once")
+        raise ValueError(f"the same file is given twice among {', '.join(paths)}: give each once")
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else [str(Path(path)) for path in paths]
 
@@ -106,8 +106,8 @@ def _names(paths: Sequence[str]) -> list[str]:
 def transformed(picture: Picture, transform: Callable[[Image.Image], Tensor]) -> TransformedPicture:
     """Return the picture after a model's transform.
 
-    A white and a black image after the same transform say what it does to colours, so that pixels and region can be
-    shown where the model has them.
+    The colours are restored from a white and a black image after the same transform, so that pixels and region are
+    shown as the model crops and resizes them.
     """
     size = picture.image.size
     black, white = (transform(Image.new("RGB", size, colour)) for colour in ("black", "white"))
@@ -121,7 +121,7 @@ def transformed(picture: Picture, transform: Callable[[Image.Image], Tensor]) ->
 
 
 def by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
-    """Return how much of each patch is the object's, [rows * columns], from pixels [h, w]."""
+    """Return the part of each patch that the object covers, [rows * columns], from pixels [h, w]."""
     return torch.nn.functional.adaptive_avg_pool2d(inside[None, None], (rows, columns)).flatten()
 
 
@@ -138,7 +138,7 @@ def _read(path: str) -> Image.Image:
 
 
 def sample_passage(tokenizer: Any, max_length: int | None) -> Passage:
-    """Return a needle in a haystack, asked for: the text up to where its number follows.
+    """Return a text with a needle in a haystack, which ends where the needle's number follows.
 
     Raises:
         ValueError: as `needle_samples`.

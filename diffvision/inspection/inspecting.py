@@ -1,6 +1,6 @@
-"""Models and inputs by name, checks before any work, and a folder with pictures, numbers and a page.
+"""The steps of `diffvision inspect`: open models, read inputs, check both, measure, and write the folder.
 
-Nothing is measured or drawn here; see `measurements` and `page`.
+Measuring is in `measurements`, drawing in `page`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def inspect(
     check_output(folder)
     _check_counts(pictures, texts)
     models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
-    shown = _shown(models, pictures, texts, masks, answers)
+    shown = _pictures_and_passages(models, pictures, texts, masks, answers)
     inspect_models(models, *shown, folder)
 
 
@@ -119,7 +119,7 @@ def open_models(
 
     Raises:
         FileNotFoundError, ValueError: as `open_model`.
-        ValueError: a checkpoint with two models; models of two kinds, or twice the same; no attention that can be seen.
+        ValueError: a checkpoint with two models, models of two kinds or of one name, or no attention to look at.
     """
     if versus is not None and checkpoint is not None:
         raise ValueError(f"checkpoint is {checkpoint!r}, and two models are given: name each by its file")
@@ -160,7 +160,7 @@ def check_model(model: Model) -> None:
         image_trunk(model.module)
 
 
-# ---- what is given -------------------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------------------------
 
 
 def _listed(given: str | list[str] | None) -> list[str]:
@@ -172,12 +172,13 @@ def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
         if len(many) > MOST:
             raise ValueError(f"{len(many)} {what} are given: a page shows at most {MOST}")
         if len(set(many)) < len(many):
-            raise ValueError(f"the same is given twice among the {what}: each once")
+            raise ValueError(f"the same one is given twice among the {what}: give each once")
 
 
-def _shown(
+def _pictures_and_passages(
     models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
 ) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
+    """Return the inputs that fit the models, from arguments or made here; ValueError if arguments do not fit."""
     first = models[0]
     if first.transform is None:
         if images or masks:
@@ -205,7 +206,7 @@ def _shown(
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:
-    """Return the first model's passages; ValueError where another has other tokens for a text."""
+    """Return the first model's passages; ValueError if another model has different tokens for a text."""
     first, *others = passages
     for other in others:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
@@ -213,7 +214,7 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
     return first
 
 
-# ---- what is written -----------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------------
 
 
 def _about(models: Sequence[Model]) -> list[str]:
@@ -232,7 +233,7 @@ def _about(models: Sequence[Model]) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress: a line that changes in a terminal, elsewhere a line a model."""
+    """Yield a function that shows progress: in a terminal on one changing line, elsewhere on one line per model."""
     from rich.console import Console
 
     console, last = Console(file=sys.stderr), [""]

@@ -1,6 +1,6 @@
-"""What is measured of one model on one input: numbers by layer and head, and the maps that are shown.
+"""Measurements of one model on one input: numbers by layer and head, and the maps to show.
 
-Inputs are made in `inputs`; numbers over several inputs, and pictures, in `summary` and `page`.
+Inputs are made in `inputs`; means over several inputs are in `summary`, pictures in `page`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from diffvision.inspection.inputs import Passage, TransformedPicture, by_patch
 THUMBNAIL = 32  # tokens a side of a single head's map of a text
 
 Numbers = dict[str, list[float]]
-"""{number or number/kind of map: a value a head}."""
+"""{number, or number/kind of map: one value per head}."""
 
 
 @dataclass(frozen=True)
 class Focus:
-    """Which of N tokens are read, and by which queries.
+    """The queries and keys among N tokens for which attention is shown and summed up.
 
     Attributes:
-        readers: queries whose attention is shown: the class token's, all patches', or a text's last token.
-        keys: tokens that it is shown over: patches, or all of a text.
-        sink: [N], 1 for the tokens that no content is in (class and register tokens, a text's first token).
-        noise: [keys], how much of each is outside of the object or the answer, 0 to 1; None where that is not known.
+        readers: queries of which attention is shown: the class token, all patches, or a text's last token.
+        keys: tokens over which it is shown: patches, or all tokens of a text.
+        sink: [N], 1 for tokens without content (class and register tokens, a text's first token).
+        noise: [keys], the part of each that is outside of the object or the answer, 0 to 1; None if that is unknown.
     """
 
     readers: slice
@@ -43,7 +43,7 @@ class Focus:
 
 @dataclass(frozen=True)
 class LayerMeasurement:
-    """One layer on one input.
+    """The measurements of one layer on one input.
 
     Kinds of maps are "map 1", "map 2" and "difference", or "attention" in standard layers.
     """
@@ -57,7 +57,7 @@ class LayerMeasurement:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model on an image or text.
+    """The measurements of one model on one image or text.
 
     Attributes:
         tower: "image", "caption" or "text".
@@ -82,7 +82,7 @@ def measure_image(
     Args:
         model: a timm or OpenCLIP model.
         picture: the image as the model gets it.
-        title: of the image.
+        title: name of the image.
         captions: texts to show the relevance of.
         watch: called after each layer.
     """
@@ -160,13 +160,13 @@ def _measured(
 
 
 def _with_padding(focus: Focus, tokens: int) -> Focus:
-    """With the padding that a tower which is not causal attends to; it is no sink."""
+    """Return the focus extended by padding, which a tower that is not causal attends to; padding is not a sink."""
     missing = tokens - len(focus.sink)
     return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)))
 
 
 def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tuple[str, list[float]]]:
-    """Of one kind of map [H, N, N]."""
+    """Yield the numbers of one kind of map [H, N, N], one value per head."""
     yield f"entropy/{kind}", statistics.entropy(maps).mean(-1).tolist()
     yield f"relative_entropy/{kind}", statistics.relative_entropy(maps, causal=causal).nanmean(-1).tolist()
     yield f"effective_rank/{kind}", statistics.effective_rank(maps).tolist()

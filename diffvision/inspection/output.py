@@ -1,6 +1,6 @@
-"""The folder that an inspection writes: complete or not at all, and never over something else.
+"""The folder that an inspection writes: complete or not at all, and never over other files.
 
-What is in it is made in `page` and `summary`.
+Its content is made in `page` and `summary`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MARK = "diffvision inspect"  # in statistics.json: the folder is from this comm
 
 
 def check_output(folder: Path) -> None:
-    """Raise a ValueError if files cannot be written to the folder, or it holds something else."""
+    """Raise a ValueError if files cannot be written to the folder, or it has files of anything but an inspection."""
     check_folder(folder)
     if folder.resolve() == Path.cwd():
         raise ValueError(f"output is {folder}, the current folder, which would be replaced: name a folder in it")
@@ -40,7 +40,7 @@ def _earlier(folder: Path) -> list[str]:
 
 def write(folder: Path, files: Mapping[str, bytes], models: Mapping[str, Any]) -> None:
     """Write all files, or none: they are written next to an earlier inspection's folder, and then replace it."""
-    folder = folder.resolve()  # what a link leads to is replaced, not the link
+    folder = folder.resolve()  # if the folder is a link, its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     old = _earlier(folder) if folder.is_dir() else []
     with tempfile.TemporaryDirectory(prefix=".inspecting-", dir=folder.parent) as scratch:

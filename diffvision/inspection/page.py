@@ -1,4 +1,4 @@
-"""The page: figures of all that was measured, and one HTML file with them inside.
+"""The page of an inspection: figures of all measurements, embedded in one HTML file.
 
 The figures themselves are drawn in `analysis.figures`.
 """
@@ -39,7 +39,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; color: #0059a0; }
 
 @dataclass
 class PageFigure:
-    """A figure of the page, which is a file as well."""
+    """A figure of the page, which is also written as a file."""
 
     name: str  # of the file, without .png
     caption: str
@@ -88,7 +88,7 @@ def sections(
 
 
 def page(title: str, about: Sequence[str], drawn: Sequence[Section]) -> str:
-    """Return one HTML file with its pictures inside; it refers to nothing else.
+    """Return one HTML page with its pictures embedded, without references to other files.
 
     Args:
         title: of the page.
@@ -138,7 +138,7 @@ def _numbers(measurements: Measurements, tower: str) -> Section:
     numbers = mean_numbers(measurements, tower)
     count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
     over = f"mean over {count} inputs" if count > 1 else "of one input"
-    caption = f"Numbers by layer, {over}: lines are means over heads, dots are heads of what is applied to the values."
+    caption = f"Numbers by layer, {over}: lines are means over heads, dots are heads of the applied map."
     figures = [PageFigure(f"layers-{tower}", caption, png(layer_panels(number_panels(numbers))))]
     if norms := norm_panels(numbers):
         caption = "Head outputs: root mean square before and after the head norm and the factor, by layer; dots are "
@@ -188,7 +188,7 @@ def _layers(name: str, models: Mapping[str, Measurement], blocks: list[Block]) -
 def _by_layer(
     models: Mapping[str, Measurement], maps_of: Callable[[LayerMeasurement], Mapping[str, Any]]
 ) -> list[Block]:
-    """Return a block a model and sign: rows are kinds, columns layers."""
+    """Return one block per model and sign: rows are kinds of maps, columns layers."""
     blocks = []
     for model, one in models.items():
         rows = {kind: [maps_of(layer)[kind].numpy() for layer in one.layers] for kind in maps_of(one.layers[0])}
@@ -200,7 +200,7 @@ def _by_layer(
 
 
 def _by_head(name: str, models: Mapping[str, Measurement]) -> list[PageFigure]:
-    """Draw a picture a model and kind: rows are heads, columns layers."""
+    """Draw one picture per model and kind of map: rows are heads, columns layers."""
     figures = []
     for number, (model, one) in enumerate(models.items(), start=1):
         for kind in one.layers[0].heads:

@@ -1,6 +1,6 @@
-"""Measurements as numbers: what a page's table and curves show, and what statistics.json holds.
+"""Means of the measurements for a page's table and curves, and all of them for statistics.json.
 
-Nothing is drawn here; see `page`.
+Figures and HTML are made in `page`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from diffvision.inspection.measurements import Measurement
 TOWERS = {"image": "Image tower", "caption": "Text tower", "text": "Text"}
 APPLIED = ("difference", "attention")
 
-# number -> (what it is called, what it says)
+# number -> (name, meaning)
 NAMES = {
     "lambda": ("λ", "what the second map counts; mean over tokens"),
-    "row_sum": ("row sum of what is applied", "1 − λ in differential layers, 1 in others"),
-    "negative": ("share of negative entries", "of what is applied"),
+    "row_sum": ("row sum of the applied map", "1 − λ in differential layers, 1 in others"),
+    "negative": ("share of negative entries", "of the applied map"),
     "relative_entropy": ("entropy / log n", "of a row's magnitudes: 1 is attention to all alike, 0 to one token"),
     "entropy": ("entropy, nats", "of a row's magnitudes"),
     "effective_rank": ("effective rank", "exp of the entropy of a map's singular values (Roy and Vetterli 2007)"),
@@ -60,7 +60,7 @@ def number_panels(numbers: LayerNumbers) -> list[LayerPanel]:
 
 
 def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:
-    """Return the panels of head outputs before and after the norm and its factor; none where nothing is known."""
+    """Return the panels of head outputs before and after the norm and its factor; empty without captured values."""
     if "rms_before" not in numbers:
         return []
     titles = {"before": "before head norm", "after": "after head norm", "given": "after × (1 − λ_init)"}
@@ -68,9 +68,10 @@ def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:
 
 
 def table(numbers: LayerNumbers) -> list[tuple[str, str, dict[str, str]]]:
-    """Return (number, what it says, {model: value}) of each number.
+    """Return (name, meaning, {model: value}) of each number.
 
-    Values are means over layers and heads of what is applied, with those of its two maps in brackets.
+    Values are means over layers and heads of the map that is applied to the values, with those of its two softmax maps
+    in brackets.
     """
     rows = []
     for number, (title, says) in NAMES.items():

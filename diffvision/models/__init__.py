@@ -1,4 +1,4 @@
-"""Our models under the names that timm and OpenCLIP know; importing `vision`, `adapted` and `clip` registers them."""
+"""Our models for timm, OpenCLIP and text; importing `vision`, `adapted` and `clip` registers names with the hosts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Pretrained models made differential: they compute the same function at first, and training continues from it.
+"""Conversion of pretrained models to differential attention that compute the same function before further training.
 
-Layers are replaced in place; `adapted.py` has the name under which timm builds such a model again.
+Layers are replaced in place; timm builds such a model again by the name in `adapted.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def adapt(model: nn.Module, method: Method = "v2", *, heads: Heads | None = None
     the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.
 
     A timm model can be saved afterwards (`timm.models.save_for_hf`), and `timm.create_model("local-dir:...")` builds it
-    again; so can a `LanguageModel` (`language.save`). `diffvision adapt` saves OpenCLIP models as well.
+    again. A `LanguageModel` can be saved by `language.save`, and `diffvision adapt` also saves OpenCLIP models.
 
     Args:
         model: a timm `VisionTransformer` with standard attention, an OpenCLIP model (both towers, where they have it),
@@ -47,7 +47,7 @@ def adapt(model: nn.Module, method: Method = "v2", *, heads: Heads | None = None
         method: "v2", "dex" or "v1".
         heads: for "dex", which heads of a layer are changed, such as those of the paper's choice,
             `diffvision.analysis.heads.highest_entropy`; all by default.
-        only_new: freeze all but the new parameters, as `freeze_but_new`.
+        only_new: freeze all but the new parameters, as `freeze_but_new` does.
 
     Raises:
         ValueError: there is no standard attention, or it has further parts (gates, norms of all heads, cross-attention,
@@ -135,7 +135,7 @@ def merge_dex(model: nn.Module) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where a block has its attention, which is the `depth`-th of its tower."""
+    """The location of a block's attention: attribute `name` of `parent`, in the `depth`-th block of a tower."""
 
     parent: nn.Module
     name: str
@@ -176,7 +176,7 @@ def _no_standard_attention(model: nn.Module) -> str:
 
 
 def _head_choice(slots: Sequence[_Slot], heads: Heads | None) -> Callable[[_Slot, Attention], Sequence[int]] | None:
-    """Return how heads are chosen, by the block's name or the caller's function; ValueError on other names."""
+    """Return a function that chooses the heads of a layer, or None for all; ValueError for an unknown block's name."""
     if heads is None or not isinstance(heads, Mapping):
         return heads and (lambda slot, layer: heads(slot.depth, layer))
     blocks = [slot.block for slot in slots]
@@ -252,7 +252,7 @@ def _fill(layer: AttentionLayer, weights: Any, biases: Any, proj: nn.Linear) -> 
 # ---- the new layers --------------------------------------------------------------------------------------------------
 
 
-def _again(layer: Attention, kind: Any, num_heads: int, num_kv_heads: int, **settings: Any) -> Any:
+def _like(layer: Attention, kind: Any, num_heads: int, num_kv_heads: int, **settings: Any) -> Any:
     """Make a layer of another kind with the standard one's settings, keys, values and output projection."""
     made = {"device": layer.q_proj.weight.device, "dtype": layer.q_proj.weight.dtype}
     biases = {"qkv_bias": layer.q_proj.bias is not None, "proj_bias": layer.proj.bias is not None}
@@ -268,8 +268,11 @@ def _again(layer: Attention, kind: Any, num_heads: int, num_kv_heads: int, **set
 
 @torch.no_grad()
 def _to_v2(layer: Attention, depth: int) -> DiffAttentionV2:
-    """Take each query twice, lambda 1/2 (the sigmoid of zero) and twice the projection: (A - A / 2) V 2 W = A V W."""
-    new = _again(layer, DiffAttentionV2, layer.num_heads, layer.num_kv_heads, head_norm=False)
+    """Make a V2 layer of the same function: queries copied, lambda 1/2 (sigmoid of 0), projection doubled.
+
+    It computes (A - A / 2) V 2 W = A V W.
+    """
+    new = _like(layer, DiffAttentionV2, layer.num_heads, layer.num_kv_heads, head_norm=False)
     new.head_norm = layer.head_norm
     for name, value in layer.q_proj.named_parameters():
         twice = value.unflatten(0, (layer.num_heads, 1, layer.head_dim)).expand(-1, 2, -1, *value.shape[1:])
@@ -280,18 +283,18 @@ def _to_v2(layer: Attention, depth: int) -> DiffAttentionV2:
 
 
 def _to_dex(layer: Attention, depth: int, heads: Sequence[int] | None = None) -> DexAttention:
-    new = _again(layer, DexAttention, layer.num_heads, layer.num_kv_heads, depth=depth, heads=heads)
+    new = _like(layer, DexAttention, layer.num_heads, layer.num_kv_heads, depth=depth, heads=heads)
     new.q_proj, new.head_norm = layer.q_proj, layer.head_norm
     return new
 
 
 def _to_v1(layer: Attention, depth: int) -> DiffAttention:
-    """Make heads 2i and 2i + 1 the two maps of head i, and their values its value."""
+    """Make a V1 layer: heads 2i and 2i + 1 become the two maps of head i, and their values its value."""
     if layer.num_heads % 2 or layer.num_kv_heads % 2:
         raise ValueError(
             f"method 'v1' pairs heads: {layer.num_heads} and {layer.num_kv_heads} key/value heads have no pairs"
         )
-    new = _again(layer, DiffAttention, layer.num_heads // 2, layer.num_kv_heads // 2, depth=depth)
+    new = _like(layer, DiffAttention, layer.num_heads // 2, layer.num_kv_heads // 2, depth=depth)
     new.q_proj = layer.q_proj
     return new
 

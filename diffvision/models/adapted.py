@@ -1,10 +1,10 @@
-"""`adapted_vit`: the name under which timm builds a vision transformer whose attention `diffvision.adapt` has changed.
+"""`adapted_vit`: the timm model name of vision transformers with attention that `diffvision.adapt` changed.
 
     timm.create_model("adapted_vit", base="vit_base_patch16_224", method="v2")
     timm.create_model("adapted_vit.v2.vit_base_patch16_224")       the same, where only a name can be given (OpenCLIP)
     timm.create_model("local-dir:DIRECTORY", pretrained=True)      what `diffvision adapt` wrote, with its weights
 
-Without weights from a folder it is the structure alone: timm's start of `base`, adapted.
+Without weights from a folder the model is a newly initialised `base`, adapted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["adapted_vit"]
 
 @register_model
 def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Build a VisionTransformer of timm's, made differential.
+    """Build a timm VisionTransformer with its attention made differential.
 
     Args:
         pretrained: load the weights that the configuration names, as a folder's does.
@@ -49,7 +49,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     adapt(model, method)
     model.pretrained_model_args = source or {}
     if pretrained:
-        # timm cuts off what features do not need once weights are loaded; here that is done before.
+        # For features timm removes unused parts after weights are loaded; here they are removed before.
         kept = model.state_dict().keys() if built is not model else None
         load_pretrained(
             model,
@@ -65,6 +65,6 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 
 def _filtered(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
-    """Apply timm's filter, and keep the weights of a model that was cut, if it was."""
+    """Apply timm's filter, and drop weights of parts that a features-only model does not have."""
     filtered = checkpoint_filter_fn(state, model)
     return {name: value for name, value in filtered.items() if kept is None or name in kept}

@@ -1,7 +1,7 @@
 """The architecture of a model in plain values: recorded with its weights, and compared when they are loaded.
 
 Two models of one name may compute different functions with the same names and shapes of weights: `lambda_init`, the
-number of heads, the eps of a norm and the base of a rotary embedding are in no weight.
+number of heads, the eps of a norm and the base of a rotary embedding do not show in any weight.
 
     {"config": {...},                                  of OpenCLIP and language models, every field with its value
      "arguments": {...},                               of timm models, what `create_model` was given
@@ -27,10 +27,10 @@ from torch import nn
 
 from diffvision.models.files import FOLDER
 
-KEY = "architecture"  # in what a checkpoint or the metadata of a safetensors file has under `METADATA`
+KEY = "architecture"  # key within the record that a checkpoint or safetensors file has under `METADATA`
 METADATA = "diffvision"
 
-# Attributes of layers, of any host, that say what is computed.
+# Attributes of layers, of any host, that determine what is computed.
 _SETTINGS = (
     "variant",
     "num_heads",
@@ -43,7 +43,8 @@ _SETTINGS = (
     "signal_ratio",
     "eps",
 )
-# Of configurations: settings of training, of where weights or words come from, and those that weights' shapes show.
+# Settings in configurations that are not recorded: of training, of sources of weights and tokenizers, and sizes that
+# the shapes of weights show.
 _NO_ARCHITECTURE = re.compile(
     r"drop|pretrained|^(init_.*|weight_init|checkpoint_path|cache_dir|architecture|num_classes|max_length"
     r"|hf_tokenizer_name|tokenizer_kwargs|output_tokens)$"
@@ -71,7 +72,7 @@ def architecture(model: nn.Module, model_cfg: Mapping[str, Any] | None = None) -
 
 
 def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
-    """Return how two architectures differ, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here"; empty if they agree.
+    """Return the differences of two architectures, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here", or "".
 
     Versions of hosts differ in their fields and layers: those that only one of the two has are not compared, unless
     they are arguments that a caller gave.
@@ -93,7 +94,7 @@ def check(about: Mapping[str, Any], model: nn.Module, what: str, model_cfg: Mapp
         about: the record of the weights. A record without architecture, as in files of older versions, is a warning; an
             empty one is accepted.
         model: the model into which the weights are loaded.
-        what: the weights, as an error calls them.
+        what: name of the weights in errors.
         model_cfg: as in `architecture`.
 
     Raises:
@@ -187,7 +188,7 @@ def _whole(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _architectural(value: Any) -> Any:
-    """Return plain values without those that are no architecture; tuples become lists, as in files."""
+    """Return plain values without settings that are not architecture; tuples become lists, as in files."""
     if isinstance(value, Mapping):
         return {str(key): _architectural(part) for key, part in value.items() if not _NO_ARCHITECTURE.search(str(key))}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""Limits on the size of a model whose configuration comes from somebody else.
+"""Limits on the size of models that are built from untrusted configurations.
 
-A few digits in a configuration can ask for more than any memory holds.
+A few digits in a configuration can require more memory than any machine has.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from diffvision.models.files import FOLDER, read_json
 
 DEPTH = 4096  # layers
-SIZE = 1 << 24  # of whatever a weight is as wide or as long as
+SIZE = 1 << 24  # largest axis of a weight
 
-# By the end of a setting's name; the first that fits. Some tensors grow with the square of image and caption sizes.
+# The limit of the first pattern that matches a setting's name. Some tensors grow with the square of image and caption
+# sizes.
 _LIMITS = (
     (re.compile(r"(layers?|depths?|blocks?)$"), DEPTH),
     (re.compile(r"(image_size|img_size|text_cfg\.context_length)$"), 1 << 14),
@@ -32,12 +33,12 @@ _SMALL = 1 << 22  # parameters that any folder may have
 
 
 def check_sizes(values: Any, what: str, name: str = "") -> None:
-    """Raise a ValueError for a number in a configuration that no model has, such as a depth of 30,000,000.
+    """Raise a ValueError if a number in a configuration is impossibly large, such as a depth of 30,000,000.
 
     Args:
         values: dictionaries, lists and numbers.
-        what: the configuration, as an error calls it.
-        name: of the values within it.
+        what: name of the configuration in errors.
+        name: path of the values within the configuration.
     """
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -55,7 +56,7 @@ def check_sizes(values: Any, what: str, name: str = "") -> None:
 
 @contextmanager
 def bounded(source: str | Path) -> Iterator[None]:
-    """Refuse to build a model in the context that is much larger than its weights.
+    """Refuse, within the context, to build a model that is much larger than its weights.
 
     Args:
         source: a file of weights; a folder, or `local-dir:FOLDER`, whose configuration is checked first. A name belongs

@@ -1,6 +1,6 @@
-"""Files of weights in the usual layouts, and what they record of their model, read without running what is in them.
+"""Reading of checkpoints in the usual layouts and of the model that they record, without running pickled code.
 
-Models are built of them in `diffvision.opening`; layouts of other libraries are in `models.convert`.
+Models are built from them in `diffvision.opening`; layouts of other libraries are converted in `models.convert`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is in a file of weights.
+    """The content of a file of weights.
 
     Attributes:
         state: the weights by the model's names.
-        lightning: whether a training run of ours wrote the file.
-        about: what was recorded with the weights, {"model": name, "preprocess": {...}, ...}; empty for other files.
+        lightning: whether `diffvision fit` wrote the file.
+        about: the record that was saved with the weights, {"model": name, "preprocess": {...}, ...}, or {}.
     """
 
     state: dict[str, Tensor]
@@ -37,10 +37,10 @@ class Checkpoint:
 
 
 class Origin(NamedTuple):
-    """Which model a file of weights says it is of.
+    """The model that a file of weights records.
 
     Attributes:
-        model: the name that the run was given; None where the file records none.
+        model: the model's name in the training run; None if the file records no name.
         language: whether it is a checkpoint of our language training.
     """
 
@@ -51,9 +51,9 @@ class Origin(NamedTuple):
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read the weights in a file of any of the usual layouts.
 
-    Nothing is unpickled but tensors, plain values and an argparse.Namespace of them, in which timm's train.py keeps its
-    arguments. Where a file holds averaged weights they are the ones taken (Lightning's EMA keeps them as `state_dict`,
-    timm's as `state_dict_ema`). Prefixes that wrappers add to the names are taken off.
+    Only tensors, plain values and an argparse.Namespace of them are unpickled; timm's train.py stores its arguments in
+    one. If a file has averaged weights, they are returned (Lightning's EMA stores them as `state_dict`, timm's as
+    `state_dict_ema`). Prefixes that wrappers add to the names are removed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,7 +74,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_origin(path: str | Path) -> Origin:
-    """Read which model a file of weights is of, without reading the weights.
+    """Read the recorded model of a file of weights, without reading the weights.
 
     Raises:
         FileNotFoundError, ValueError: as `read_checkpoint`.
@@ -92,18 +92,18 @@ def read_origin(path: str | Path) -> Origin:
 
 
 def _read(path: Path, map_location: str = "cpu") -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the dictionary in a file, and what was recorded with its weights."""
+    """Return the dictionary in a file, and the record that was saved with its weights."""
     try:
         if path.suffix == ".safetensors":
             content, about = _read_safetensors(path)
         else:
             with harmless():
                 content = torch.load(path, map_location=map_location, weights_only=True)
-            ours = isinstance(content, dict) and "pytorch-lightning_version" in content
-            about = content.get("diffvision", {}) if ours else {}
+            is_lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
+            about = content.get("diffvision", {}) if is_lightning else {}
     except FileNotFoundError:
         raise
-    # A file that is no checkpoint can fail torch's reader in any way.
+    # torch's reader raises errors of any class for a file that is not a checkpoint.
     except Exception as error:
         raise unreadable(path, error) from error
     if not isinstance(content, dict):
@@ -113,7 +113,7 @@ def _read(path: Path, map_location: str = "cpu") -> tuple[dict[Any, Any], dict[s
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return the weights, and what `diffvision export` recorded with them."""
+    """Return the weights, and the record that `diffvision export` saved with them."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -123,7 +123,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def _check_about(path: Path, about: Any) -> None:
-    """Raise a ValueError if what was recorded with weights is not of the types that are written."""
+    """Raise a ValueError if the record that was saved with weights has values of other types than we write."""
     if not isinstance(about, dict):
         raise ValueError(f"checkpoint {path} has a {type(about).__name__} under diffvision, not a dictionary: damaged")
     built = about.get(KEY)

@@ -1,9 +1,9 @@
-"""OpenCLIP's side: our models by name, and OpenCLIP's towers with any attention of `diffvision.nn.ATTENTION`.
+"""Our OpenCLIP models: their registration, and OpenCLIP's towers with any attention of `diffvision.nn.ATTENTION`.
 
-OpenCLIP takes a timm image tower by name, but has no hook for the towers that it builds: an unknown `block_type` builds
-its default block silently. So `patch` wraps the two functions that build towers, and
-`text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) then says
-which attention the blocks get: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
+OpenCLIP takes a timm image tower by name, but has no hook for the towers that it builds: for an unknown `block_type` it
+silently builds its default block. So `patch` wraps the two functions that build towers, and
+`text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) selects the
+attention of the blocks: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
 `text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's image tower,
 where `head_width` is the width of a differential head's output. Every other tower is built as before.
 
@@ -49,7 +49,7 @@ class TextBlock(ResidualAttentionBlock):
     It is a subclass, since OpenCLIP checkpoints, locks and shards text towers by that class.
 
     Args:
-        block: the block to take the parts of; its attention is dropped.
+        block: the block to take norms, MLP and layer scales from; its attention is dropped.
         attn: a class of `diffvision.nn.ATTENTION`.
         causal: whether, in a call without a mask, each token attends to itself and those before it, or to all.
     """
@@ -65,8 +65,14 @@ class TextBlock(ResidualAttentionBlock):
     ) -> Tensor:
         """Compute self-attention over q_x [B, L, width].
 
-        `attn_mask` is additive, [L, L] or [B * heads, L, L], and replaces `causal`. A boolean mask and cross-attention
-        (k_x or v_x given) are a ValueError.
+        Args:
+            q_x: tokens.
+            k_x: must be None, like `v_x`: there is no cross-attention.
+            v_x: must be None.
+            attn_mask: additive mask, [L, L] or [B * heads, L, L], that replaces `causal`.
+
+        Raises:
+            ValueError: k_x or v_x is not None, or the mask is boolean.
         """
         if k_x is not None or v_x is not None:
             raise ValueError("a diffvision text block is self-attention: it takes no k_x or v_x")
@@ -88,7 +94,7 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
     Values are read as JSON (`0.8`, `true`, `null`), and others as strings (`depth`).
 
     Raises:
-        ValueError: the variant is unknown, it does not take a setting, or the tower decides it.
+        ValueError: the variant is unknown, or a setting is not one of the variant's or is set by the tower.
     """
     _, _, rest = block_type.partition(":")
     variant, _, listing = rest.partition(":")
@@ -119,8 +125,8 @@ def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str
     transformer = tower.transformer
     causal = _has_causal_mask(tower)
     if causal:
-        # The blocks are causal from here on, so that a kernel's causal path serves instead of a mask of floats.
-        # None is a value that OpenCLIP gives this buffer as well (no_causal_mask).
+        # The blocks apply causality themselves, so that kernels use their causal path instead of a float mask.
+        # OpenCLIP itself sets this buffer to None as well (no_causal_mask).
         tower.attn_mask = None
     in_std = transformer.width**-0.5
     out_std = in_std * (2 * transformer.layers) ** -0.5
@@ -133,9 +139,9 @@ def _use_text_attention(tower: TextTransformer, variant: str, settings: dict[str
 
 
 def _has_causal_mask(tower: TextTransformer) -> bool:
-    """Whether the tower's blocks always get the causal mask.
+    """Return whether the tower's blocks always get the causal mask.
 
-    A class token brings a mask that depends on the batch, so such towers keep theirs.
+    The mask of a tower with a class token depends on the batch, so such towers keep theirs.
     """
     mask = tower.attn_mask
     if mask is None or tower.cls_emb is not None:
@@ -149,7 +155,7 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(build)
     def build_text_tower(embed_dim, text_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
-        if (asked := _asked(cfg, "text_cfg")) is None:
+        if (requested := _requested_attention(cfg, "text_cfg")) is None:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
         if cfg.hf_model_name:
             raise ValueError(
@@ -157,7 +163,7 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
         with _errors_name(cfg.block_type):
-            _use_text_attention(tower, *asked)
+            _use_text_attention(tower, *requested)
         return tower
 
     build_text_tower._replaces = build  # type: ignore[attr-defined]
@@ -168,16 +174,16 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(build)
     def build_vision_tower(embed_dim, vision_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPVisionCfg(**vision_cfg) if isinstance(vision_cfg, dict) else vision_cfg
-        if (asked := _asked(cfg, "vision_cfg")) is None:
+        if (requested := _requested_attention(cfg, "vision_cfg")) is None:
             return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
         if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
             raise ValueError(
                 f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer, not for "
-                f"{cfg.timm_model_name or 'a ResNet'!r}: of timm's models name one that is differential itself"
+                f"{cfg.timm_model_name or 'a ResNet'!r}: name a differential timm model instead"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
         with _errors_name(cfg.block_type):
-            _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *asked)
+            _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *requested)
         return tower
 
     build_vision_tower._replaces = build  # type: ignore[attr-defined]
@@ -187,8 +193,8 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 _WRAPPERS = {_TEXT: _wrap_text, _VISION: _wrap_vision}
 
 
-def _asked(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the variant and settings in a tower's configuration; None if it is not one of ours."""
+def _requested_attention(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the variant and settings that a tower's `block_type` names; None if it is not a `diffvision:` type."""
     block_type = getattr(cfg, "block_type", None) or ""
     if block_type.partition(":")[0] != _PREFIX:
         return None
@@ -210,14 +216,14 @@ def _errors_name(block_type: str) -> Iterator[None]:
 
 
 def _rebind(name: str, old: Callable, new: Callable) -> None:
-    """Bind a builder anew wherever OpenCLIP's modules hold it (some import it by name)."""
+    """Replace a builder in all of OpenCLIP's modules (some import it by name)."""
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
             setattr(module, name, new)
 
 
 def _check_host() -> None:
-    """RuntimeError if the installed OpenCLIP lacks one of the things that the hooks rest on."""
+    """Raise a RuntimeError if the installed OpenCLIP lacks functions, fields or arguments that `patch` relies on."""
     missing = []
     for name, arguments in _BUILDERS.items():
         build = getattr(open_clip.model, name, None)
@@ -236,9 +242,10 @@ def _check_host() -> None:
 
 
 def patch() -> None:
-    """Teach OpenCLIP our blocks and the names of `clip_configs/`; a second call changes nothing.
+    """Register our blocks and the configurations of `clip_configs/` with OpenCLIP; a second call has no effect.
 
-    RuntimeError, with nothing changed, if the installed OpenCLIP lacks what the hooks need.
+    Raises:
+        RuntimeError: the installed OpenCLIP lacks what the hooks need; nothing was changed.
     """
     if not hasattr(getattr(open_clip.model, _TEXT, None), "_replaces"):
         _check_host()
@@ -250,7 +257,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Undo `patch`: OpenCLIP's builders again, and our names unknown. Models already built keep working."""
+    """Undo `patch`: restore OpenCLIP's builders and remove our names. Models already built keep working."""
     for name in _WRAPPERS:
         wrapper: Any = getattr(open_clip.model, name, None)
         if hasattr(wrapper, "_replaces"):
@@ -262,11 +269,11 @@ def unpatch() -> None:
 
 
 def model_names() -> list[str]:
-    """Our models' names in OpenCLIP, sorted."""
+    """Return our models' names in OpenCLIP, sorted."""
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 try:
     patch()
-except RuntimeError as error:  # timm's half of the package is of use without OpenCLIP's
+except RuntimeError as error:  # the timm models work without the OpenCLIP models
     warnings.warn(f"{error}; none of its models is registered with OpenCLIP", stacklevel=2)

@@ -1,6 +1,6 @@
-"""Where weights may come from and go to: local files, and destinations that do not exist yet.
+"""Rules for files of weights: they are local, never unpickle Python objects, and are written whole or not at all.
 
-A file is loaded without unpickling Python objects, and written as a whole or not at all.
+Reading checkpoints is in `checkpoint.py`.
 """
 
 import json
@@ -21,9 +21,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[/:]|data:|registry(:|$)")  # the la
 
 
 def refuse_urls(given: Any, setting: str) -> None:
-    """Raise a ValueError that names any URL among the values, at any depth: checkpoints are files.
+    """Raise a ValueError if a value is a URL, at any depth, because checkpoints must be local files.
 
-    Lightning, timm and fsspec fetch URLs wherever they take paths, and Lightning then unpickles the answer.
+    Lightning, timm and fsspec fetch URLs wherever they take paths, and Lightning then unpickles the download.
     """
     if isinstance(given, Mapping):
         for key, value in given.items():
@@ -59,7 +59,7 @@ def tensors_only(name: str) -> Iterator[None]:
 
 
 def _of_torch(error: Exception) -> bool:
-    """Whether torch raised the error, as its reader does for a file that is no checkpoint."""
+    """Return whether torch raised the error, as its reader does for a file that is not a checkpoint."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -67,7 +67,7 @@ def _of_torch(error: Exception) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:
-    """Return the error for a checkpoint whose reader failed in any way: for a text file torch raises KeyError: 101."""
+    """Return the error for an unreadable checkpoint; readers raise errors of any class (torch a KeyError for text)."""
     if isinstance(error, pickle.UnpicklingError) and (named := re.search(r"GLOBAL (\S+)", str(error))):
         return ValueError(
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_free(target: Path) -> None:
-    """Raise a ValueError if a destination exists already, or a file is in its way."""
+    """Raise a ValueError if a destination exists already, or one of its parents is a file."""
     if target.is_symlink() or target.exists():
         raise ValueError(f"destination {target} is there already: remove it, or name another")
     above = next(folder for folder in target.absolute().parents if folder.exists())
@@ -101,9 +101,9 @@ def check_free(target: Path) -> None:
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """Yield a path to write a file or folder to, which is moved to `target` when all is written.
+    """Yield a temporary path to write a file or folder to, which is moved to `target` at the end.
 
-    A failure leaves nothing behind, and no folder on the way there either.
+    After a failure neither files nor newly made parent folders remain.
 
     Raises:
         ValueError: as in `check_free`.

@@ -1,4 +1,4 @@
-"""Weights of linear layers in eight bits, through torchao: symmetric, with a scale for each row; not activations.
+"""Eight-bit weights of linear layers, through torchao: symmetric, with a scale for each row; not activations.
 
 A quantised weight is torchao's tensor `weight_int8 * scale`. A file has it as two plain tensors, `NAME` (int8
 [out, in]) and `NAME_scale` (float32 [out, 1]), so that safetensors holds it and nothing is unpickled.
@@ -40,14 +40,16 @@ def quantise(model: nn.Module) -> nn.Module:
 
 
 def holds(state: Mapping[str, Tensor]) -> bool:
-    """Whether a state_dict has quantised weights, as torchao's tensors or as plain ones."""
+    """Return whether a state_dict has quantised weights, as torchao's tensors or as plain ones."""
     return any(hasattr(value, "qdata") or value.dtype == torch.int8 for value in state.values())
 
 
 def refuse(state: Mapping[str, Tensor], what: str) -> None:
     """Raise a ValueError for quantised weights, where they would be trained or converted."""
     if holds(state):
-        raise ValueError(f"{what} is in eight bits, of which nothing else is made: take what it was made of")
+        raise ValueError(
+            f"{what} is in eight bits, which cannot be trained or converted: use the weights it was made from"
+        )
 
 
 def split(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Evaluation mode for the time of a block. Moving models between devices and precisions is not done here."""
+"""A context manager for evaluation mode. It does not move models between devices or precisions."""
 
 from __future__ import annotations
 

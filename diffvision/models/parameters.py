@@ -52,7 +52,7 @@ def names() -> dict[str, list[str]]:
 
 
 def counted(host: str, name: str) -> int:
-    """Return the parameters of a model, built without memory."""
+    """Return the number of parameters of a model, built on the meta device."""
     import open_clip
     import timm
     import torch
@@ -77,7 +77,7 @@ def write() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it OpenCLIP does not warn that a model is built without weights."""
+    """Silence, within the context, OpenCLIP's warning that a model is built without weights."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Differential attention of other libraries that computes by our operation, with their parameters and names.
+"""Replacement of other libraries' differential attention by our operation, with their parameters and names.
 
-A model keeps its parameters (the same objects), its state_dict and its hooks: a module becomes a subclass of its class,
-which replaces the computation between the projections.
+A model keeps its parameters (the same objects), its state_dict and its hooks: the class of a module is changed to a
+subclass that replaces the computation between the projections.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def replace_attention(model: nn.Module) -> nn.Module:
     if not any(isinstance(module, tuple(known.values())) for module in modules):
         names = sorted({type(module).__name__ for module in modules if "ttention" in type(module).__name__})
         raise ValueError(
-            f"{type(model).__name__} has no differential attention that is known here: what it has is "
-            f"{', '.join(names) or 'none'}, and known are timm's DiffAttention and DiffParallelScalingBlock and "
+            f"{type(model).__name__} has no supported differential attention, its attention layers are "
+            f"{', '.join(names) or 'none'}: supported are timm's DiffAttention and DiffParallelScalingBlock and "
             "transformers' DiffLlamaAttention"
         )
     return model
@@ -98,7 +98,7 @@ class TimmParallelBlock(DiffParallelScalingBlock):
 
 @cache
 def _llama_attention(theirs: Any) -> type[nn.Module]:
-    """Make the subclass of DiffLlamaAttention, whose halves of heads are a head's two maps and value halves."""
+    """Make the subclass of DiffLlamaAttention; its heads i and i + H are the two maps and value halves of head i."""
 
     class LlamaAttention(theirs):
         """transformers' `DiffLlamaAttention`, by our operation."""

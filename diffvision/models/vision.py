@@ -1,4 +1,4 @@
-"""timm's side: vision transformers with any attention of `diffvision.nn.ATTENTION`, under names that timm knows.
+"""Our timm models: vision transformers with any attention of `diffvision.nn.ATTENTION`, registered by name.
 
 A model is timm's `VisionTransformer` with the block below. Only the attention differs, so all that timm does with its
 models (features, resizing, checkpointing, layer decay, saving) works with these. A name is a family and a shape:
@@ -127,7 +127,7 @@ class Size(NamedTuple):
     depth: int
     heads: int  # plain and V2
     diff_heads: int  # V1
-    mlp_ratio: float = 4.0  # plain and V1; V2 pays for its second query with half a width of each MLP
+    mlp_ratio: float = 4.0  # of plain and V1; V2's is 0.5 smaller, which makes up for its second queries
 
 
 # Plain sizes: arXiv 2010.11929 table 1 (base, large, huge), 2012.12877 table 1 (tiny, small), timm's vit_so150m.
@@ -155,7 +155,7 @@ class Shape(NamedTuple):
 _REG4 = {"class_token": False, "reg_tokens": 4, "no_embed_class": True, "global_pool": "avg"}
 _SO_REG4 = {"class_token": False, "reg_tokens": 4, "global_pool": "avg", "fc_norm": False}
 
-# What timm calls vit_<shape> has the same settings, but for the attention.
+# timm's vit_<shape> has the same settings, except for the attention.
 SHAPES = {
     "debug": Shape("debug", 8, 32, 1.0),
     "tiny_patch16_224": Shape("tiny", 16, 224),
@@ -204,7 +204,7 @@ CLIP_SHAPES = {
 }
 
 
-# Signal heads a noise head, where the heads allow a ratio of the paper's (arXiv 2510.06949); debug has but two heads.
+# Signal heads per noise head, for shapes with enough heads for a ratio of the paper (arXiv 2510.06949), and for debug.
 GROUPED = {
     "debug": 2,
     "small_patch16_224": 3,
@@ -249,7 +249,7 @@ def model_names() -> list[str]:
 
 
 def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
-    """Return what timm and its users read of a model before it is built; the keys are those of timm's own models."""
+    """Return timm's `default_cfg` of a model, which timm and its users read before the model is built."""
     clip = "_clip" in name
     return {
         "url": "",  # no weights
@@ -297,7 +297,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
 
 
 def _register(name: str) -> None:
-    """Give timm a function of this module called `name`, as its decorator expects them."""
+    """Register a model with timm by a function of that name in this module, as timm's decorator expects."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
         return _create(name, pretrained, **kwargs)

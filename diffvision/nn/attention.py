@@ -1,4 +1,4 @@
-"""What every attention layer shares, and the standard layer, which is the baseline of each comparison.
+"""The base class of all attention layers, and the standard layer, which is the baseline of each comparison.
 
 The differential layers are in `diff_attention.py` and the files that build on it.
 
@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Cache(Protocol):
-    """What a layer needs of a cache of keys and values; `diffvision.models.language.cache` has the caches."""
+    """The interface of a cache of keys and values; the caches are in `diffvision.models.language.cache`."""
 
     def positions(self, count: int) -> Tensor:
         """Return the positions [N] of the next `count` tokens."""
@@ -31,7 +31,7 @@ class Cache(Protocol):
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm whose weight follows the input's dtype: under autocast a float32 weight would refuse the fused kernel."""
+    """RMSNorm with its weight cast to the input's dtype: the fused kernel refuses a float32 weight under autocast."""
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """Return the norm of the last axis times a constant."""
@@ -43,7 +43,7 @@ class HeadNorm(nn.RMSNorm):
 
 
 class AttentionLayer(nn.Module):
-    """Self-attention with its projections; a subclass says how many maps a head has and what it does with them.
+    """Self-attention with its projections; subclasses define the number of maps of a head and how they are combined.
 
     Args:
         dim: width of the tokens, in and out.
@@ -180,15 +180,15 @@ class AttentionLayer(nn.Module):
         return q, k
 
     def _query_heads(self, num_heads: int) -> int:
-        """Return how many queries of D a token has."""
+        """Return the number of queries [D] that `q_proj` makes of a token."""
         return num_heads * self.query_maps
 
     def _split_queries(self, q: Tensor) -> Tensor:
-        """[B, N, rows of q_proj] -> [B, H, P, N, D]."""
+        """Reshape the output of `q_proj` [B, N, rows] to [B, H, P, N, D]."""
         return q.unflatten(-1, (self.num_heads, self.query_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """[B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V]."""
+        """Return [B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V]."""
         raise NotImplementedError
 
     def _combined(self, maps: Float[Tensor, "B H P N L"], x: Tensor) -> Float[Tensor, "B H N L"]:
@@ -196,7 +196,7 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def _finish(self, heads: Float[Tensor, "B H N V"]) -> Float[Tensor, "B H N V"]:
-        """Return each head's output as the projection takes it."""
+        """Return the output of each head after its norm, the input of the output projection."""
         return self.head_norm(heads)
 
     def _dropout(self) -> float:
@@ -217,7 +217,7 @@ class Attention(AttentionLayer):
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         length, keys = q.shape[3], k.shape[3]
-        if is_causal and (mask is not None or length != keys):  # torch's own causal mask counts from the first key
+        if is_causal and (mask is not None or length != keys):  # torch's `is_causal` is aligned to the first key
             if length > 1:
                 lower = torch.ones(length, keys, dtype=torch.bool, device=x.device).tril(keys - length)
                 mask = lower if mask is None else mask & lower

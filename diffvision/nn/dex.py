@@ -14,7 +14,7 @@ from diffvision.nn.linear import refuse_wrapped
 
 
 class DexAttention(Attention):
-    """Standard attention whose selected heads lose a learned part of their own output.
+    """Standard attention that subtracts from each selected head's output a learned part of it.
 
         head_h <- head_h - lambda head_h W                     W [V, V], one for the layer's selected heads, from zero
         lambda = s_0 lambda_init + s_1 dex_lambda              s: the schedule; dex_lambda learned, from zero
@@ -114,7 +114,7 @@ class DexAttention(Attention):
         """Return a standard layer that computes the same, with the operation within its output projection.
 
         Raises:
-            ValueError: an adapter or a parametrization is around the output projection.
+            ValueError: the output projection is wrapped in an adapter or a parametrization.
         """
         refuse_wrapped(proj=self.proj)
         merged = Attention.__new__(Attention)

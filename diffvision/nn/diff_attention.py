@@ -118,7 +118,7 @@ class DiffAttention(AttentionLayer):
 
 
 class DiffAttentionV2(AttentionLayer):
-    """DIFF V2: two queries a head over one key and value of its group, lambda from the token, no head norm.
+    """DIFF V2: two queries per head over one key and value of its group, lambda from the token, no head norm.
 
         lambda = sigmoid(lambda_proj(x))                                           one number a token and head
         head = (softmax(q1 k') - lambda softmax(q2 k')) v

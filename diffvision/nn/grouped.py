@@ -84,7 +84,7 @@ class GroupedDiffAttention(DiffAttention):
         return num_heads + self._groups
 
     def _split_queries(self, q: Tensor) -> Tensor:
-        """[B, N, rows] -> [B, H, 2, N, D], the noise queries given to each of their signal heads."""
+        """Reshape [B, N, rows] to [B, H, 2, N, D], with the noise query of a group repeated for its signal heads."""
         grouped = q.unflatten(-1, (self._groups, self.signal_ratio + 1, self.head_dim)).permute(0, 2, 3, 1, 4)
         signal, noise = grouped[:, :, :-1], grouped[:, :, -1:].expand(-1, -1, self.signal_ratio, -1, -1)
         return torch.stack((signal, noise), dim=3).flatten(1, 2)

@@ -1,6 +1,6 @@
-"""DIFF V1 with other forms of lambda: a number a head, a token, or both, and two scalars a layer.
+"""DIFF V1 with other forms of lambda: one number per head, per token, or both, and two scalars per layer.
 
-The layers take the arguments of `DiffAttention`, whose own form is one lambda a layer from four vectors.
+The layers take the arguments of `DiffAttention`, which has one lambda per layer from four vectors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diffvision.nn.diff_attention import DiffAttention
 
 
 class HeadLambda(DiffAttention):
-    """V1 with a lambda of each head: `lambda + delta_h`, where delta is a number a head that starts from zero.
+    """V1 with a lambda of each head: `lambda + delta_h`, where delta has one number per head and starts from zero.
 
     Source: mrtanke/adaptive-differential-attention ("diff_headwise"), which says of this and the next two that with the
     same weights they are V1 to begin with.
@@ -77,7 +77,7 @@ class TokenHeadLambda(TokenLambda):
 
 
 class DualLambda(DiffAttention):
-    """V1 with two scalars a layer in place of its four vectors: `exp(a) - exp(b) + lambda_init`, both from zero.
+    """V1 with two scalars per layer instead of four vectors: `exp(a) - exp(b) + lambda_init`, both from zero.
 
     Source: huggingface/pytorch-image-models timm/layers/diff_attention.py (dual_lambda).
     """

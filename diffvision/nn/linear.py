@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 # Times as fast as torch on two cores: 1.5 to 2.0 for up to 4 rows and 1.15 to 1.3 for 8 and 16, with weights of 7e5 and
-# more; about 1.0 at 1.8e5, and 0.6 at 2**16, where making the shares costs as much as the product.
+# more; about 1.0 at 1.8e5, and 0.6 at 2**16, where splitting the weight costs as much as the product.
 MAX_ROWS = 16
 MIN_WEIGHTS = 2**18
 _PLAIN = (Tensor, nn.Parameter)  # a quantised weight has no rows to view
@@ -54,10 +54,10 @@ class Linear(nn.Linear):
 
 
 def refuse_wrapped(**layers: nn.Module) -> None:
-    """Check that each layer is torch's linear map or attention without a wrapper, so that its weights say all it does.
+    """Check that each layer is an unwrapped linear map or attention of torch, so that its weights define its output.
 
     Raises:
-        ValueError: an adapter or a parametrization is around one.
+        ValueError: a layer is wrapped in an adapter or a parametrization.
     """
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear | nn.MultiheadAttention) or is_parametrized(layer):

@@ -1,6 +1,6 @@
-"""The one notion of a loaded model: `open_model(spec)` gives a `Model`, whichever host builds it.
+"""Opening of models: `open_model(spec)` returns a `Model`, built by timm, OpenCLIP, transformers or diffvision.
 
-Evaluation, export, inspection and the commands take models from here. What of a model is trained is in `training`.
+Evaluation, export, inspection and the commands open their models here. Training builds its models in `training`.
 """
 
 from diffvision.opening.grammar import folder_host, labelled, open_model

@@ -1,7 +1,7 @@
-"""`open_model`, which opens any model that one line of text can name, and how such a line is read.
+"""`open_model`, which opens a model by name or path, and the grammar of these strings.
 
-Every command and function that takes a model takes it in this grammar. How a host's model is built is in `images.py`
-and `texts.py`.
+All commands and functions that take a model use this grammar. Image models are built in `images.py`, language models in
+`texts.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_model(
     Args:
         spec: which model:
             NAME            of an OpenCLIP or timm model (NAME.TAG: with timm's weights of that tag), ours included, or
-                            of a language model of ours;
+                            of one of our language models;
             PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
                             OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
             local-dir:PATH  such a folder, as timm and OpenCLIP call it;
@@ -97,11 +97,11 @@ def labelled(spec: str) -> tuple[str, str]:
 
 
 def folder_host(folder: str | Path) -> Host:
-    """Return whose model a folder holds, by its configuration.
+    """Return the host of the model in a folder, by its configuration.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the folder is of a run, or its configuration is of no host that is known.
+        ValueError: the folder is the directory of a run, or its configuration is of no known host.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -159,7 +159,7 @@ def _is_name(text: str) -> bool:
 
 
 def _unknown(text: str) -> Exception:
-    """Return the error for what is neither a name nor a path."""
+    """Return the error for a string that is neither a known name nor an existing path."""
     import open_clip
     import timm
 
@@ -222,9 +222,9 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
 
 @contextmanager
 def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a folder without weights, and report what the host says of one that does not load as a ValueError.
+    """Refuse a folder without weights, and turn the host's errors about a damaged folder into a ValueError.
 
-    OpenCLIP takes random weights where a folder has none.
+    Without this check OpenCLIP would build a model with random weights.
     """
     if checkpoint is None and not any(path.suffix in _IN_FOLDERS for path in folder.iterdir()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Models of images, or of images and texts: OpenCLIP's and timm's, by name or from a folder, with weights."""
+"""The opening of image and image-text models: OpenCLIP's and timm's, by name or from a folder, with weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg
 
 
 def refuse_code(name: str) -> None:
-    """Refuse an OpenCLIP model from a folder or the Hub whose configuration asks to run code, as its tokenizer may.
+    """Refuse an OpenCLIP model from a folder or the Hub if its configuration would run code that comes with it.
 
-    OpenCLIP hands the `tokenizer_kwargs` of open_clip_config.json to transformers, trust_remote_code with them.
+    OpenCLIP passes the `tokenizer_kwargs` of open_clip_config.json, which may have trust_remote_code, to transformers.
 
     Raises:
         ValueError: the configuration has trust_remote_code.
@@ -42,7 +42,7 @@ def refuse_code(name: str) -> None:
 
 
 def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open a model of OpenCLIP's by name, `local-dir:` or `hf-hub:`, with its weights."""
+    """Open an OpenCLIP model by name, `local-dir:` or `hf-hub:`, with its weights."""
     import open_clip
 
     refuse_code(name)
@@ -50,7 +50,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     weights = _open_clip_weights(name, checkpoint, path)
     if weights is not None:
         preprocess = {**_trained_with(weights), **preprocess}
-    # OpenCLIP does not know our layouts, and does not look at a checkpoint for a folder's name.
+    # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
     ours = weights is not None and (weights.lightning or weights.about or int8.holds(weights.state))
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
     config = open_clip.get_model_config(name)
@@ -76,7 +76,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
 
 
 def _open_clip_weights(name: str, checkpoint: str | Path | None, path: Path | None) -> Checkpoint | None:
-    """Return what is in a file of weights; None for a tag, and for the arrays of big_vision, which OpenCLIP reads."""
+    """Return the content of a file of weights; None for a tag, and for arrays of big_vision, which OpenCLIP reads."""
     import open_clip
 
     if path is None and checkpoint is not None:
@@ -133,7 +133,7 @@ def without_warning_of_random_weights() -> Iterator[None]:
 
 
 def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open a model of timm's by name or `local-dir:`, with its weights."""
+    """Open a timm model by name or `local-dir:`, with its weights."""
     import timm
 
     path = _file(checkpoint)
@@ -213,7 +213,7 @@ def _file(checkpoint: str | Path | None) -> Path | None:
 
 
 def _origin_of(name: str, checkpoint: str | Path | None) -> str | None:
-    """Return where the weights of an image model come from, as `Model.weights` has it."""
+    """Return the origin of an image model's weights, the value of `Model.weights`."""
     if checkpoint is not None:
         return str(checkpoint)
     return name.removeprefix(FOLDER) if name.startswith((FOLDER, HUB)) else None

@@ -1,4 +1,4 @@
-"""What is known of a model that was opened; `diffvision.opening.open_model` opens one."""
+"""The class `Model`, an opened model with its transform and tokenizer; `diffvision.opening.open_model` opens one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Literal
 from torch import nn
 
 Host = Literal["open_clip", "timm", "language", "transformers"]
-"""Who builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""
+"""The library that builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model in evaluation mode and what belongs to it.
+    """A model in evaluation mode with its transform, tokenizer and origin.
 
     Attributes:
-        name: the model's name at its host, by which tables and pictures call it.
-        host: who builds it.
+        name: the model's name at its host, also its name in tables and pictures.
+        host: the library that builds it.
         module: the model itself.
         config: what the host builds it from: OpenCLIP's model_cfg, the arguments that timm's create_model took, or the
             fields of a language model's configuration.
@@ -56,7 +56,7 @@ class Model:
         return self
 
     def for_text(self) -> Model:
-        """Return the model; raise a ValueError if it is one of images, or a language model with new weights."""
+        """Return the model; raise a ValueError if it is an image model, or a language model with new weights."""
         if not self.is_language:
             raise ValueError(f"{self.name} is a model of images: give a language model, or use `diffvision evaluate`")
         if self.weights is None:

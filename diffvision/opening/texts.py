@@ -1,4 +1,4 @@
-"""Language models: ours, and transformers' causal ones, with their tokenizers.
+"""The opening of language models: ours, and transformers' causal ones, with their tokenizers.
 
 transformers is imported only when one of its models is opened.
 """
@@ -21,7 +21,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_
 
 
 def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
-    """Open a language model of ours by name, with the weights of a checkpoint or new ones."""
+    """Open one of our language models by name, with the weights of a checkpoint or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
@@ -31,7 +31,7 @@ def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
 
 
 def open_language(path: Path, trained: str | None = None) -> Model:
-    """Open a checkpoint of ours; `trained` is the name that its run recorded."""
+    """Open a checkpoint of our language models; `trained` is the name that its run recorded."""
     return _language_model(language.load(path), trained, path)
 
 
@@ -53,7 +53,7 @@ def _language_model(module: language.LanguageModel, name: str | None, path: Path
 
 
 def open_transformers_folder(folder: Path) -> Model:
-    """Open a folder in transformers' layout; one of ours becomes a `LanguageModel` again."""
+    """Open a folder in transformers' layout; an exported model of this package becomes a `LanguageModel` again."""
     if folder_config(folder).get("model_type") != "diff_transformer":
         return open_transformers(str(folder))
     _import_transformers(str(folder))
@@ -94,14 +94,14 @@ def _import_transformers(path: str) -> None:
 
 
 def _from_pretrained(kind: Any, path: str, what: str) -> Any:
-    """Return what one of transformers' classes loads, if nothing has to be run for it."""
+    """Load a model or tokenizer with one of transformers' Auto classes, without running code that comes with it."""
     folder = Path(path)
     with bounded(folder if folder.is_dir() else path):
         try:
             with tensors_only(f"hf:{path}"):
-                # Left out, trust_remote_code would be asked for.
+                # Without trust_remote_code=False transformers would ask the user whether to run the code.
                 return kind.from_pretrained(path, trust_remote_code=False)
-        # A RuntimeError is of weights of other sizes, or of deep JSON.
+        # Weights of other sizes and deeply nested JSON are a RuntimeError.
         except (OSError, ValueError, RuntimeError) as error:
             if "trust_remote_code" in str(error):
                 raise ValueError(
@@ -113,10 +113,10 @@ def _from_pretrained(kind: Any, path: str, what: str) -> Any:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers with the names that ours has.
+    """A transformers tokenizer with the interface of our tokenizers.
 
     Attributes:
-        start_id: the token that a text begins with, where the model wants one.
+        start_id: the token that a text begins with, or None.
         eos_id: the token that ends a document.
     """
 
@@ -136,7 +136,7 @@ class HuggingFaceTokenizer:
 
 
 def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
-    """Return the language model with the tokenizer that is asked for, or the one next to its weights."""
+    """Return the language model with the tokenizer of that path or name, or by default the one next to its weights."""
     words = model.tokenizer
     if tokenizer is not None:
         words = load_tokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""What is asked of weights and of the files next to them, whichever host's they are."""
+"""Checks of checkpoints and of the files next to them that hold for all hosts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from diffvision.models.files import read_json
 
 HUB = "hf-hub:"
-"""Before the id of an OpenCLIP model on the Hugging Face Hub."""
+"""The prefix of the id of an OpenCLIP model on the Hugging Face Hub."""
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
-"""Settings of a model's transform that may be given."""
+"""Settings of a model's transform that a user may set."""
 
 CONFIG = "config.json"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 
 
 def refuse_checkpoint(checkpoint: str | Path | None, spec: str) -> None:
-    """Raise a ValueError if a checkpoint is given with a model that has its weights."""
+    """Raise a ValueError if a checkpoint is passed with a model that comes with weights."""
     if checkpoint is not None:
         raise ValueError(f"checkpoint is {str(checkpoint)!r}, but {spec} is a model with weights: leave checkpoint out")
 
 
 def run_of(path: Path | None) -> Path | None:
-    """Return the directory of the run that a file lies in: its folder, or the one above, where Lightning writes it."""
+    """Return the directory of the run that a checkpoint is in: its folder or the parent of it, or None."""
     above = path.resolve().parents[:2] if path is not None and path.is_file() else ()
     return next((folder for folder in above if (folder / "config.yaml").is_file()), None)
 
@@ -36,7 +36,7 @@ def no_such_weights(checkpoint: str | Path, name: str, tags: list[str]) -> Value
 
 
 def check_name(trained: Any, name: str, path: Path) -> None:
-    """Raise a ValueError if the name that a file of weights records is another model's."""
+    """Raise a ValueError if a file of weights records the name of another model."""
     if trained is not None and trained != name:
         raise ValueError(f"checkpoint {path} is of the model {trained!r}, not {name!r}: give the model {trained!r}")
 

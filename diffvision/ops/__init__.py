@@ -1,4 +1,4 @@
-"""Pure functions on tensors: the one operation of this package, its attention maps, and rotary embedding."""
+"""Pure functions on tensors: differential attention, attention maps, RMS norm, and rotary embedding."""
 
 from diffvision.ops.attention import (
     attention_backend,

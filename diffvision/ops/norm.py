@@ -34,7 +34,7 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
 
 
 class _RMSNorm(torch.autograd.Function):
-    generate_vmap_rule = True  # and setup_context apart: what torch.func asks of a function
+    generate_vmap_rule = True  # torch.func requires this and a separate setup_context
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:

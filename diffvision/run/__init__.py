@@ -6,8 +6,8 @@
     python -m diffvision.run lm_eval --model hf --model_args pretrained=FOLDER ...    (of `diffvision export`)
     torchrun --nproc-per-node 8 -m diffvision.run open_clip_train.main ...
 
-None of them has plugin discovery: a program that never imports diffvision does not know its names. The Python
-processes that the program starts know them too, through PYTHONPATH (`children/sitecustomize.py`).
+These libraries have no plugin discovery: a program that never imports diffvision does not know its names. Python
+processes that the program starts register the models too, through PYTHONPATH (`children/sitecustomize.py`).
 """
 
 import importlib.util

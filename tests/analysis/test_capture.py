@@ -76,7 +76,7 @@ def test_a_model_without_attention_of_ours_says_what_to_do():
 def test_timms_attention_is_read_and_not_changed():
     model = _timm("vit_dwee_patch16_reg1_gap_256").eval()
     with (
-        pytest.raises(ValueError, match=r"blocks\.0\.attn is timm's DiffAttention, whose attention can be read, not"),
+        pytest.raises(ValueError, match=r"blocks\.0\.attn is timm's DiffAttention: its attention can be read, not"),
         captured(model, lambda call: call.scores()),
     ):
         model(torch.randn(1, 3, 32, 32))

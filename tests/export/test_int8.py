@@ -59,9 +59,9 @@ def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
     assert (tmp_path / "int8.safetensors").stat().st_size < (tmp_path / "float.pt").stat().st_size
     with pytest.raises(ValueError, match=r"int8.safetensors is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
         open_model("CLIP-debug", tmp_path / "int8.safetensors")
-    with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
         export(str(tmp_path / "int8.safetensors"), str(tmp_path / "onnx"), "onnx")
-    with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
         convert(str(tmp_path / "int8.safetensors"), str(tmp_path / "timm.pt"), to="timm")
     with pytest.raises(ValueError, match=r"int8.safetensors are in eight bits, which are not trained: start from what"):
         ContrastiveModule("DiffCLIP-debug", pretrained=str(tmp_path / "int8.safetensors"))
@@ -87,10 +87,10 @@ def test_a_language_model_in_eight_bits_is_saved_loaded_and_generates(tmp_path, 
     assert model.head is None  # tied: the embedding stays as it is
     assert model.embed.weight.dtype == torch.float32
     assert len(generate(model, tokens, max_new_tokens=4)[0]) == 4
-    with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
         convert(str(tmp_path / "int8"), str(tmp_path / "theirs"), to="huggingface")
     own = {"vocab_size": 128, "max_length": 64, "num_kv_heads": 1, "depth": 1}
-    with pytest.raises(ValueError, match="is in eight bits, of which nothing else is made"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
         LanguageModule("diff-debug", model_args=own, pretrained=str(tmp_path / "int8"))
 
 
@@ -108,7 +108,7 @@ def test_decoding_a_few_rows_on_many_threads_takes_quantised_weights():
 
 def test_bad_input_is_one_clear_error(tmp_path, monkeypatch):
     torch.save(timm.create_model("diff_vit_debug").state_dict(), tmp_path / "float.pt")
-    with pytest.raises(ValueError, match=r"destination vit is to be one file: let its name end in \.safetensors"):
+    with pytest.raises(ValueError, match=r"destination vit must be a file: give a name that ends in \.safetensors"):
         export("diff_vit_debug", str(tmp_path / "vit"), "int8", checkpoint=str(tmp_path / "float.pt"))
     with pytest.raises(ValueError, match="ReLU has no linear layer"):
         int8.quantise(torch.nn.ReLU())

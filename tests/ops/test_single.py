@@ -58,7 +58,7 @@ def test_half_precision_rounds_once(dtype):
 def test_taken_for_one_query_on_a_cpu():
     problem = Problem(batch=1, heads=4, kv_heads=4, queries=1, keys=500, head_dim=16, value_dim=32)
     assert supported_backends(problem)["single"].startswith("chosen")
-    assert supported_backends(problem._replace(queries=2))["single"] == "cannot: it takes one query a head, not 2"
+    assert supported_backends(problem._replace(queries=2))["single"] == "cannot: it takes one query per head, not 2"
     q, k, v = _tensors(5)
     with pytest.raises(ValueError, match="'single' cannot take this call: it draws no dropout"):
         diff_attention(q, k, v, 0.5, dropout=0.1, backend="single")

@@ -1,6 +1,6 @@
 """Figures of training runs, lambda, attention and language evaluations; each function returns a matplotlib Figure.
 
-`png` makes a file's bytes of one. Nothing here computes or reads what is shown.
+`png` returns one as a PNG file's bytes. Reading and computing of the data is not here.
 """
 
 from diffvision.analysis.figures.images import ImageAttention, attention_panels

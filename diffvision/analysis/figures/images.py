@@ -36,8 +36,8 @@ class ModelAttention(NamedTuple):
 def attention_panels(rows: Sequence[ImageAttention], title: str = "") -> Figure:
     """Return images next to their attention: image, map 1, map 2, and the difference, with colours centred at 0.
 
-    A row has one scale for its two maps, and one for its difference; both are printed next to it, in percent of a row
-    of attention.
+    The two maps of a row share one scale, and its difference has another; both are printed next to the row, in percent
+    of a row of attention.
     """
     columns = max(len(row.maps) for row in rows) + 1
     figure, grid = pictures(len(rows), columns, width=1.75, height=1.55, margin=(0.6, 0.4))
@@ -66,7 +66,7 @@ def _percent_bar(figure: Figure, picture: Any, ax: Any) -> None:
 
 @styled
 def compared_models(image: Any, models: Mapping[str, ModelAttention], region: Any | None = None) -> Figure:
-    """Return an image, and a row a model with its maps and each caption's relevance over the image.
+    """Return an image, and one row per model with its maps and each caption's relevance over the image.
 
     Maps are in percent of a row of attention, relevance in percent of all of it. All maps are on one scale, all
     differences on one, and all relevances on one.

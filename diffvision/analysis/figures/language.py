@@ -49,7 +49,7 @@ def recall_bars(results: Results) -> Figure:
 
 @styled
 def position_curves(results: Results) -> Figure:
-    """Return the running mean of the loss over positions, a curve a model."""
+    """Return the running mean of the loss over positions, one curve per model."""
     figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
     _curves(ax, {name: numbered(metrics, "nll") for name, metrics in results.items()})
     ax.set(title="Cumulative average loss by position", xlabel="position", ylabel="nats a token")
@@ -58,7 +58,7 @@ def position_curves(results: Results) -> Figure:
 
 @styled
 def needle_maps(results: Results) -> Figure:
-    """Return accuracy by depth and length: a row of maps a model, a column a number of needles."""
+    """Return accuracy by depth and length: one row of maps per model, one column per number of needles."""
     pairs = list(dict.fromkeys(key.partition("/")[0] for metrics in results.values() for key in metrics))
     figure, grid = pictures(len(results), len(pairs), width=2.6, height=2.1, margin=(0.8, 0.4))
     for row, (name, metrics) in zip(grid, results.items(), strict=True):
@@ -91,7 +91,7 @@ def attention_bars(results: Results) -> Figure:
 
 @styled
 def many_shot_panels(results: Results) -> Figure:
-    """Return accuracy over shots, and the best to the worst over orders of the same demonstrations."""
+    """Return accuracy over shots, with the range from best to worst over orders of the same demonstrations."""
     figure, (shots, orders) = panels(2, width=4.0, height=_HEIGHT)
     _draw_shots(shots, results)
     _draw_orders(orders, results)
@@ -145,9 +145,9 @@ def outlier_bars(results: Results) -> Figure:
 
 @styled
 def quantization_curves(results: Results) -> Figure:
-    """Return loss by bits of the attention logits, and what else was taken.
+    """Return metrics over the number of bits of the attention logits, one panel per metric.
 
-    A dotted line is where nothing is quantised.
+    A dotted line is the value without quantisation.
     """
     kinds = list(dict.fromkeys(key.rpartition("/")[0] for metrics in results.values() for key in metrics))
     kinds = [kind for kind in kinds if kind != "perplexity"]

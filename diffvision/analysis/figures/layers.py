@@ -1,4 +1,4 @@
-"""Figures of numbers over a model's layers. The numbers are made in `statistics` and `inspection`."""
+"""Figures of numbers over a model's layers. The numbers are computed in `statistics` and `inspection`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class LayerPanel(NamedTuple):
 def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
     """Return numbers over the layers.
 
-    A colour is a model, a line a kind of map (its mean over heads), a dot a head of what is applied to the values.
+    Each model has a colour, and each kind of map a line, its mean over heads. Dots are the heads of the map that is
+    applied to the values.
     """
     from matplotlib.figure import Figure
 

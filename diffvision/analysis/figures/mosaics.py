@@ -1,4 +1,4 @@
-"""Figures of many small maps, and strips of text: maps on one scale and differences on one, in percent."""
+"""Figures of many small maps, and of attention over a text. Maps share one scale and differences another."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Block:
 
 @styled
 def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figure:
-    """Return many small maps: one picture a block, with rows and columns of cells.
+    """Return a figure of many small maps: one picture per block, with rows and columns of cells.
 
-    The scales end at the 99.5th percentile of what is shown, so that one bright cell leaves the others to be seen.
+    The scales end at the 99.5th percentile of what is shown, so that one bright cell does not darken the others.
 
     Args:
         blocks: the pictures, from top to bottom.
@@ -72,7 +72,7 @@ def _label_cells(ax: Any, block: Block, shape: tuple[int, ...], columns: Sequenc
 
 @styled
 def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], answer: tuple[int, int] | None) -> Figure:
-    """Return what the last token of a text attends to: a row a model and kind of map, the text below.
+    """Return a figure of what a text's last token attends to: one row per model and kind of map, above the text.
 
     Args:
         words: of each token, N.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @styled
 def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]]) -> Figure:
-    """Return runs compared over their steps, a panel a metric.
+    """Return a figure that compares runs over their steps, one panel per metric.
 
     Each run is the mean over its seeds, with a band of one standard deviation around it where there are several.
 
     Args:
-        metrics: {metric: {run: [a curve a seed]}}.
+        metrics: {metric: {run: [one curve per seed]}}.
     """
     names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
     figure, axes = panels(len(metrics), width=3.6, height=2.8)
@@ -40,10 +40,10 @@ def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]]) -> Figure:
 
 @styled
 def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
-    """Return lambda of every layer over the steps: a panel a tower, light to dark from the first layer to the last.
+    """Return lambda of every layer over the steps: one panel per tower, light to dark from first to last layer.
 
     Args:
-        curves: {layer's module name: curve}; names that begin alike up to the layer's number are one tower.
+        curves: {layer's module name: curve}; names with the same part before the layer's number are one tower.
     """
     import matplotlib as mpl
 
@@ -65,11 +65,11 @@ def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
 
 @styled
 def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str = "%") -> Figure:
-    """Return runs compared by their metrics: a bar a run with its number on it, a dot a seed where there are several.
+    """Return a figure that compares runs by metrics: one labelled bar per run, one dot per seed if there are several.
 
     Args:
-        metrics: {metric: {run: [a value a seed]}}.
-        unit: "%" shows fractions of 1 as percent; anything else is a label, and the values are shown as they are.
+        metrics: {metric: {run: [one value per seed]}}.
+        unit: "%" shows fractions of 1 as percent; anything else is a label, and values are not scaled.
     """
     names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
     figure, (ax,) = panels(1, width=max(4.0, 0.55 * len(metrics) * (len(names) + 0.8)), height=3.2)

@@ -1,4 +1,4 @@
-"""The look that all figures share, and what they are made of: panels, bars, pictures and colour bars.
+"""The style that all figures share, and functions to draw panels, bars, pictures and colour bars.
 
 Figures are drawn on Agg canvases, so no display is needed and no global state of matplotlib is touched.
 """
@@ -93,11 +93,11 @@ def draw_bars(
     log: bool = False,
     rotation: int = 0,
 ) -> None:
-    """Draw bars side by side in groups, each with its number on it, and a dot a seed where there are several.
+    """Draw bars side by side in groups, each with its value, and one dot per seed if there are several.
 
     Args:
         ax: where to draw.
-        groups: {group: {run: [a value a seed]}}; a value that is not finite has no bar.
+        groups: {group: {run: [one value per seed]}}; a value that is not finite has no bar.
         write: a mean as text.
         log: draw on a logarithmic scale.
         rotation: of the numbers, in degrees.

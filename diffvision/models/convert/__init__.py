@@ -1,4 +1,4 @@
-"""Weights of our models in other libraries' layouts, and back: one file a layout, and `convert` for files of them."""
+"""Conversion of weights between our layouts and those of other libraries: one module per layout, and `convert`."""
 
 from typing import TYPE_CHECKING
 

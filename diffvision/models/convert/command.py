@@ -1,4 +1,4 @@
-"""`diffvision convert`: a file or folder of weights in one layout -> another. What converts is in `files`."""
+"""The command `diffvision convert`; the conversions of files and folders are in `files`."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,18 +9,18 @@ Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unil
 def convert(
     source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
 ) -> None:
-    """Write weights of one layout as another, and print what they were. A failure leaves no file behind.
+    """Write weights of one layout in another, and print the layout of the source. A failure leaves no file behind.
 
     Args:
         source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours).
-        destination: what to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
+        destination: the path to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
         to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2 or huggingface.
-        tower: of DiffCLIP: the timm model of the image tower, where no model of ours has its size.
-        lambda_init: of DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
+        tower: for DiffCLIP: the timm model of the image tower, if no model of ours has its size.
+        lambda_init: for DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
 
     Raises:
-        ValueError: a source of no known layout, or one that cannot be written in that layout; a destination that
-            exists. FileNotFoundError: no such source.
+        FileNotFoundError: there is no such source.
+        ValueError: the source's layout is unknown or cannot be converted to that layout, or the destination exists.
     """
     from diffvision.models.convert.files import CONVERSIONS, Options
     from diffvision.models.convert.layouts import LAYOUTS, recognise

@@ -1,4 +1,4 @@
-"""DiffCLIP's released checkpoints as OpenCLIP models of ours, and back: the same function, other names.
+"""Conversion of DiffCLIP's released checkpoints to our OpenCLIP models, and back: the same function, other names.
 
 | | here (OpenCLIP) | hammoudhasan/DiffCLIP |
 |---|---|---|
@@ -8,8 +8,9 @@
 | head norm | attn.head_norm | attn.diff_norm |
 
 A checkpoint (`checkpoint_best.pt`, 1.8 GB) keeps its weights in `state_dict`, each name after `module.`, next to
-an argparse.Namespace, paths and numpy scalars. Lambda starts from 0.8 in every layer ("DiffCLIP*", with the
-depth's schedule, has the same names: say so). Images are normalised by ImageNet's mean and standard deviation.
+an argparse.Namespace, paths and numpy scalars. Lambda starts from 0.8 in every layer. "DiffCLIP*", where its start
+depends on the depth, has the same names: pass lambda_init="depth" for it. Images are normalised by ImageNet's mean and
+standard deviation.
 
 Source: hammoudhasan/DiffCLIP diff_clip.py and diff_attention.py; arXiv 2503.06626. The names of the published files
 were derived from that code; the files themselves were not available.
@@ -36,7 +37,7 @@ TOWER = "diff_vit_{}_patch{}_clip_{}"
 _RENAMED = ((r"\battn\.out_proj\.", "attn.proj."), (r"\battn\.diff_norm\.", "attn.head_norm."))
 _PROJECTIONS = ("image_projection", "visual.head.proj.weight")
 _SECTIONS = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}
-_NOT_COMPARED = ("block_type", "timm_model_pretrained")  # the layers themselves are; where weights come from
+_NOT_COMPARED = ("block_type", "timm_model_pretrained")  # layers are compared themselves; the other is no architecture
 _MARKS = ("image_projection", "visual.blocks.0.attn.diff_norm.weight", "transformer.resblocks.0.attn.diff_norm.weight")
 
 
@@ -51,12 +52,12 @@ def from_diffclip(
     """Return OpenCLIP's configuration and state_dict from a DiffCLIP state_dict.
 
     Args:
-        weights: names without `module.`. Tensors are shared with what is returned, but for the image projection.
-        tower: the timm model of the image tower, where none of ours has its size: OpenCLIP cannot size one.
+        weights: names without `module.`. The result shares all tensors with it except the image projection.
+        tower: the timm model of the image tower, if none of ours has its size: OpenCLIP builds it by name only.
         lambda_init: 0.8, or "depth" for DiffCLIP*.
 
     Raises:
-        ValueError: names that are missing; sizes of no image tower of ours, and none was named.
+        ValueError: a tensor is missing, or no image tower of ours has these sizes and `tower` is None.
     """
     given = State(weights, "the DiffCLIP state_dict")
     config = _config(given, tower, lambda_init)
@@ -84,29 +85,33 @@ def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
-    """Raise a ValueError unless all attention of an OpenCLIP model is V1 as DiffCLIP has it; name the first other.
+    """Raise a ValueError that names the first attention layer of an OpenCLIP model that is not DiffCLIP's V1.
 
-    Other variants have V1's names and shapes too, and lambda's start is in no weight.
+    Weights alone do not show this: other variants have the same names and shapes, and `lambda_init` is not a weight.
+
+    Args:
+        model: an OpenCLIP model.
+        lambda_init: of DiffCLIP's layers: a number, or "depth".
     """
     towers: dict[str, nn.Module] = {"image": model.visual, "text": model.transformer}
     for tower, module in towers.items():
         layers = [layer for layer in module.modules() if isinstance(layer, AttentionLayer)]
         for depth, layer in enumerate(layers):
-            start = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
+            expected = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
             actual = getattr(layer, "lambda_init", math.nan)
-            if layer.variant != "v1" or not math.isclose(actual, start):
+            if layer.variant != "v1" or not math.isclose(actual, expected):
                 raise ValueError(
-                    f"layer {depth} of the {tower} tower is of variant {layer.variant} with lambda_init {actual:.4g}, "
-                    f"and DiffCLIP's with lambda_init={lambda_init} is of v1 with {start:.4g}"
+                    f"layer {depth} of the {tower} tower is of variant {layer.variant} with lambda_init {actual:.4g}; "
+                    f"in DiffCLIP with lambda_init={lambda_init} it is of variant v1 with lambda_init {expected:.4g}"
                 )
 
 
 def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
-    """Return settings of an OpenCLIP configuration that DiffCLIP's weights would not bring back; empty if none.
+    """Return the settings of an OpenCLIP configuration that a conversion to DiffCLIP would lose; empty if none.
 
     Args:
         config: the folder's model_cfg.
-        weights: of the same model, as `to_diffclip` gives them.
+        weights: result of `to_diffclip` for the same model.
     """
     back = _config(State(weights, "the DiffCLIP state_dict"), config.get("vision_cfg", {}).get("timm_model_name"), 0.8)
     rows = [("quick_gelu", bool(config.get("quick_gelu")), back["quick_gelu"])]
@@ -119,7 +124,7 @@ def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str
 
 
 def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[str, Any]:
-    """Return the configuration that these shapes have."""
+    """Return the OpenCLIP configuration of a DiffCLIP state_dict, from the shapes of its tensors."""
     from diffvision.models.vision import MODELS, SIZES
 
     width, _, patch, _ = given["visual.patch_embed.proj.weight"].shape

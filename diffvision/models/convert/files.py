@@ -1,4 +1,4 @@
-"""Conversions of weights between layouts: what is read from one, written as another. `command` chooses among them."""
+"""Conversions of files and folders of weights between layouts. `command` chooses among them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from diffvision.nn import depth_lambda_init
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that a layout does not hold itself."""
+    """Settings of a conversion that are not stored in the source."""
 
     tower: str | None = None
     lambda_init: float | str = 0.8
@@ -79,7 +79,7 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
     check_sizes(config, str(source.path / CONFIG))
     if other := diffclip.unlike(config, weights):
         raise ValueError(
-            f"{source.path} cannot be had as diffclip, whose code would compute something else: {few(other)}"
+            f"{source.path} cannot be written as diffclip: DiffCLIP's code would compute something else: {few(other)}"
         )
     depth = "lambda_init=depth" in config["text_cfg"]["block_type"]
     model = _check_diffclip(config, source.state, f"{source.path}, by its {CONFIG},", "depth" if depth else 0.8)
@@ -94,7 +94,7 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
 def _check_diffclip(
     config: Mapping[str, Any], state: Mapping[str, Tensor], what: str, lambda_init: float | str
 ) -> nn.Module:
-    """Return the model of these weights, without memory; raise a ValueError if they are not a DiffCLIP's."""
+    """Return the model of these weights on the meta device; raise a ValueError if they are not of a DiffCLIP."""
     with torch.device("meta"):
         model = open_clip.CLIP(**config)
     check_fits(state, model.state_dict(), what)
@@ -128,7 +128,7 @@ def _to_language(source: Weights, target: Path, options: Options) -> None:
     values = read_json(source.path / "config.json")
     try:
         config, state = hugging_face.from_hugging_face(values, theirs)
-    except RuntimeError as error:  # rows that cannot be taken apart into heads
+    except RuntimeError as error:  # the number of rows is not a multiple of the heads
         raise ValueError(f"{source.path} has weights whose sizes are not those of its config.json: {error}") from error
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -159,7 +159,7 @@ def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
 
 
 def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int]:
-    """Write the tokenizer as transformers loads it, with its end token; return what config.json says of that."""
+    """Write the tokenizer for transformers, with its end token; return the settings of config.json that name it."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     end = end_token(file, vocabulary)

@@ -1,6 +1,6 @@
-"""Attention layers of ours in a state_dict, each whole: no tensor missing, none too many, every shape as the rest says.
+"""A check that the attention layers in a state_dict are complete: no tensor missing or surplus, and consistent shapes.
 
-A mapping of names carries whatever it is given; this keeps half a layer, or a mixed-up one, from being written.
+Conversions only rename tensors, so without this check an incomplete layer would be written.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def check_layers(state: Mapping[str, Tensor], what: str) -> None:
 
     Args:
         state: with our layers' names, at the top or anywhere within a model.
-        what: what it is called in errors.
+        what: name of the state_dict in errors.
 
     Raises:
-        ValueError: it names what a layer lacks, has too much, or has in another shape.
+        ValueError: a layer has missing, surplus or wrongly shaped tensors; the message names them.
     """
     prefixes = {name[: -len(mark)] for name in state for mark in _MARKS if name.endswith(mark)}
     faults = [f"{prefix}{fault}" for prefix in sorted(prefixes) for fault in _faults(_under(state, prefix))]
@@ -49,7 +49,7 @@ def _faults(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def _described(weights: Mapping[str, Tensor]) -> AttentionLayer:
-    """Return the layer of these sizes, without memory."""
+    """Return the layer of these sizes on the meta device."""
     variant = DiffAttentionV2 if "lambda_proj.weight" in weights else DiffAttention
     queries, width = weights["q_proj.weight"].shape
     if variant is DiffAttentionV2:

@@ -1,4 +1,4 @@
-"""What a file or folder of weights is: recognised by the names in it."""
+"""The layouts of weights, and their recognition by the names of tensors in a file or folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEAR = (
     ("in_proj.weight", "; they look like a fused block: diffvision.replace_attention makes timm's faster as they are"),
     ("attn.qkv.weight", "; they look like plain attention, which diffvision.adapt makes differential"),
 )
-"""Ends of names that are nearly of a layout, and what is said of them."""
+"""Ends of names that are similar to a layout's, and the hint about them in the error."""
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
@@ -48,7 +48,7 @@ def recognise(source: str | Path) -> Weights:
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: no layout that is known; it says what the names look like.
+        ValueError: the layout is not a known one; the message has the names, and the layout that they resemble.
     """
     path = Path(source)
     if path.is_dir():
@@ -58,7 +58,7 @@ def recognise(source: str | Path) -> Weights:
             language.load(path, "meta")
             return Weights(path, "language", {})
         except ValueError:
-            pass  # of another kind of training, whose weights tell
+            pass  # not of language training: recognised by the names of its weights below
     weights = read_state(path)
     layout = recognised(weights)
     if layout is None:
@@ -80,7 +80,7 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
     if layout := unilm.recognised(weights):
         return layout
     if any(name.endswith("self_attn.o_proj.weight") for name in weights):
-        return None  # DiffLlama, whose lambdas are named as ours
+        return None  # DiffLlama: its lambdas have the names of ours
     ours = any(name.endswith(("head_norm.weight", "lambda_proj.weight", "lambda_q1")) for name in weights)
     return "diffvision" if ours and any(name.endswith("q_proj.weight") for name in weights) else None
 
@@ -88,10 +88,11 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a folder that transformers would read: model.safetensors, else those that its index names.
 
-    Published folders hold others too: an adapter, the same weights in their authors' layout, older shards.
+    Published folders hold other files too: an adapter, the same weights in their authors' layout, older shards.
 
     Raises:
-        ValueError: neither, or an index that is damaged. FileNotFoundError: shards that are not there.
+        ValueError: there is neither file, or the index is damaged.
+        FileNotFoundError: a shard that the index names is missing.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():

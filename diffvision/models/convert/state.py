@@ -1,4 +1,4 @@
-"""State_dicts from anywhere: read without running what is in them, and asked for what they must have."""
+"""State_dicts of any origin: read without unpickling code, and checked for missing names and shapes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "mod
 
 
 class State(dict[str, Tensor]):
-    """A state_dict that names what it lacks.
+    """A state_dict with errors that name a missing tensor.
 
     Args:
         weights: name -> tensor.
-        what: what it is called in errors.
+        what: name of the state_dict in errors.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], what: str) -> None:
@@ -47,7 +47,7 @@ class State(dict[str, Tensor]):
 
 
 def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return what a state_dict lacks, has too much, or has in another shape than expected; empty if nothing."""
+    """Return the missing, surplus and wrongly shaped tensors of a state_dict, one line each; empty if it fits."""
     missing = [f"{name} is missing" for name in expected if name not in state]
     extra = [f"{name} is unknown" for name in state if name not in expected]
     return [
@@ -62,31 +62,31 @@ def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Raise a ValueError, which begins with `what`, if these are not just the weights of the model of their sizes."""
+    """Raise a ValueError, which begins with `what`, if a state_dict does not have exactly the expected tensors."""
     if faults := differences(state, expected):
         raise ValueError(f"{what} does not fit the model of its sizes; in our names: {few(faults)}")
 
 
 def few(faults: list[str]) -> str:
-    """Return the first faults, and how many more there are."""
+    """Return the first faults, followed by the number of the others."""
     return "; ".join(faults[:4]) + (f" (and {len(faults) - 4} more)" if len(faults) > 4 else "")
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Read the weights in a file: nothing is looked up, imported or called but torch's tensors.
+    """Read the weights in a file; unpickling imports and calls nothing but what rebuilds torch's tensors.
 
     Objects of other classes, which released checkpoints hold (an argparse.Namespace, paths, numpy scalars), are left
-    out. Prefixes that wrappers add are taken off.
+    out. Prefixes that wrappers add are removed.
 
     Raises:
-        ValueError: no file of weights; weights that are themselves of a foreign class, not finite, or in eight bits.
+        ValueError: the file has no weights, or they are of another class than torch's, not finite, or in eight bits.
     """
     refuse_urls(path, "source")
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt, .bin or .safetensors)")
     content = _content(path)
-    # A training run of ours saves names with the attribute of its LightningModule before them.
+    # Checkpoints of `diffvision fit` have the LightningModule's attribute as a prefix of the names.
     prefixes = (
         (*PREFIXES, "model.") if isinstance(content, dict) and "pytorch-lightning_version" in content else PREFIXES
     )
@@ -111,14 +111,14 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def read_about(path: str | Path) -> dict[str, Any]:
-    """Return what a training run of ours recorded with the weights in its checkpoint; empty for any other file."""
+    """Return the record that `diffvision fit` saved with the weights of a checkpoint; empty for any other file."""
     content = _content(Path(path)) if Path(path).suffix == ".ckpt" else None
     about = content.get("diffvision") if isinstance(content, dict) else None
     return about if isinstance(about, dict) else {}
 
 
 def _bare(name: str, prefixes: tuple[str, ...]) -> str:
-    """Return a name without prefixes, in whatever order one wrapper was put around another."""
+    """Return a name without prefixes, in any order."""
     while known := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
         name = name.removeprefix(known)
     return name
@@ -139,12 +139,12 @@ def _content(path: Path) -> Any:
     )
     try:
         return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False)
-    except Exception as error:  # damaged pickles fail in any way
+    except Exception as error:  # damaged pickles raise errors of any class
         raise unreadable(path, error) from error
 
 
 class _Inert:
-    """A stand-in for an object of a class that is not looked up: it takes whatever it is made of, and does nothing."""
+    """A stand-in for an object of a class that is not imported; it accepts and ignores any arguments and state."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         pass
@@ -166,14 +166,14 @@ class _Inert:
 
 
 class _Tensors(pickle.Unpickler):
-    """An unpickler that finds what rebuilds tensors, and for all other names a class that does nothing."""
+    """An unpickler that imports only what rebuilds tensors; all other classes are replaced by `_Inert`."""
 
-    _found: ClassVar = {("collections", "OrderedDict"): collections.OrderedDict}
+    _allowed: ClassVar = {("collections", "OrderedDict"): collections.OrderedDict}
     _builders = ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_tensor")
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._found:
-            return self._found[module, name]
+        if (module, name) in self._allowed:
+            return self._allowed[module, name]
         if module == "torch._utils" and name in self._builders:
             return getattr(torch._utils, name)
         if module == "torch" and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)):

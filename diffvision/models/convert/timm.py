@@ -5,7 +5,7 @@
 | q_proj, k_proj, v_proj | the rows of qkv, in this order |
 | head_norm | sub_norm |
 
-Heads are counted alike (differential ones), their two queries lie side by side, a value is one of 2D. timm's models
+Both count differential heads, keep a head's two queries side by side, and have one value of 2D per head. timm's models
 keep the plain model's number of heads and halve their size, where ours keep the size and halve the number.
 
 Source: huggingface/pytorch-image-models timm/layers/diff_attention.py.
@@ -32,7 +32,7 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state_dict with every attention in our layout, the rest unchanged. Tensors are views of those given.
 
     Raises:
-        ValueError: an attention with a lambda of two scalars, or a norm of all heads together: of other kinds than V1.
+        ValueError: an attention is not V1: its lambda is two scalars, or it has one norm for all heads together.
     """
     if other := [name for name in weights if re.search(r"(^|\.)(lambda_a|attn\.norm\.weight)$", name)]:
         raise ValueError(
@@ -50,10 +50,10 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict of a layer of ours (V1, as many key/value heads as heads), or of a ViT, in timm's layout.
+    """Return the state_dict of our V1 layer (as many key/value heads as heads), or of a ViT, in timm's layout.
 
     Raises:
-        ValueError: no V1 in it; projections of queries, keys and values that are not of one size.
+        ValueError: there is no V1 layer, or projections of queries, keys and values have different sizes.
     """
     if not any(name.endswith("head_norm.weight") and f"{name[:-16]}lambda_q1" in state for name in state):
         raise ValueError("the state_dict has no head_norm.weight next to a lambda_q1: it is not of V1, as timm's is")

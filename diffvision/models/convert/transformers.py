@@ -51,8 +51,8 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
         state: the model's state_dict. Tensors may be shared with what is returned.
 
     Raises:
-        ValueError: what transformers' models cannot be: V2, another lambda_init than "depth", no head norm in V1 or
-            one in the standard variant, or norm_eps other than 1e-5 in V1.
+        ValueError: transformers has no such model: V2, another lambda_init than "depth", no head norm in V1 or one in
+            the standard variant, or norm_eps other than 1e-5 in V1.
     """
     _check(config)
     twice = 2 if config.variant == "v1" else 1
@@ -98,8 +98,8 @@ def from_hugging_face(
         state: its state_dict.
 
     Raises:
-        ValueError: another model, settings or weights that are missing, or settings that ours has not (biases, scaled
-            rotary positions, another activation, an odd number of DiffLlama's heads).
+        ValueError: it is another model, settings or weights are missing, or our model does not have a setting (biases,
+            scaled rotary positions, another activation, an odd number of DiffLlama's heads).
     """
     config, state = _our_config(values), State(state, "the transformers model's state_dict")
     embedding = state["model.embed_tokens.weight"]
@@ -202,7 +202,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the transformers model has {wrong[0]!r} for its rotary embedding: take its whole config")
 
     def setting(default: Any, *names: str) -> Any:
-        """Return what differs from the default in any of the dictionaries: only one of them is in use."""
+        """Return the first value in the dictionaries that is not the default; only one of them is in use."""
         given = (mapping.get(name) for mapping in mappings for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
@@ -218,7 +218,7 @@ def _layers(config: LanguageConfig) -> list[tuple[str, str]]:
 
 
 def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what happens to the rows of each projection."""
+    """Return the function that reorders the rows of each projection."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads or config.num_heads, config.head_dim
     maps = 2 if config.variant == "v1" else 1
 

@@ -29,7 +29,7 @@ _MARKS = {"unilm-v1": r"(^|\.)subln\.weight$", "unilm-v2": r"(^|\.)lambda_proj\.
 
 
 def recognised(names: Mapping[str, Tensor]) -> str | None:
-    """Return the layout whose attention these names are of, at the top or anywhere within a model."""
+    """Return the layout that has attention with these names, at the top or anywhere within a model, or None."""
     for layout, mark in _MARKS.items():
         theirs = NAMES[layout]["proj"]
         attentions = [name[: -len(match[0])] + match[1] for name in names if (match := re.search(mark, name))]
@@ -39,15 +39,15 @@ def recognised(names: Mapping[str, Tensor]) -> str | None:
 
 
 def from_unilm(weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Return the state_dict with every attention named as ours, the rest unchanged."""
+    """Return the state_dict with the attention's tensors renamed as in our layers, the rest unchanged."""
     return _renamed(weights, {theirs: ours for ours, theirs in NAMES[layout].items()})
 
 
 def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Return the state_dict of a layer of ours, or of a model of them, with every attention named as theirs.
+    """Return the state_dict of our layer or model with the attention's tensors renamed as in unilm.
 
     Raises:
-        ValueError: it has biases or norms of queries and keys, which theirs have not, or is of another variant.
+        ValueError: it has biases or norms of queries and keys, which unilm's layers do not have, or another variant.
     """
     foreign = [name for name in state if re.search(r"(q_norm|k_norm)\.weight$|(q|k|v)_proj\.bias$", name)]
     if foreign:

@@ -37,7 +37,7 @@ class LayerCache:
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         weight = layer.k_proj.weight
         heads, dtype = layer.num_kv_heads, weight.dtype if dtype is None else dtype
-        # Zeros, for masked keys and values must be finite: a kernel multiplies them by a weight of zero.
+        # Zeros, because masked keys and values must be finite: kernels multiply them by a weight of zero.
         self.keys = torch.zeros(
             batch, heads, layer.key_maps, capacity, layer.head_dim, dtype=dtype, device=weight.device
         )
@@ -46,7 +46,7 @@ class LayerCache:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that the cache holds."""
+        """The largest number of tokens that the cache holds."""
         return self.keys.shape[3]
 
     def positions(self, count: int) -> Int[Tensor, "N"]:

@@ -25,7 +25,7 @@ LARGEST = {
     "mlp_dim": 1 << 20,
     "max_length": 1 << 31,
 }
-"""The largest values that a `LanguageConfig` takes, since a configuration may come from somebody else."""
+"""The largest values that a `LanguageConfig` takes, since a configuration may be untrusted."""
 
 
 @dataclass(frozen=True, kw_only=True)

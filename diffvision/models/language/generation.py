@@ -84,14 +84,14 @@ def generate(
     """Continue each prompt, all in one batch.
 
     Args:
-        model: the model, which runs in the mode that it is in (call `eval()` first) and on its device.
+        model: the model; its mode is not changed (call `eval()` first).
         prompts: ids of each prompt, of any lengths, or [B, N].
         max_new_tokens: most tokens for each.
         temperature: as in `Sampling`.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
         stop: tokens that end a continuation; they are not part of it.
-        vocab_size: only tokens below it are made: a tokenizer's, where the model's is larger (rounded up).
+        vocab_size: only tokens below it are generated: set it to the tokenizer's if the model's is rounded up.
         generator: for the draws, on the model's device; torch's default if None.
         on_token: called with (index of the prompt, token) for each new token, for streaming.
         compile: compile the decoding step (a minute at the first call for a model and capacity).

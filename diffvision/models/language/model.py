@@ -87,7 +87,9 @@ def load(
     try:
         config = LanguageConfig(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} has a configuration that is none of a language model: {error}") from error
+        raise ValueError(
+            f"checkpoint {path} has a configuration that is not one of a language model: {error}"
+        ) from error
     _check_weights(path, state, config)
     expected = (variant or config.variant, vocab_size or config.vocab_size)
     if expected != (config.variant, config.vocab_size):
@@ -177,7 +179,7 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
     hyper = content.get("hyper_parameters")
     values = hyper.get("config") if isinstance(hyper, dict) else None
     if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"checkpoint {path} is none of our language training: it has no hyper_parameters.config")
+        raise ValueError(f"checkpoint {path} is not one of our language training: it has no hyper_parameters.config")
     state = {
         name.removeprefix("model.").removeprefix("_orig_mod."): value
         for name, value in content["state_dict"].items()

@@ -53,7 +53,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
     Args:
         config: the configuration.
-        body: a `LanguageModel` whose parts are taken; by default one with new weights.
+        body: a `LanguageModel` to take the parts from; by default one with new weights.
 
     Attributes:
         model: the decoder.
@@ -180,7 +180,7 @@ class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTrans
 
 
 def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
-    """Write a checkpoint of ours as a folder of transformers, with its tokenizer and its architecture recorded.
+    """Write one of our checkpoints as a transformers folder, with its tokenizer and a record of its architecture.
 
     A program that does not import this package loads the folder with `trust_remote_code=True`: a file of one line in it
     imports `diffvision.models.hugging_face`, which must be installed. An example is lm-eval-harness:

@@ -130,7 +130,7 @@ class DiffTransformerBlock(GradientCheckpointingLayer):
     """A `DecoderBlock`'s parts under the same names, called as transformers calls its layers.
 
     Args:
-        block: the block, whose parts are taken.
+        block: the block to take the parts from.
         layer_idx: index of the block, from 0.
     """
 
@@ -231,7 +231,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     Args:
         config: the configuration; its `num_key_value_heads` is filled in where it is None.
-        body: a `LanguageModel` whose parts are taken; by default one with new weights.
+        body: a `LanguageModel` to take the parts from; by default one with new weights.
     """
 
     def __init__(self, config: DiffTransformerConfig, body: LanguageModel | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The one operation: its arguments are checked once, a backend is chosen and called.
+"""`diff_attention` and `diff_attention_varlen`: arguments are checked, then a backend is chosen and called.
 
 The choice is in `choice.py`, the computation in the backends' files.
 """
@@ -88,8 +88,8 @@ def diff_attention_varlen(
         lam: broadcastable to [T, H, 1].
         cu_seqlens: where each sequence of queries starts, and the end: int32 [B + 1], from 0 to T.
         cu_seqlens_k: the same of keys and values, from 0 to S; as the queries' if None.
-        max_seqlen: the longest sequence's queries. It is not checked; computing it waits for the device.
-        max_seqlen_k: the longest sequence's keys, which is not checked either.
+        max_seqlen: the largest number of queries in a sequence. It is not checked; computing it waits for the device.
+        max_seqlen_k: the largest number of keys in a sequence, not checked either.
         causal: within each sequence, aligned to its last key.
         scale: as in `diff_attention`.
         backend: as in `diff_attention`.
@@ -190,7 +190,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu
             )
         if len(cu) != len(cu_q):
             raise ValueError(f"{name} has {len(cu)} offsets and cu_seqlens {len(cu_q)}: one a sequence and the end")
-        # Values are looked at only where that does not wait for a device.
+        # Values are checked only if reading them does not wait for a device.
         if cu.device.type == "cpu" and not torch.compiler.is_compiling():
             ends = cu.tolist()
             if ends[0] != 0 or ends[-1] != total or sorted(ends) != ends:

@@ -2,7 +2,7 @@
 
 Each block of queries computes both maps over all of its keys, subtracts them and multiplies by V once: 8 N^2 D of
 matrix work as plain attention with the same parameters, where two calls of torch's kernels take 12 to 16. Backward
-shares dP = dO V' and dV = P' dO between the maps; it computes the maps again, but for short rows, whose maps are kept:
+shares dP = dO V' and dV = P' dO between the maps. It recomputes the maps, except those of short rows, which are kept:
 
     dS1 = P1 (dP - rowsum(P1 dP))      dS2 = -lam P2 (dP - rowsum(P2 dP))      dlam = -rowsum(P2 dP)
 
@@ -61,19 +61,25 @@ def diff_attention(
 
 
 class _Block(NamedTuple):
-    """Some whole samples, or some heads' run of query rows of one; and the keys that its rows may attend to."""
+    """A part of a call that is computed at once, with the keys that its query rows may attend to.
+
+    It is several whole samples, or consecutive query rows of some heads of one sample.
+    """
 
     samples: slice
     heads: slice  # key/value heads
     rows: slice
     keys: slice  # from the first key to the last that any row may attend to
-    masked_from: int = 0  # columns before this one are open to every row
+    masked_from: int = 0  # every row may attend to the columns before this one
     forbidden: Tensor | None = None  # broadcastable to [samples, heads, rows, columns from masked_from]
     may_be_dead: bool = False  # a row without any key is possible
 
 
 def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator[_Block]:
-    """Yield the blocks, the last rows of a sample first: under causal they are the ones that reach every key."""
+    """Split a call into blocks, from the last rows to the first, since the last rows of a causal call need all keys.
+
+    Sizes follow `JOINED_SCORES`, `BLOCK_ROWS` and `BLOCK_SCORES`, so that the scores of a block fit the CPU's cache.
+    """
     (batch, heads, _, queries, _), keys = q.shape, k.shape[3]
     if not (batch and heads and queries and keys):
         return
@@ -85,13 +91,13 @@ def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator
     if samples_a_block > 1:
         rows, heads_a_block = queries, kv_heads
     past = keys - queries  # query i attends to keys up to i + past
-    for first, head in itertools.product(range(0, batch, samples_a_block), range(0, kv_heads, heads_a_block)):
-        samples = slice(first, min(batch, first + samples_a_block))
-        some = slice(head, min(kv_heads, head + heads_a_block))
+    for sample, head in itertools.product(range(0, batch, samples_a_block), range(0, kv_heads, heads_a_block)):
+        sample_slice = slice(sample, min(batch, sample + samples_a_block))
+        head_slice = slice(head, min(kv_heads, head + heads_a_block))
         for lo in reversed(range(0, queries, rows)):
             hi = min(queries, lo + rows)
             end = max(0, min(keys, hi + past)) if causal else keys
-            block = _Block(samples, some, slice(lo, hi), slice(0, end))
+            block = _Block(sample_slice, head_slice, slice(lo, hi), slice(0, end))
             if mask is not None or causal:
                 block = _masked(block, mask, group, past if causal else None)
             yield block
@@ -116,7 +122,7 @@ def _masked(block: _Block, mask: Tensor | None, group: int, past: int | None) ->
 
 
 class _Scratch:
-    """Memory that every block overwrites: a new megabyte a block costs as much in page faults as its products."""
+    """Memory that is reused by all blocks: page faults of newly allocated memory would double a block's time."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like

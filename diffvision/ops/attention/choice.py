@@ -33,7 +33,7 @@ def attention_backend(name: str) -> Iterator[None]:
     """Let every call of `backend="auto"` in the context take this backend, in layers and whole models too.
 
     It never falls back: a call that the backend cannot take is a ValueError that names the limit. It holds for the
-    process, not for a thread: where two threads use it at once, the one that leaves last decides what stays.
+    process, not for a thread: do not use it in two threads at once.
 
     Args:
         name: a name of `BACKENDS`, or "auto".
@@ -47,14 +47,14 @@ def attention_backend(name: str) -> Iterator[None]:
         _preferred = before
 
 
-def choose(asked: str, problem: Problem) -> ModuleType:
-    """Return the backend for a call with `backend=asked`.
+def choose(backend: str, problem: Problem) -> ModuleType:
+    """Return the module of a backend by name; "auto" is the one of `attention_backend`, or else the fastest.
 
     Raises:
         ValueError: the name is unknown, or the backend of that name cannot take the call.
     """
-    _known(asked)
-    name = _preferred if asked == "auto" else asked
+    _known(backend)
+    name = _preferred if backend == "auto" else backend
     if name == "auto":
         return BACKENDS[_fastest(problem)[0]]
     if (reason := BACKENDS[name].limit(problem)) is not None:

@@ -69,7 +69,7 @@ def diff_attention(
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
     maps = F.dropout(attention_maps(q, k, causal=causal, mask=mask, scale=scale), dropout)
-    one, two = maps.unbind(2)  # whose backward is one copy, where indexing twice would add up two halves full of zeros
+    one, two = maps.unbind(2)  # its backward is one copy; indexing twice would add two tensors that are half zeros
     difference = one - lam.to(maps.dtype) * two
     with torch.autocast(q.device.type, enabled=False):
         out = difference @ v.to(maps.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)

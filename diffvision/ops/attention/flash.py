@@ -3,10 +3,10 @@
 Both want queries, keys and values of one size here. flash-attn 2 requires it. FlashAttention-4's kernels for Hopper
 accept others, but its tests never run values wider than keys; its backward then refuses grouped heads, and by count
 needs more shared memory than there is. V1's wide values are therefore computed as in `sdpa`: queries and keys are
-widened with zeros (one call a map), or the values are cut into pieces (one call a piece and map, as unilm's
+widened with zeros (one call per map), or the values are cut into pieces (one call per piece and map, as unilm's
 multihead_flashdiff_2.py does). Where both come to the same matrix work, widening computes half as many exponentials and
-is taken up to size 128; beyond it pieces are, since the kernels above 128 hold smaller blocks and their backward is the
-less tested.
+is chosen up to size 128; above it the values are cut, since the kernels above 128 hold smaller blocks and their
+backward is less tested.
 Where the maps share their key (V2) they are stacked as heads: one call.
 
 Source: Dao-AILab/flash-attention, flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8.4), and
@@ -45,7 +45,7 @@ _libraries: dict[str, Library] = {}
 
 
 def find_library() -> Library | str:
-    """Import the installed package that suits the GPU, once; return it, or a sentence that says why there is none."""
+    """Import the installed package that suits the GPU, once; return it, or the reason why there is none."""
     answer = _search()
     return _libraries.get(answer, answer)
 

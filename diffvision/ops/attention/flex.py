@@ -1,6 +1,6 @@
 """torch's FlexAttention: a compiled kernel that takes values of another size than keys, and any mask, by blocks.
 
-Where the maps have their own keys (V1) there is one call a map: a single call over stacked maps would need the values
+If each map has its keys (V1), there is one call per map: a single call over stacked maps would need the values
 copied, since queries of one key head read one value head. Where they share their key (V2) the maps are stacked as
 heads, a view of the queries: one call reads keys and values once.
 

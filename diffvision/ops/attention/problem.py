@@ -1,4 +1,4 @@
-"""The description of a call by which backends accept or refuse it: sizes, dtype and device, never values."""
+"""`Problem`: the sizes, dtype and device of a call, by which backends accept or refuse it."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class Problem(NamedTuple):
     """One call of `diff_attention`, described by everything but its values.
 
-    Make one by hand to see which backend would be chosen for a shape, without its tensors (`supported_backends`).
+    To see which backend is chosen for a shape, without tensors, pass one to `supported_backends`.
     """
 
     batch: int

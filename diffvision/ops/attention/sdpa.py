@@ -4,7 +4,7 @@ torch's flash kernels take one size for queries, keys and values, and V1's value
 unequal sizes, SDPA silently takes the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the sizes
 equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
 zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
-and was the faster wherever it was measured (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
+and was faster in all measurements (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
 kernels take unequal sizes as they are, if they are aligned.
 """
 
@@ -36,7 +36,7 @@ def diff_attention(
     scale = head_dim**-0.5 if scale is None else scale
     if scale <= 0:  # torch's causal kernel on a CPU multiplies its -inf by it
         q, scale = q * scale, 1.0
-    if k.shape[3] == 0:  # zeros that depend on every input, for torch's gradients of no keys may be NaN
+    if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients without keys may be NaN
         zero = (k.sum() + v.sum()).to(q.dtype)
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     q, k, v = _equal_sizes(q, k, v)

@@ -1,4 +1,4 @@
-"""One query a head, as in decoding with a cache: three small products, with the values read once for both maps.
+"""The backend for one query per head, as in decoding with a cache: three small products that read the values once.
 
 In a group of heads that share keys, their queries are the rows of one product. The whole call is a dozen of torch's
 operations, so that most of its time goes into reading the keys and values.
@@ -15,7 +15,7 @@ from diffvision.ops.attention.problem import Problem
 def limit(problem: Problem) -> str | None:
     """Return why this backend cannot take the problem, or None."""
     if problem.queries != 1:
-        return f"it takes one query a head, not {problem.queries}"
+        return f"it takes one query per head, not {problem.queries}"
     if problem.dropout:
         return "it draws no dropout"
     return None
@@ -43,7 +43,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, s
     rows = q.to(dtype).mul(scale)
     if group > 1:
         rows = rows.view(batch, kv_heads, group, 2, size).transpose(2, 3)
-    # bmm rather than matmul, whose care for broadcasting costs as much as a small product.
+    # bmm instead of matmul: the broadcasting of matmul costs as much as a small product.
     rows = rows.reshape(batch * kv_heads * key_maps, -1, size)  # one key for both maps: not copied for each
     scores = torch.bmm(rows, k.to(dtype).reshape(batch * kv_heads * key_maps, keys, size).transpose(1, 2))
     scores = scores.view(batch, kv_heads, 2, group, keys)

@@ -336,7 +336,7 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     with pytest.raises(ValueError, match=r"has weights of depth 2, and a configuration of depth 3: they do not fit"):
         language.load(tmp_path)
     write(width=3)
-    with pytest.raises(ValueError, match=r"none of a language model: .*width"):
+    with pytest.raises(ValueError, match=r"not one of a language model: .*width"):
         language.load(tmp_path)
     write(diffvision="vision")
     with pytest.raises(ValueError, match="it is not one of our models"):

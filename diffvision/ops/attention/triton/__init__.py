@@ -29,7 +29,7 @@ def limit(problem: Problem) -> str | None:
     if problem.head_dim > MAX_HEAD_DIM or problem.value_dim > MAX_VALUE_DIM:
         return (
             f"head size {problem.head_dim} and value size {problem.value_dim} go beyond {MAX_HEAD_DIM} and "
-            f"{MAX_VALUE_DIM}, which is what its tiles hold"
+            f"{MAX_VALUE_DIM}, the limits of its tiles"
         )
     if problem.dropout > 0:
         return f"it has no dropout, got {problem.dropout}"
@@ -66,12 +66,13 @@ def diff_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy: not at import
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, which takes long
 
     lam = lam.reshape((1,) * (4 - lam.dim()) + lam.shape)
     queries, keys = q.shape[3], k.shape[3]
-    few = statically_known_true(queries <= DECODE_MAX_QUERIES) and statically_known_true(keys >= DECODE_MIN_KEYS)
-    if few and not _wants_gradients(q, k, v, lam):
+    few_queries = statically_known_true(queries <= DECODE_MAX_QUERIES)
+    many_keys = statically_known_true(keys >= DECODE_MIN_KEYS)
+    if few_queries and many_keys and not _wants_gradients(q, k, v, lam):
         from diffvision.ops.attention.triton.decode import decode
 
         return decode(q, k, v, lam, causal=causal, mask=mask, scale=scale)
@@ -91,7 +92,7 @@ def diff_attention_varlen(
     causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "T H V"]:
-    """Compute differential attention of sequences packed one after another, each to itself only.
+    """Compute differential attention of packed sequences; no sequence attends to another.
 
     Args:
         q: queries of all sequences [T, H, 2, D].
@@ -100,8 +101,8 @@ def diff_attention_varlen(
         lam: broadcastable to [T, H, 1].
         cu_seqlens_q: int32 on q's device; sequence i is rows cu_seqlens_q[i] to cu_seqlens_q[i + 1].
         cu_seqlens_k: the same of keys and values.
-        max_seqlen_q: the longest sequence's queries. It is not checked, for that would wait for the device.
-        max_seqlen_k: the longest sequence's keys, which is not checked either.
+        max_seqlen_q: the largest number of queries in a sequence. It is not checked: that would wait for the device.
+        max_seqlen_k: the largest number of keys in a sequence, not checked either.
         causal: aligned to each sequence's last key.
         scale: of the logits; D**-0.5 if None.
 

@@ -74,7 +74,7 @@ def run(launches: list[Launch], device: torch.device) -> None:
 def _silence() -> Iterator[None]:
     """Silence the interpreter's numpy, which warns of overflows and NaN where a GPU does not.
 
-    They are in pairs that may not attend, and are dropped afterwards; or they are in the caller's numbers.
+    They occur in masked pairs, which are dropped afterwards, or come from the caller's tensors.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
