@@ -289,6 +289,9 @@ def test_names_with_weights(house, monkeypatch):
     [
         ("runs/none.ckpt", {}, FileNotFoundError, "no file or folder runs/none.ckpt: give a training checkpoint, the"),
         ("none.ckpt", {}, FileNotFoundError, "no file or folder none.ckpt"),
+        (Path("vit_tiny_patch16_224"), {}, FileNotFoundError, "no file or folder vit_tiny_patch16_224"),
+        ("", {}, ValueError, "the model is '': give a model's name"),
+        ("clip", {"preprocess": {"mean": [0, "x", 0]}}, ValueError, "preprocess.mean is .*: give three numbers"),
         ("local-dir:none", {}, FileNotFoundError, "no folder 'none'"),
         ("run", {}, ValueError, r"is the directory of a run: give one of the files in its checkpoints/ \(last.ckpt\)"),
         ("bare.pt", {}, ValueError, "does not say of which model: give the model's name first, and the file as"),
