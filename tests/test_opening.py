@@ -391,3 +391,11 @@ def test_a_special_token_s_name_in_a_text_is_text(end, tmp_path):
     assert ids == ours.encode(text)
     assert ours.eos_id not in ids
     assert ours.decode(ids) == text
+
+
+def test_a_file_whose_folder_is_elsewhere_says_which(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lightning = {"state_dict": {}, "pytorch-lightning_version": "2", "diffvision": {"model": "local-dir:start"}}
+    torch.save(lightning, "last.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"last.ckpt is of the model 'local-dir:start', and there is no such"):
+        open_model("last.ckpt")

@@ -220,6 +220,10 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
             f"--checkpoint {path}"
         )
     if name.startswith(FOLDER):
+        if not Path(name.removeprefix(FOLDER)).is_dir():
+            raise FileNotFoundError(
+                f"{path} is of the model {name!r}, and there is no such folder here: run this where that folder is"
+            )
         return _open_folder(name, path, preprocess)
     if not _is_name(name):
         raise ValueError(f"{path} is of the model {name!r}, which is not known here: {_unknown(name)}")
