@@ -214,6 +214,8 @@ def _located(path: str, args: Sequence[str]) -> ValueError:
     if path in NAMELESS and not any(path in text for text in (*args, *map(_text, _files(args)))):
         setting, example = NAMELESS[path]
         return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
+    if _FILE.fullmatch(path) and not Path(path).exists():
+        return ValueError(f"no configuration file {path}: give a file that exists")
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     return ValueError(

@@ -63,6 +63,9 @@ def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iter
     if match := re.match(r"\s*Expected an? (.+)\. Got value: (.*)", inner):
         return _expected(name, match[2], [match[1]], classes)
     tried, _, given = inner.partition("Given value type: ")
+    missing = re.search(r"Expected a dot import path string: (\w+)\s", tried)
+    if missing and "Not a valid subclass of" in tried:  # a short name in a file
+        return f"{name}: there is no class {missing[1]}{did_you_mean(missing[1], classes(name))}"
     faults = [" ".join(fault.split()) for fault in re.split(r"^\s*- ", tried, flags=re.MULTILINE)[1:]]
     other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
     value = re.search("Given value: (.*)", given)
@@ -96,6 +99,9 @@ def _of_options(message: str, parser: ArgumentParser) -> str:
     """Return a message, followed by the known option that is nearest to its first unknown option."""
     if match := re.fullmatch(r"the following arguments are required: (\w+)\.model", message):  # of LightningCLI
         return f"{match[1]} needs a model: give a recipe, such as --config clip/debug.yaml, or a class, as --model NAME"
+    if match := re.fullmatch(r"Subcommand '\w+' does not accept option '(.*)'", message):
+        near = _nearest_option(f"--{match[1]}", parser).replace(" --", " ")
+        return f"{parser.prog.split()[-1]} takes no {match[1]}{near}"
     unknown, _, rest = message.partition("unrecognized arguments: ")
     if unknown or not rest:
         return message
@@ -133,6 +139,8 @@ def _of_class(path: str, fault: str) -> str:
     module, _, name = path.rpartition(".")
     if match := re.match(r"module '([^']+)' has no attribute '([^']+)'", fault):
         known = getattr(sys.modules.get(match[1]), "__all__", None) or dir(sys.modules.get(match[1]))
+        if name in known:  # a class that was moved to another module, and that the package still offers
+            return f"there is no {path}; did you mean {match[1]}.{name}?"
         return f"there is no {path}{did_you_mean(match[2], known)}"
     cls = getattr(sys.modules.get(module), name, None)
     if isinstance(cls, type) and (

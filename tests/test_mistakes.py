@@ -62,6 +62,7 @@ MISTAKES = [
     ("fit CLIP --trainer.accelerator cup", "cpu"),
     ("fit CLIP --trainer.strategy ddpp", "ddp?"),
     ("fit CLIP --trainer.strategy DDPStrateg", "DDPStrategy?"),
+    ("fit CLIP --trainer.devices x", "trainer.devices"),
     ("fit CLIP --trainer.max_epochs many", "trainer.max_epochs is 'many'"),
     ("fit CLIP --seed_everything x", "seed_everything is 'x'"),
     ("fit CLIP --resume maybe", "auto, must, never"),
@@ -94,7 +95,16 @@ MISTAKES = [
     ("fit --config clip/debgu.yaml", "clip/debug.yaml"),
     ("fit --config broken.yaml", "broken.yaml, line 3"),
     ("fit --config list.yaml", "list.yaml"),
-    ("fit --config misspelt.yaml", "trainer.max_epocs"),
+    ("fit --config misspelt.yaml", "trainer.max_epocs; did you mean trainer.max_epochs?"),
+    ("fit --config class.yaml", "trainer.callbacks: there is no class StepGaurd; did you mean StepGuard?"),
+    ("evaluate-language x --tasks needle --options nope.yaml", "no configuration file nope.yaml"),
+    # classes that were moved
+    ("fit --data diffvision.data.modules.ImageTextData", "did you mean diffvision.data.ImageTextData?"),
+    ("fit CLIP --trainer.callbacks+=diffvision.training.finite.StepGuard", "mean diffvision.training.StepGuard?"),
+    # models and their preprocessing
+    ("evaluate CLIP-debug --data photos --preprocess.mean 3", "preprocess.mean is 3: give three numbers"),
+    ("evaluate CLIP-debug --data photos --preprocess.interpolation x", "choose one of bicubic, bilinear, random"),
+    ("evaluate diff_vit_debug --data photos --preprocess.interpolation x", "nearest, box, hamming, lanczos"),
     ("evaluate CLIP-debug --data nowhere", "nowhere"),
     ("evaluate CLIP-debg --data photos", "CLIP-debug"),
     ("data check nowhere", "nowhere"),
@@ -117,6 +127,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("model:\n  class_path: ContrastiveModule\n init_args: [\n")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "misspelt.yaml").write_text("trainer:\n  max_epocs: 3\n")
+    (tmp_path / "class.yaml").write_text("trainer:\n  callbacks:\n  - class_path: StepGaurd\n")
     (tmp_path / "photos/cat").mkdir(parents=True)
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (8, 8)).save(tmp_path / "photos/cat/1.png")

@@ -289,6 +289,9 @@ def test_names_with_weights(house, monkeypatch):
     [
         ("runs/none.ckpt", {}, FileNotFoundError, "no file or folder runs/none.ckpt: give a training checkpoint, the"),
         ("none.ckpt", {}, FileNotFoundError, "no file or folder none.ckpt"),
+        (Path("vit_tiny_patch16_224"), {}, FileNotFoundError, "no file or folder vit_tiny_patch16_224"),
+        ("", {}, ValueError, "the model is '': give a model's name"),
+        ("clip", {"preprocess": {"mean": [0, "x", 0]}}, ValueError, "preprocess.mean is .*: give three numbers"),
         ("local-dir:none", {}, FileNotFoundError, "no folder 'none'"),
         ("run", {}, ValueError, r"is the directory of a run: give one of the files in its checkpoints/ \(last.ckpt\)"),
         ("bare.pt", {}, ValueError, "does not say of which model: give the model's name first, and the file as"),
@@ -389,3 +392,11 @@ def test_a_special_token_s_name_in_a_text_is_text(end, tmp_path):
     assert ids == ours.encode(text)
     assert ours.eos_id not in ids
     assert ours.decode(ids) == text
+
+
+def test_a_file_whose_folder_is_elsewhere_says_which(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lightning = {"state_dict": {}, "pytorch-lightning_version": "2", "diffvision": {"model": "local-dir:start"}}
+    torch.save(lightning, "last.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"last.ckpt is of the model 'local-dir:start', and there is no such"):
+        open_model("last.ckpt")

@@ -6,7 +6,7 @@ All commands and functions that take a model use this grammar. Image models are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,8 @@ def folder_host(folder: str | Path) -> Host:
 
 def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
     text = str(spec)
+    if not text:
+        raise ValueError("the model is '': give a model's name, a file of weights or a folder")
     if "://" in text:
         refuse_urls(text, "model")
     refuse_urls(checkpoint, "checkpoint")
@@ -144,7 +146,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
     if path.is_file():
         refuse_checkpoint(checkpoint, text)
         return _open_file(path, preprocess)
-    raise _unknown(text)
+    raise _no_path(text) if isinstance(spec, Path) else _unknown(text)
 
 
 def _is_name(text: str) -> bool:
@@ -165,14 +167,18 @@ def _unknown(text: str) -> Exception:
 
     path, (name, _, tag) = Path(text), text.partition(".")
     if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
-        return FileNotFoundError(
-            f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
-            f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
-        )
+        return _no_path(text)
     if timm.is_model(name):
         return no_such_weights(tag, name, images.timm_tags(name))
     known = [*open_clip.list_models(), *timm.list_models(), *language.model_names()]
     return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", known)
+
+
+def _no_path(text: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
+        f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
+    )
 
 
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
@@ -214,6 +220,10 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
             f"--checkpoint {path}"
         )
     if name.startswith(FOLDER):
+        if not Path(name.removeprefix(FOLDER)).is_dir():
+            raise FileNotFoundError(
+                f"{path} is of the model {name!r}, and there is no such folder here: run this where that folder is"
+            )
         return _open_folder(name, path, preprocess)
     if not _is_name(name):
         raise ValueError(f"{path} is of the model {name!r}, which is not known here: {_unknown(name)}")
@@ -242,5 +252,10 @@ def _check_preprocess(preprocess: Mapping[str, Any] | None) -> None:
     if unknown:
         raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
     for key in ("mean", "std"):
-        if (values := (preprocess or {}).get(key)) is not None and len(values) != 3:
-            raise ValueError(f"preprocess.{key} is {values}: give three numbers, for red, green and blue")
+        values = (preprocess or {}).get(key)
+        if values is not None and not (isinstance(values, Sequence) and _all_numbers(values) and len(values) == 3):
+            raise ValueError(f"preprocess.{key} is {values!r}: give three numbers, for red, green and blue")
+
+
+def _all_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,12 @@ from diffvision.opening.model import Model
 from diffvision.opening.weights import HUB, PREPROCESS, SUFFIXES, check_name, folder_config, no_such_weights, run_of
 
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+# What each host takes. Of other values OpenCLIP says nothing but AssertionError, and timm KeyError.
+_OPEN_CLIP_CHOICES = {
+    "interpolation": ("bicubic", "bilinear", "random"),
+    "resize_mode": ("shortest", "longest", "squash"),
+}
+_TIMM_CHOICES = {"interpolation": ("bicubic", "bilinear", "random", "nearest", "box", "hamming", "lanczos")}
 
 # ---- OpenCLIP ------------------------------------------------------------------------------------------------------
 
@@ -46,6 +52,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     import open_clip
 
     refuse_code(name)
+    _check_choices(preprocess, _OPEN_CLIP_CHOICES)
     path = _file(checkpoint)
     weights = _open_clip_weights(name, checkpoint, path)
     if weights is not None:
@@ -136,6 +143,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
     """Open a timm model by name or `local-dir:`, with its weights."""
     import timm
 
+    _check_choices(preprocess, _TIMM_CHOICES)
     path = _file(checkpoint)
     weights = None if path is None else read_checkpoint(path)
     args, trained_with = {}, {}
@@ -198,6 +206,13 @@ def timm_tags(name: str) -> list[str]:
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def _check_choices(preprocess: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> None:
+    for key, known in choices.items():
+        value = preprocess.get(key)
+        if value is not None and value not in known:
+            raise ValueError(f"preprocess.{key} is {value!r}: choose one of {', '.join(known)}")
 
 
 def _file(checkpoint: str | Path | None) -> Path | None:

@@ -301,9 +301,9 @@ def fit(args: list[str] | None = None) -> FitCLI:
     """
     try:
         return FitCLI(with_recipes(sys.argv[1:] if args is None else args))
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ValueError, TypeError) as error:
         text = _refusal(" ".join(str(error).split()))
-        if text is None and isinstance(error, ValueError):
+        if text is None and not isinstance(error, MisconfigurationException):
             raise
         raise ValueError(text or " ".join(str(error).split())) from error
 
@@ -312,6 +312,8 @@ def _refusal(message: str) -> str | None:
     """Return a message that names the setting and a remedy, for those of Lightning's that do not; None for others."""
     if "No supported gpu backend found" in message:
         return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
+    if message.startswith("`devices` selected with"):
+        return f"trainer.devices: {message}"
     if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):
         names = [*StrategyRegistry.available_strategies(), *(cls.__name__ for cls in _subclasses(Strategy))]
         return f"trainer.strategy is {match[1]!r}, and Lightning has none of that name{did_you_mean(match[1], names)}"
