@@ -27,15 +27,32 @@ TAKEN = {
 }
 
 
+@pytest.fixture
+def avx512(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+on_this_cpu = pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="FlexAttention needs AVX512 on a CPU"
+)
+
+
+@pytest.mark.usefixtures("avx512")
 @pytest.mark.parametrize("case", LIMITS)
 def test_a_limit_names_the_value(case):
     change, message = LIMITS[case]
     assert message in flex.limit(PROBLEM._replace(**change))
 
 
+@pytest.mark.usefixtures("avx512")
 @pytest.mark.parametrize("case", TAKEN)
 def test_takes(case):
     assert flex.limit(PROBLEM._replace(**TAKEN[case])) is None
+
+
+def test_is_refused_where_its_kernel_reads_what_was_never_written(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert flex.limit(PROBLEM) == "CPU capability AVX2: FlexAttention needs AVX512"
 
 
 def test_is_refused_inside_a_compiled_graph_on_a_cpu():
@@ -178,6 +195,7 @@ COMPILED = {
 }
 
 
+@on_this_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 def test_the_compiled_kernel_on_a_cpu_equals_the_formula(case):
@@ -190,6 +208,7 @@ def test_the_compiled_kernel_on_a_cpu_equals_the_formula(case):
     torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected, **tolerance)
 
 
+@on_this_cpu
 @pytest.mark.slow
 def test_another_mask_of_one_shape_needs_no_other_kernel():
     q, k, v, lam = tensors(m=12, n=12)
