@@ -150,6 +150,7 @@ def test_run_hands_over(tmp_path, capsys, monkeypatch):
     program.write_text("import sys; print(sys.argv[1:])")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")  # which `run` sets for the program's children
     assert cli.main(["run", str(program), "--x", "1"]) == 0
     assert capsys.readouterr().out == "['--x', '1']\n"
     assert cli.main(["run"]) == 2

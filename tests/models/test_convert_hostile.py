@@ -116,7 +116,9 @@ def test_only_what_their_code_computes_becomes_theirs(given, words, tmp_path):
 
 def test_lambda_starts_alike_in_both_towers(tmp_path):
     convert(_folder(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
-    with pytest.raises(ValueError, match=r"layer 0 of the image tower is of variant v1 with lambda_init 0\.8, and"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 of the image tower is of variant v1 with lambda_init 0\.8; in DiffCLIP"
+    ):
         convert(
             str(tmp_path / "x.pt"), str(tmp_path / "y"), to="openclip", tower="diff_vit_debug_clip", lambda_init=0.3
         )

@@ -84,7 +84,11 @@ def test_long_cells_are_cut_like_any_caption(images, tmp_path):
 @pytest.mark.parametrize(
     ("table", "content", "message"),
     [
-        ("t.csv", 'file,caption\nimage.00.png,a\nimage.02.png,"b\nimage.04.png,c\n', r"t\.csv, after line 2: .*mend"),
+        (
+            "t.csv",
+            'file,caption\nimage.00.png,a\nimage.02.png,"b\nimage.04.png,c\n',
+            r"t\.csv, after line 2: .*correct the row",
+        ),
         ("t.csv", 'file,caption\nimage.00.png,"a" dog\n', r"t\.csv, after line 1: .*written twice"),
         (
             "t.tsv",

@@ -131,6 +131,7 @@ def test_sigterm_saves_after_the_step_and_ends_with_143(tmp_path, capsys):
     assert f"SIGTERM: saved {tmp_path / SAVED} at step 3" in capsys.readouterr().err
 
 
+@pytest.mark.forks
 def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
     """torchrun sends one to all ranks when the first has ended: the others have ended their fit, not their process."""
 
@@ -153,6 +154,7 @@ def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
     assert saved(tmp_path)["global_step"] == 3
 
 
+@pytest.mark.forks
 def test_a_later_fit_of_the_process_hears_signals_again(tmp_path):
     def work():
         for name in ("first", "second"):
