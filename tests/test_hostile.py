@@ -98,13 +98,13 @@ def run_of(shards: Path, *more: str) -> list[str]:
     ]
 
 
-def refused(command: list[str], capsys, *told: str) -> None:
+def refused(command: list[str], capsys, *message: str) -> None:
     """The command ends with status 1 and one line that says all this."""
     assert cli.main(command) == 1
     error = capsys.readouterr().err
     assert "diffvision: error: " in error
     assert "Traceback" not in error
-    for words in told:
+    for words in message:
         assert words in error
 
 
@@ -309,10 +309,10 @@ URLS = ["http://127.0.0.1:{0}/x.ckpt", "https://127.0.0.1:{0}/x.pt", "s3://bucke
 @pytest.mark.parametrize("url", URLS)
 def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     url = url.format(server.server_port)
-    told = "checkpoints are not loaded from URLs; download it, compare its sha256"
-    refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", told)
-    refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", told)
-    refused(["generate", url, "--prompt=a"], capsys, told)
+    message = "checkpoints are not loaded from URLs; download it, compare its sha256"
+    refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", message)
+    refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", message)
+    refused(["generate", url, "--prompt=a"], capsys, message)
     for call in (
         lambda: open_model("CLIP-debug", url),
         lambda: language.load(url),
@@ -509,12 +509,12 @@ def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monke
     monkeypatch.setenv("WDS_X", f"pipe:touch {trace}")
     location = location.format(trace)
     train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
-    told = f"shard location {location!r}"
-    refused(run_of(shards, f"--data.train=[{shards}, '{location}']"), capsys, told, "give a path, or a URL starting")
+    message = f"shard location {location!r}"
+    refused(run_of(shards, f"--data.train=[{shards}, '{location}']"), capsys, message, "give a path, or a URL starting")
     if not location.startswith("-"):
         words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
-        refused(words, capsys, told)
-        refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, told)
+        refused(words, capsys, message)
+        refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, message)
     with pytest.raises(ValueError, match="shard location"):
         ShardSet(location)
     with pytest.raises(ValueError, match="do not exist"):
@@ -562,9 +562,9 @@ def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "..", "pipe:touch {0}", "-x"])
 def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, trace):
     name = name.format(trace)
-    told = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
+    message = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
     (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / listing).write_text(json.dumps(told if listing == "manifest.json" else {name: 1}))
+    (tmp_path / "shards" / listing).write_text(json.dumps(message if listing == "manifest.json" else {name: 1}))
     with pytest.raises(ValueError, match=r"names there have no folders|which is not there"):
         ShardSet(str(tmp_path / "shards"))
 

@@ -115,9 +115,9 @@ def test_damaged_and_foreign_pieces_are_told_and_worked_out_anew(loaded, data, e
     pieces[3].write_bytes(pieces[3].read_bytes()[:100])
     shutil.copy(pieces[4], pieces[5])
     cache = Cache(tmp_path)
-    with pytest.warns(UserWarning, match="is damaged or of another evaluation") as told:
+    with pytest.warns(UserWarning, match="is damaged or of another evaluation") as warned:
         assert metrics(loaded, data, tasks=["zero_shot"], cache=cache) == zero_shot
-    assert len(told) == cache.made == 5
+    assert len(warned) == cache.made == 5
     again = Cache(tmp_path)
     assert metrics(loaded, data, tasks=["zero_shot"], cache=again) == zero_shot
     assert (again.found, again.made) == (len(pieces), 0)
@@ -158,10 +158,10 @@ def test_a_full_disk_is_one_warning(loaded, data, expected, tmp_path, monkeypatc
     monkeypatch.setattr(caching, "write_bytes", full)
     with pytest.warns(
         UserWarning, match="keeps nothing more .No space left on device.: the evaluation continues"
-    ) as told:
+    ) as warned:
         found = metrics(loaded, data, tasks=["composition"], cache=Cache(tmp_path))
     assert found.items() <= expected.items()
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 def test_the_sets_used_last_stay_within_the_bound(tmp_path):

@@ -232,7 +232,7 @@ def answers_right(
 
 
 def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
-    """Return tokens of each label as it stands after a query, with the line's end ("sea" differs from "sea lion").
+    """Return tokens of each label as written after a query, with the line's end ("sea" differs from "sea lion").
 
     Raises:
         ValueError: the tokenizer makes one token of a label and the text before it.

@@ -7,10 +7,9 @@ Other packages import from here, and nothing from the modules inside but `lightn
 they are first used, because most of them need Lightning.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
     from diffvision.training.durable.files import refuse_link
@@ -48,8 +47,5 @@ __all__ = [
     "spread",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
