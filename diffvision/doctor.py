@@ -216,7 +216,10 @@ def doctor() -> int:
     findings = unmet(packages, installed) + conflicts(installed) + private_names()
     missing_packages = any(installed[name] is None for name, need in packages.items() if need.extra is None)
     if not missing_packages:
-        _print_devices_and_backends(console)
+        try:
+            _print_devices_and_backends(console)
+        except Exception as error:  # whatever a broken package raises when it is imported
+            findings.append(Finding(True, f"a package is installed and cannot be imported: {error!r}"))
     for finding in findings:
         kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
         console.print(kind, escape(finding.text), highlight=False)

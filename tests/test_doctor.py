@@ -103,3 +103,14 @@ def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkey
     monkeypatch.setattr(doctor, "devices", None)
     assert doctor.doctor() == 1
     assert f"{missing} is not installed" in capsys.readouterr().out
+
+
+def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch, capsys):
+    def fails(console):
+        raise OSError("libtorch_cuda.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "_print_devices_and_backends", fails)
+    assert doctor.doctor() == 1
+    printed = capsys.readouterr().out
+    assert "cannot be imported" in printed
+    assert "libtorch_cuda.so" in printed

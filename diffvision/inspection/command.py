@@ -1,4 +1,6 @@
-"""The arguments of `diffvision inspect`. The command itself is in `inspecting`."""
+"""`diffvision inspect`: a look inside one model or two. Its steps are in `inspecting`."""
+
+from pathlib import Path
 
 
 def inspect(
@@ -38,17 +40,20 @@ def inspect(
         ValueError, FileNotFoundError: an input cannot be read, inputs do not fit together, or a model has no attention
             to look at.
     """
-    from diffvision.inspection import inspecting
-
-    inspecting.inspect(
-        model,
-        output=output,
-        checkpoint=checkpoint,
-        image=image,
-        text=text,
-        versus=versus,
-        mask=mask,
-        answer=answer,
-        tokenizer=tokenizer,
-        device=device,
+    from diffvision.evaluation.distributed import resolve_device
+    from diffvision.inspection.inspecting import (
+        check_counts,
+        inspect_models,
+        listed,
+        open_models,
+        pictures_and_passages,
     )
+    from diffvision.inspection.output import check_output
+
+    texts, pictures = listed(text), listed(image)
+    answers, masks = listed(answer), listed(mask)
+    check_output(Path(output))
+    check_counts(pictures, texts)
+    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
+    shown = pictures_and_passages(models, pictures, texts, masks, answers)
+    inspect_models(models, *shown, output)

@@ -14,7 +14,6 @@ from typing import Any
 
 from diffvision.analysis.capture import check_attention
 from diffvision.analysis.maps import image_trunk
-from diffvision.evaluation.distributed import resolve_device
 from diffvision.inspection import inputs
 from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
@@ -29,30 +28,6 @@ KIND = {
     "language": "a language model",
     "transformers": "a language model",
 }
-
-
-def inspect(
-    model: str,
-    *,
-    output: str,
-    checkpoint: str | None,
-    image: str | list[str] | None,
-    text: str | list[str] | None,
-    versus: str | None,
-    mask: str | list[str] | None,
-    answer: str | list[str] | None,
-    tokenizer: str | None,
-    device: str,
-) -> None:
-    """Look into one model or two, as `diffvision.inspection.command.inspect` describes."""
-    texts, pictures = _listed(text), _listed(image)
-    answers, masks = _listed(answer), _listed(mask)
-    folder = Path(output)
-    check_output(folder)
-    _check_counts(pictures, texts)
-    models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
-    shown = _pictures_and_passages(models, pictures, texts, masks, answers)
-    inspect_models(models, *shown, folder)
 
 
 def inspect_models(
@@ -163,11 +138,13 @@ def check_model(model: Model) -> None:
 # ---- inputs --------------------------------------------------------------------------------------------------------
 
 
-def _listed(given: str | list[str] | None) -> list[str]:
+def listed(given: str | list[str] | None) -> list[str]:
+    """Return an argument that may be left out, given once, or given as a list."""
     return [] if given is None else [given] if isinstance(given, str) else given
 
 
-def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
+def check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
+    """Raise a ValueError for more images or texts than a page shows, or for one given twice."""
     for what, many in (("images", pictures), ("texts", texts)):
         if len(many) > MOST:
             raise ValueError(f"{len(many)} {what} are given: a page shows at most {MOST}")
@@ -175,7 +152,7 @@ def _check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
             raise ValueError(f"the same one is given twice among the {what}: give each once")
 
 
-def _pictures_and_passages(
+def pictures_and_passages(
     models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
 ) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
     """Return the inputs that fit the models, from arguments or made here; ValueError if arguments do not fit."""

@@ -1,5 +1,7 @@
 """`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
 
+import dataclasses
+
 from diffvision.evaluation.language.options import LanguageOptions
 
 
@@ -35,18 +37,47 @@ def run(
         device: auto, cpu, cuda, cuda:1, ...
         options: the evaluations' settings.
     """
+    from diffvision.evaluation.cache import Cache
+    from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.language import suite
+    from diffvision.evaluation.language.many_shot import read_task
+    from diffvision.evaluation.output import check_folder, listed
+    from diffvision.opening import labelled, open_model
 
-    return suite.run(
-        models,
-        tasks=tasks,
-        data=data,
-        checkpoint=checkpoint,
-        output=output,
-        cache=cache,
-        tokenizer=tokenizer,
-        demonstrations=demonstrations,
-        queries=queries,
-        device=device,
-        options=options,
-    )
+    names = list(dict.fromkeys(listed(tasks)))
+    suite.check(names, has_documents=data is not None)
+    if output is not None:
+        check_folder(output)
+    if cache is not None:
+        check_folder(cache, "cache")
+    specs = listed(models)
+    if checkpoint is not None and len(specs) > 1:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
+    if (demonstrations is None) != (queries is None):
+        raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
+    many_shot_tasks = []
+    if demonstrations is not None and queries is not None:
+        many_shot_tasks = [read_task(demonstrations, queries)]
+    elif "many_shot" in names:
+        # Raises before a model is loaded if there are too few words for the options.
+        many_shot_tasks = suite.synthetic_mappings(options)
+    results: dict[str, dict[str, float]] = {}
+    result_cache = None if cache is None else Cache(cache)
+    with process_group(device) as used_device:
+        for label, spec in map(labelled, specs):
+            if label in results:
+                raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")
+            opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
+            model = dataclasses.replace(opened, name=label)
+            results[label] = {}
+            work = suite.prepared(model, options, None if data is None else listed(data), many_shot_tasks)
+            identity = {} if result_cache is None else suite.cache_inputs(work, used_device)
+            for name in names:
+                results[label] |= suite.cached(work, name, result_cache, identity)
+                if output is not None:
+                    suite.write_numbers(name, results, options, output)
+    suite.show(results)
+    if output is not None:
+        for name in names:
+            suite.write_picture(name, results, output)
+    return results

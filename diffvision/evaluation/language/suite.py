@@ -1,4 +1,4 @@
-"""All language evaluations by name: of one model (`evaluate_language`), and of checkpoints, with files (`run`)."""
+"""All language evaluations by name, of one model (`evaluate_language`), and what the command writes of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from diffvision.analysis.figures import png
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
-from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
+from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
@@ -32,8 +31,8 @@ from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.output import bar, check_folder, listed, write_bytes, write_json
-from diffvision.opening import Model, labelled, open_model
+from diffvision.evaluation.output import bar, write_bytes, write_json
+from diffvision.opening import Model
 
 PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers
 LENGTHS = (512, 1024, 2048, 4096)
@@ -177,7 +176,7 @@ def _attention_mass(work: Work) -> dict[str, float]:
 
 def _many_shot(work: Work) -> dict[str, float]:
     options, model = work.options, work.model
-    tasks = work.tasks or _mappings(options)
+    tasks = work.tasks or synthetic_mappings(options)
     shared: dict[str, Any] = {
         "max_length": model.max_length,
         "batch_size": options.batch_size,
@@ -196,7 +195,8 @@ def _many_shot(work: Work) -> dict[str, float]:
     return metrics | {f"order/{metric}": value for metric, value in orders.items()}
 
 
-def _mappings(options: LanguageOptions) -> list[Task]:
+def synthetic_mappings(options: LanguageOptions) -> list[Task]:
+    """Return the synthetic tasks of many-shot learning; ValueError if there are too few words for the options."""
     return label_mapping_tasks(options.mappings, classes=options.classes, queries=options.queries, seed=options.seed)
 
 
@@ -262,61 +262,7 @@ def check(tasks: Iterable[str], *, has_documents: bool) -> None:
             raise ValueError(f"{task} needs text: give data, files or folders of .txt or .jsonl, or shards")
 
 
-def run(
-    models: str | list[str],
-    *,
-    tasks: str | list[str],
-    data: str | list[str] | None,
-    checkpoint: str | None,
-    output: str | None,
-    cache: str | None,
-    tokenizer: str | None,
-    demonstrations: str | None,
-    queries: str | None,
-    device: str,
-    options: LanguageOptions,
-) -> dict[str, dict[str, float]]:
-    """Evaluate language models as `diffvision.evaluation.language.command.run` describes."""
-    names = list(dict.fromkeys(listed(tasks)))
-    check(names, has_documents=data is not None)
-    if output is not None:
-        check_folder(output)
-    if cache is not None:
-        check_folder(cache, "cache")
-    specs = listed(models)
-    if checkpoint is not None and len(specs) > 1:
-        raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    if (demonstrations is None) != (queries is None):
-        raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
-    many_shot_tasks: list[Task] = []
-    if demonstrations is not None and queries is not None:
-        many_shot_tasks = [read_task(demonstrations, queries)]
-    elif "many_shot" in names:
-        # Raises before a model is loaded if there are too few words for the options.
-        many_shot_tasks = _mappings(options)
-    results: dict[str, dict[str, float]] = {}
-    result_cache = None if cache is None else Cache(cache)
-    with process_group(device) as used_device:
-        for label, spec in map(labelled, specs):
-            if label in results:
-                raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to tell them apart")
-            opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
-            model = dataclasses.replace(opened, name=label)
-            results[label] = {}
-            work = _work(model, options, None if data is None else listed(data), many_shot_tasks)
-            identity = {} if result_cache is None else _cache_inputs(work, used_device)
-            for name in names:
-                results[label] |= _evaluated(work, name, result_cache, identity)
-                if output is not None:
-                    write_numbers(name, results, options, output)
-    _show(results)
-    if output is not None:
-        for name in names:
-            write_picture(name, results, output)
-    return results
-
-
-def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, float]:
+def cached(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, float]:
     """Return a task's metrics, from the cache where it has them."""
     if cache is None:
         return evaluate_language(work, [task])
@@ -329,7 +275,7 @@ def _evaluated(work: Work, task: str, cache: Cache | None, shared: dict[str, Any
     return metrics
 
 
-def _cache_inputs(work: Work, device: str) -> dict[str, Any]:
+def cache_inputs(work: Work, device: str) -> dict[str, Any]:
     """Return all that a task's metrics depend on, besides the task; its digest identifies cached metrics."""
     model, options = work.model, work.options
     tokenizer = model.tokenizer
@@ -361,7 +307,8 @@ def write_picture(task: str, results: figures.Results, output: str | Path) -> No
     write_bytes(Path(output) / f"{task}.png", png(LANGUAGE_EVALUATIONS[task].draw(_of_task(results, task))))
 
 
-def _work(model: Model, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:
+def prepared(model: Model, options: LanguageOptions, data: list[str] | None, tasks: list[Task]) -> Work:
+    """Return a model's work, with the documents that its tokenizer makes of the data."""
     if data is None:
         return Work(model, options, tasks=tasks, progress=bar)
     if model.tokenizer is None:
@@ -390,7 +337,7 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
     return {name: metrics for name, metrics in by_model.items() if metrics}
 
 
-def _show(results: figures.Results) -> None:
+def show(results: figures.Results) -> None:
     """Print a table of the headline numbers: those without a position or length in their names."""
     from rich.console import Console
     from rich.table import Table
