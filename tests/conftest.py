@@ -16,9 +16,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-all", action="store_true", help="with -m faults: every cell of the resume matrix")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that train in forked processes come first: what some others start (compiled graphs, threads of autograd)
-    does not survive a fork, and autograd then refuses to work there."""
+    """Mark as slow the cases that `quick` leaves out, and sort tests that train in forked processes to the front.
+
+    What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
+    work there.
+    """
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
 
 

@@ -300,6 +300,7 @@ def test_opcheck(device, keep):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compiles_whole_with_its_gradient(device, dynamic):
     torch.compiler.reset()
     tensors = inputs(9, device=device)

@@ -207,7 +207,7 @@ def compiled(tmp_path_factory):
     return {case: (shared[i], folder / f"{i}.cubin") for i, case in enumerate(COMPILED)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif("_cuobjdump() is None", reason="cuobjdump is not available")
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(map(str, case)))
 def test_hopper_code_spills_no_register(case, compiled):
