@@ -23,10 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
     work there.
     """
+    collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
     for item in items:
-        quick = item.get_closest_marker("quick")
-        if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.slow)
+        if (quick := item.get_closest_marker("quick")) is not None:
+            case = item.callspec.id  # type: ignore[attr-defined]
+            collected.setdefault(item.nodeid.partition("[")[0], set()).add(case)
+            if case not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    for item in items:
+        quick, cases = item.get_closest_marker("quick"), collected.get(item.nodeid.partition("[")[0], set())
+        if quick is not None and len(cases) > len(quick.args) and not cases.issuperset(quick.args):
+            raise pytest.UsageError(f"{item.nodeid}: quick names cases that do not exist: {set(quick.args) - cases}")
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
 
 

@@ -78,7 +78,7 @@ def expected_parameters(name: str) -> int:
     "diff_vit_debug",
     "diff_vit_base_patch16_224",
     "diffv2_vit_base_patch16_224",
-    "plain_vit_small_patch16_224",
+    "plain_vit_debug",
     "gda_vit_debug",
     "diff_vit_so150m_patch16_224",
 )
