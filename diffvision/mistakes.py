@@ -19,6 +19,10 @@ _LITERAL = "typing.Literal["
 _PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
 
 
+class Mistake(ValueError):
+    """The command line itself is wrong: an unknown option, or a value of another type. The exit status is 2."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 0.0) -> list[str]:
     """Return the known names that are most similar to a name, the most similar first.
 

@@ -55,7 +55,7 @@ MISTAKES = [
     ("evaluate CLIP-debug --data x --precision fp8", "fp32, bf16, fp16"),
     ("evaluate CLIP-debug --data x --batch_size many", "batch_size is 'many'"),
     ("generate x --prompt hi --temperature warm", "temperature is 'warm'"),
-    ("models --filter diff_vit_bse", "diff_vit_base?"),
+    ("models --filter diff_vit_bse", "diff_vit_base"),
     ("fit CLIP --trainer.precision 17", "bf16-mixed"),
     ("fit CLIP --trainer.precision bf16-mxed", "bf16-mixed?"),
     ("fit CLIP --trainer.accelerator gpu", "trainer.accelerator is gpu"),
