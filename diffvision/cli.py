@@ -52,6 +52,7 @@ COMMANDS = {
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
+    "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
 TABLES = ("models", "doctor", "evaluate", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""

@@ -27,6 +27,7 @@ from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.text.tokens import MEMBER, TOKENS, TOKENS_FORMAT, TokenAccount, find_accounts, token_dtype
+from diffvision.progress import bar
 
 _ROWS = 256  # samples in one piece of a worker's work
 TOKENS_PER_SHARD = 1 << 24
