@@ -179,7 +179,8 @@ def _fish(commands: dict[str, dict[str, list[str]]]) -> str:
         lines.append(f"complete -c diffvision -f -n '{before}' -a {words[-1]} -d '{summary}'")
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
         for option, values in of_command.items():
-            flag = f" -l {option.removeprefix('--')} -r" if option else " -f"
+            valued = "" if option == JSON else " -r"
+            flag = f" -l {option.removeprefix('--')}{valued}" if option else " -f"
             chosen = f" -a '{' '.join(values)}'" if values else ""
             if option or values:
                 lines.append(f"complete -c diffvision -n '{seen}'{flag}{chosen}")
