@@ -6,7 +6,7 @@ Where the output is a file or a pipe there are none. The line of a training run 
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
         description: of the work, such as "reading".
         total: how many there are; by default the length of the items, if they have one.
     """
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with bar(description, total) as advance:
         for item in items:
