@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.cache import Cache
-from diffvision.evaluation.classification import classification
-from diffvision.evaluation.composition import composition
+from diffvision.evaluation.classification import classification, classifier_samples
+from diffvision.evaluation.composition import composition, composition_samples
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import check_folder, write_json
-from diffvision.evaluation.retrieval import retrieval
-from diffvision.evaluation.zero_shot import zero_shot
+from diffvision.evaluation.retrieval import retrieval, retrieval_samples
+from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
 from diffvision.opening import Model
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Evaluation(NamedTuple):
     record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
     probe: bool = False  # fitted on a training split; reads no text
     asked: bool = False  # runs only if it is named in `tasks`, as the probes do
+    # The same metrics sample by sample; None where they are not means over samples of the split.
+    samples: Callable[[Features, Any, Options], dict[str, PerSample]] | None = None
 
     @property
     def by_default(self) -> bool:
@@ -42,10 +45,10 @@ class Evaluation(NamedTuple):
 
 
 EVALUATIONS = {
-    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification"),
-    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval"),
-    "composition": Evaluation(composition, "composition", "image_caption_selection"),
-    "classification": Evaluation(classification, "zero_shot", "classification", asked=True),
+    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification", samples=zero_shot_samples),
+    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval", samples=retrieval_samples),
+    "composition": Evaluation(composition, "composition", "image_caption_selection", samples=composition_samples),
+    "classification": Evaluation(classification, "zero_shot", "classification", asked=True, samples=classifier_samples),
     "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
