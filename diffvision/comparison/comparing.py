@@ -186,10 +186,10 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
     counted = f"FLOPs: a forward pass of {what}; products of matrices and convolutions, 2 a multiply-add, attention "
     notes.append(f"{counted}by its formula.")
     if rounds:
-        machine = torch.cuda.get_device_name() if settings.device.startswith("cuda") else "this machine's CPU"
-        threads = "" if settings.device.startswith("cuda") else f", {torch.get_num_threads()} thread(s)"
+        on_gpu, threads = settings.device.startswith("cuda"), torch.get_num_threads()
+        machine = torch.cuda.get_device_name() if on_gpu else f"a CPU, {threads} thread{'s' * (threads > 1)}"
         notes.append(
-            f"Speed: forward passes on {machine}{threads}, {settings.precision}, all models in turns, {rounds} rounds; "
-            "the ratio is the median over the rounds."
+            f"Speed: forward passes on {machine}, {settings.precision}, all models in turns, {rounds} rounds; the "
+            "ratio is the median over the rounds."
         )
     return notes
