@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         spec: as it was given, without a label.
         model: for `open_model`.
-        which: what the model is, in words: "best zero_shot/digits/acc1 0.9521", "last, step 786", "given".
+        which: what the model is, in words: "best zero_shot/digits/acc1 0.9521", "last, step 786", "as given".
         given_label: before the =; None where there was none.
         run: the directory of the training run; None where the model is not a file of one.
         config: of the run; empty without one.
@@ -119,7 +119,7 @@ def _read(given: str) -> Entry:
     path = Path(spec)
     if not path.is_dir():
         run = run_of(path)
-        return Entry(spec, spec, "given" if path.is_file() else "a name", given_label, run, _config(run))
+        return Entry(spec, spec, "as given", given_label, run, _config(run))
     runs = [path] if _is_run(path) else list(_runs_below(path, _MAX_DEPTH))
     if len(runs) > 1:
         names = ", ".join(str(run) for run in runs[:4])
@@ -127,7 +127,7 @@ def _read(given: str) -> Entry:
             f"{spec} has {len(runs)} runs in it: name those to compare ({names}{', ...' if runs[4:] else ''})"
         )
     if not runs:
-        return Entry(spec, spec, "folder", given_label)
+        return Entry(spec, spec, "as given", given_label)
     checkpoint, which = best_checkpoint(runs[0])
     return Entry(spec, str(checkpoint), which, given_label, runs[0], _config(runs[0]))
 

@@ -114,7 +114,7 @@ class Contestant:
     Attributes:
         label: in tables and figures.
         models: for each seed the file or name that was opened.
-        which: for each seed, what that is: "best zero_shot/digits/acc1 0.9521", "last, step 786", "given".
+        which: for each seed, what that is: "best val/acc1 0.9521", "last, step 786", "as given", "new weights".
         cost: of the first seed.
         lambdas: by layer, one value for each seed; empty without differential layers.
         curves: by metric over steps, one for each seed that has them.
@@ -138,7 +138,7 @@ class Comparison:
         kind: of the models: "an image-text model", ...
         contestants: the models; differences are from the first.
         rows: metrics.
-        unit: what speed is counted in, "images" or "tokens".
+        unit: what speed is counted in: "pairs" of an image and a caption, "images" or "tokens".
         notes: sentences on how the numbers were made.
     """
 
@@ -197,17 +197,17 @@ class Comparison:
 
     def _costs(self) -> Table:
         table = _table("cost")
-        for name in ("model", "parameters", "GFLOPs", f"{self.unit}/s", "of the first [lowest, highest]"):
+        timed = any(one.cost.per_second for one in self.contestants)
+        speed = (f"{self.unit}/s", "of the first [lowest, highest]") if timed else ()
+        for name in ("model", "parameters", "GFLOPs", *speed):
             table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
         for one in self.contestants:
-            speed, ratio = one.cost.speed, one.cost.ratio(self.contestants[0].cost)
-            table.add_row(
-                one.label,
-                f"{one.cost.parameters:,}",
-                f"{one.cost.flops / 1e9:,.3g}",
-                "" if speed is None else f"{speed:,.0f}",
-                "" if ratio is None or one is self.contestants[0] else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio),
-            )
+            cells = [one.label, f"{one.cost.parameters:,}", f"{one.cost.flops / 1e9:,.3g}"]
+            if timed:
+                ratio = one.cost.ratio(self.contestants[0].cost)
+                is_first = ratio is None or one is self.contestants[0]
+                cells += [f"{one.cost.speed:,.0f}", "" if is_first else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)]
+            table.add_row(*cells)
         return table
 
     def _lambdas(self) -> Table:
