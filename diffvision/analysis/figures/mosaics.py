@@ -94,8 +94,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
         start, (label, signed, values) = index // len(rows) * _LINE, rows[index % len(rows)]
         part = np.full((1, line), np.nan)
         part[0, : len(values[start : start + _LINE])] = 100 * values[start : start + _LINE]
-        colours = scale(signed, limits[signed]) | ({} if signed else {"cmap": "magma_r"})
-        last[signed] = ax.imshow(part, aspect="auto", interpolation="nearest", **colours)
+        last[signed] = ax.imshow(part, aspect="auto", interpolation="nearest", **scale(signed, limits[signed]))
         without_frame(ax)
         ax.set_yticks([0], [label], fontsize=8)
         ax.tick_params(length=0)
