@@ -21,7 +21,7 @@ from diffvision.evaluation.features import Features
 from diffvision.models.modes import evaluating
 
 DIGITS = (2, 3, 5, 7)  # the first test image of each is shown with its attention
-CAPTIONS = 3  # of the folder `retrieval`, as far apart as they can be
+CAPTIONS = 4  # of the folder `retrieval`, as far apart as they can be
 TOP = 6  # retrieved images for a caption
 
 

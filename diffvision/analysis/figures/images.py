@@ -6,6 +6,7 @@ models with one map.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,7 +113,9 @@ def retrieved_images(models: Mapping[str, Retrieved]) -> Figure:
         models: by name; all of one caption.
     """
     columns = max(len(one.images) for one in models.values())
-    figure, grid = pictures(len(models), columns, width=0.66, height=0.9, margin=(0.1, 0.05))
+    figure, grid = pictures(len(models), columns, width=0.66, height=0.9, margin=(0.1, 0.3))
+    caption = "\n".join(textwrap.wrap(f"“{next(iter(models.values())).caption}”", 60)).replace("$", r"\$")
+    figure.suptitle(caption, x=0.01, ha="left", fontsize=10)
     colours = colours_of(models)
     for axes, (name, one) in zip(grid, models.items(), strict=True):
         for ax, image, right in zip(axes, one.images, one.right, strict=False):
@@ -227,9 +230,5 @@ def _bar_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: st
 
 def _wrapped(text: str, width: int = 24) -> str:
     """Return a caption in lines, at most three."""
-    lines = [""]
-    for word in text.replace("$", r"\$").split():
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines if len(lines) <= 3 else [*lines[:2], f"{lines[2]} …"])
+    lines = textwrap.wrap(text.replace("$", r"\$"), width, max_lines=3, placeholder=" …")
+    return "\n".join(lines)
