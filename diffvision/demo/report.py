@@ -1,22 +1,18 @@
-"""Functions that both demos share: training by a recipe, the table that compares models, and the HTML page."""
+"""Functions that both demos share: the table that compares models, and the HTML page."""
 
 import base64
 import html
 import io
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from diffvision.analysis.curves import Curve, read_metrics
+from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures import png
-from diffvision.training.fit import fit
-from diffvision.training.recipes import recipe
 
 
 @dataclass
@@ -24,7 +20,7 @@ class Run:
     """One trained model and its measurements.
 
     Attributes:
-        seconds: duration of `fit`, including its evaluations.
+        seconds: duration of the training steps, without evaluations.
         speed: samples or tokens a second, the median over training.
         metrics: on data that training did not see.
         shown: further content of the report: pictures of attention, or a generated text.
@@ -38,45 +34,6 @@ class Run:
     metrics: dict[str, float]
     curves: dict[str, Curve]
     shown: Any
-
-
-@dataclass
-class Trained:
-    """The result of `train`: the trained module, and the fields of `Run` that are known after training."""
-
-    module: Any
-    seconds: float
-    curves: dict[str, Curve]
-
-    def run(self, model: str, seed: int, unit: str, metrics: dict[str, float], shown: Any) -> Run:
-        """Return the record of the run; `unit` is "samples" or "tokens", what the speed counts."""
-        parameters = sum(p.numel() for p in self.module.model.parameters())
-        speed = statistics.median(self.curves[f"train/{unit}_per_second"].values)
-        return Run(model, seed, parameters, self.seconds, speed, metrics, self.curves, shown)
-
-
-def train(config: str, model: str, seed: int, directory: Path, *arguments: str) -> Trained:
-    """Run `diffvision fit` with a file of configs/, for one model and seed.
-
-    Args:
-        directory: the parent of the run's directory.
-        arguments: further arguments of `diffvision fit`.
-    """
-    root, start = directory / f"{model}-{seed}", time.perf_counter()
-    cli = fit(
-        [
-            "fit",
-            f"--config={recipe(config)}",
-            f"--seed_everything={seed}",
-            f"--model.init_args.model={model}",
-            f"--data.init_args.seed={seed}",
-            f"--trainer.default_root_dir={root}",
-            f"--trainer.logger.init_args.save_dir={root}",
-            *arguments,
-        ]
-    )
-    log: Any = cli.trainer.logger
-    return Trained(cli.model, time.perf_counter() - start, read_metrics(log.log_dir))
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:

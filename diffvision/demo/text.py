@@ -16,9 +16,10 @@ from torch import Tensor
 
 from diffvision.analysis import figures
 from diffvision.analysis.figures import language as panels
-from diffvision.data.make import make, tokenizer
+from diffvision.data.make import tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
-from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
+from diffvision.demo.report import Run, as_text, comparison, html_page, of_model
+from diffvision.demo.runs import claim, finished_run, prepare
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
@@ -26,6 +27,7 @@ from diffvision.evaluation.output import write_bytes
 from diffvision.models.language.generation import generate
 from diffvision.opening import Model
 
+RECIPE = "language/recall.yaml"
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
 PROMPT = "def main("
@@ -60,6 +62,8 @@ def text(directory: Path, seeds: int) -> None:
         seeds: repeat with this many seeds, and report means and spreads.
     """
     console, start = Console(), time.perf_counter()
+    contents = ["stdlib", "recall", "tokenizer.json", *(f"{model}-[0-9]*" for model in MODELS)]
+    claim(directory, "language", RECIPE, contents, steps=STEPS)
     text_tokenizer = _prepare_data(directory, console)
     texts = read_texts([directory / "stdlib" / "validation"])
     documents, num_bytes = tokenised(texts, text_tokenizer, OPTIONS.tokens)
@@ -79,13 +83,12 @@ def text(directory: Path, seeds: int) -> None:
 
 def _prepare_data(directory: Path, console: Console) -> Tokenizer:
     """Make the text and its tokenizer if they do not exist yet, and return the tokenizer."""
-    sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
+    file = directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
-        for name, folder in sources.items():
-            if not any(folder.rglob("manifest.json")):
-                make(name, str(folder))
-        tokenizer([str(sources["stdlib"] / "train"), str(sources["recall"])], str(file), vocab_size=4096)
+        for name in ("stdlib", "recall"):
+            prepare(name, directory / name)
+        tokenizer([str(directory / "stdlib/train"), str(directory / "recall")], str(file), vocab_size=4096)
     return load_tokenizer(file)
 
 
@@ -93,8 +96,15 @@ def _train_and_evaluate(
     model: str, seed: int, directory: Path, text_tokenizer: Tokenizer, documents: Sequence[Tensor], num_bytes: int
 ) -> Run:
     """Train a model with one seed, evaluate it, and let it write a sample."""
-    trained = train(
-        "language/recall.yaml",
+
+    def measure(trained: Any) -> tuple[dict[str, float], str]:
+        module = trained.model
+        opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
+        metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+        return metrics, _sample(module, text_tokenizer)
+
+    return finished_run(
+        RECIPE,
         model,
         seed,
         directory,
@@ -104,11 +114,9 @@ def _train_and_evaluate(
         f"--trainer.max_steps={STEPS}",
         f"--trainer.val_check_interval={STEPS // 4}",
         "--trainer.limit_val_batches=4",
+        unit="tokens",
+        measure=measure,
     )
-    module = trained.module.model
-    opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
-    metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
-    return trained.run(model, seed, "tokens", metrics, _sample(module, text_tokenizer))
 
 
 def _sample(model: Any, text_tokenizer: Tokenizer) -> str:
