@@ -119,6 +119,7 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch)
             f"--data.init_args.train={tmp_path / 'digits/train'}",
             f"--data.init_args.evaluations=[{tmp_path / 'digits/zero_shot'}]",
             "--trainer.max_epochs=2",
+            "--data.init_args.batch_size=16",
             "--trainer.limit_train_batches=3",
             "--trainer.log_every_n_steps=1",
             unit="samples",
