@@ -55,7 +55,7 @@ def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
 
     figure = StyledFigure(figsize=(5.4, 1.75), layout="compressed")
     axes = figure.subplots(1, 6, width_ratios=[1, 1, 0.62, 1, 0.3, 1])
-    limit = 100 * _limit(row.maps)
+    limit = _limit([row.maps])
     panels = axes[[0, 1, 3, 5]]
     for ax, head, values in zip(panels, ("image", "map 1", "map 2", "difference"), [None, *row.maps], strict=True):
         drawn = _draw(ax, row.image, values, limit)
@@ -84,7 +84,7 @@ def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str 
     # Room for the name of a model with one map
     width = max([1.02, *(0.1 * len(name) for name, rows in models.items() if several and len(rows[0].maps) == 1)])
     figure, grid = pictures(len(first), 1 + len(columns), width=width, height=1.02, margin=(0.3, 0.75 + 0.2 * several))
-    limit = 100 * max(_limit(row.maps) for rows in models.values() for row in rows)
+    limit = _limit([row.maps for rows in models.values() for row in rows])
     colours = colours_of(models)
     for index, axes in enumerate(grid):
         _draw(axes[0], first[index].image, None, limit)
@@ -158,7 +158,7 @@ def compared_models(image: Any, models: Mapping[str, ModelAttention], region: An
     """
     widest = max(len(model.maps) for model in models.values())
     figure, grid = pictures(len(models), 1 + widest, width=1.35, height=1.5, margin=(0.4, 0.75))
-    limit = 100 * max(_limit(values) for model in models.values() for values in model.maps.values())
+    limit = _limit([values for model in models.values() for values in model.maps.values()])
     colours = colours_of(models)
     for axes, (name, model) in zip(grid, models.items(), strict=True):
         _draw(axes[0], image, None, limit)
@@ -186,7 +186,7 @@ def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure
     """
     captions = list(dict.fromkeys(caption for model in models.values() for caption in model.relevance))
     figure, grid = pictures(len(models), len(captions), width=1.6, height=1.8, margin=(0.4, 0.9))
-    limit = 100 * max(_limit(values) for model in models.values() for values, _ in model.relevance.values())
+    limit = _limit([values for model in models.values() for values, _ in model.relevance.values()])
     colours = colours_of(models)
     for axes, (name, model) in zip(grid, models.items(), strict=True):
         axes[0].set_ylabel(name, color=colours[name], fontweight="bold")
@@ -201,8 +201,9 @@ def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure
     return figure
 
 
-def _limit(values: Any) -> float:
-    return max(float(np.abs(values).max()), 1e-9)
+def _limit(maps: Sequence[Any]) -> float:
+    """Return the top of a scale in percent; the few highest values are above it, so that the others are not dark."""
+    return max(100 * float(np.percentile(np.concatenate([np.abs(values).ravel() for values in maps]), 98)), 1e-7)
 
 
 def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -> Any:
@@ -221,7 +222,7 @@ def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -
 
 def _bar_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: str = "% of a row of attention") -> None:
     """Draw the scale of colours below the pictures, from the lowest value that they have."""
-    bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6)
+    bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6, extend="max")
     if bar.solids is not None:
         bar.solids.set_alpha(1)
     bar.ax.set_xlim(min(lowest, 0), picture.norm.vmax)
