@@ -49,8 +49,10 @@ class PageFigure:
     folded: str = ""
 
     def png(self) -> bytes:
-        """Return the figure as a PNG file's bytes."""
-        return png(self.figure)
+        """Return the figure as a PNG file's bytes; its layout is kept for the page."""
+        picture = png(self.figure)
+        self.figure.set_layout_engine("none")
+        return picture
 
 
 @dataclass
@@ -187,14 +189,11 @@ def _layers(name: str, models: Mapping[str, Measurement], blocks: list[Block]) -
 def _by_layer(
     models: Mapping[str, Measurement], maps_of: Callable[[LayerMeasurement], Mapping[str, Any]]
 ) -> list[Block]:
-    """Return one block per model and sign: rows are kinds of maps, columns layers."""
+    """Return one block per model: rows are kinds of maps, columns layers."""
     blocks = []
     for model, one in models.items():
         rows = {kind: [maps_of(layer)[kind].numpy() for layer in one.layers] for kind in maps_of(one.layers[0])}
-        for signed in (False, True):
-            of_sign = {kind: cells for kind, cells in rows.items() if (kind == "difference") is signed}
-            if of_sign:
-                blocks.append(Block(model, signed, list(of_sign.values()), list(of_sign)))
+        blocks.append(Block(model, list(rows.values()), list(rows)))
     return blocks
 
 
@@ -205,7 +204,7 @@ def _by_head(name: str, models: Mapping[str, Measurement]) -> list[PageFigure]:
         for kind in one.layers[0].heads:
             heads = max(len(layer.heads[kind]) for layer in one.layers)
             cells = [[layer.heads[kind][head].numpy() for layer in one.layers] for head in range(heads)]
-            block = Block(f"{model}: {kind}", kind == "difference", cells, [f"head {head}" for head in range(heads)])
+            block = Block(f"{model}: {kind}", cells, [f"head {head}" for head in range(heads)])
             picture = mosaic([block], list(map(str, range(len(one.layers)))), "layer")
             file = f"{name}-heads-{number}-{kind.replace(' ', '-')}"
             figures.append(PageFigure(file, f"The {kind} of every head of {model}.", picture, f"{_HEADS}{model}"))
