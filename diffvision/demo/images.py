@@ -6,7 +6,7 @@ the functions of `diffvision evaluate`.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import mean
@@ -18,16 +18,15 @@ from rich.table import Table
 from torch import Tensor
 
 import diffvision
-from diffvision.analysis import figures
-from diffvision.analysis.maps import patch_maps
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations
-from diffvision.demo.report import Run, as_text, comparison, html_page, of_model
-from diffvision.demo.runs import checkpoint, claim, finished_run, prepare
+from diffvision.demo.images_page import page
+from diffvision.demo.pictures import shown
+from diffvision.demo.report import Run, comparison, of_model
+from diffvision.demo.runs import claim, finished_run, prepare
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.evaluation.suite import evaluate
-from diffvision.opening import open_model
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
@@ -75,27 +74,27 @@ def images(directory: Path, seeds: int, lesson: bool = False) -> None:
         for model in names:
             console.rule(f"{model}, seed {seed}")
             runs.append(_train_and_evaluate(model, seed, data, directory))
+    content = lesson_of(runs) if lesson else read_lesson()
     if lesson:
-        write_json(directory / "lesson.json", lesson_of(runs))
-    for model in MODELS:
-        of_model(runs, model)[0].shown = _pictures(checkpoint(directory, model, 0), data)
+        write_json(directory / "lesson.json", content)
     console.print(table(runs))
     report = directory / "report.html"
-    write_bytes(report, page(runs).encode())
+    write_bytes(report, page(runs, content | {"made": {}} if lesson else content, directory).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
 def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
-    """Train a model with one seed, and evaluate it on every folder of the data."""
+    """Train a model with one seed, and evaluate it on every folder of the data; pictures are of the first seed."""
 
-    def measure(module: Any) -> tuple[dict[str, float], None]:
+    def measure(module: Any) -> tuple[dict[str, float], dict[str, Any] | None]:
         transform, tokenizer = module.eval_transform, module.tokenizer
         metrics: dict[str, float] = {}
         for folder in find_folders(data):
             metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
         features = Features(module.model, transform, tokenizer, batch_size=256)
         pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
-        return metrics | parts_right(pairs.images, pairs.texts), None
+        pictures = None if seed else shown(module.model, transform, tokenizer, data).as_json()
+        return metrics | parts_right(pairs.images, pairs.texts), pictures
 
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
     return finished_run(RECIPE, model, seed, directory, *folders, unit="samples", measure=measure)
@@ -116,13 +115,12 @@ def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:
 
 def lesson_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what lesson.json holds: how it was made, and for each model its metrics, a value for each seed."""
-    seeds = sorted({run.seed for run in runs})
+    seeds = len({run.seed for run in runs})
     made = {
-        "command": f"diffvision demo --lesson --seeds {len(seeds)}",
+        "command": f"diffvision demo --lesson --seeds {seeds}",
         "seeds": seeds,
-        "steps": 1 + int(max(runs[0].curves["train/loss"].steps)),
         "date": date.today().isoformat(),
-        "versions": {"diffvision": diffvision.__version__, "torch": torch.__version__},
+        "versions": f"diffvision {diffvision.__version__}, torch {torch.__version__}",
     }
     models = {
         model: {key: [run.metrics[key] for run in of_model(runs, model)] for key in COLUMNS.values()}
@@ -137,52 +135,8 @@ def read_lesson() -> dict[str, Any]:
     return lesson
 
 
-@torch.no_grad()
-def _pictures(weights: Path, data: Path, count: int = 4) -> list:
-    """Return the attention of the image tower's last layer on some test images, averaged over its heads."""
-    opened = open_model(weights)
-    model: Any = opened.module
-    transform: Callable[..., Any] = opened.transform
-    folder = EvaluationFolder(data / "zero_shot")
-    batch = next(iter(folder.batches(transform, batch_size=128)))
-    indices = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
-    rows = []
-    for index in indices:
-        image = batch["image"][index]
-        maps = list(patch_maps(model, image).values())[-1].mean(0)
-        low, high = image.min(), image.max()
-        pixels = ((image - low) / (high - low)).permute(1, 2, 0)
-        rows.append(figures.ImageAttention(pixels.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
-    return rows
-
-
 def table(runs: Sequence[Run]) -> Table:
     """Return the table that the demo prints: metrics of all models."""
     rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
     models = dict.fromkeys(run.model for run in runs)
     return comparison(runs, {m: m for m in models}, rows, title="Real digits, unseen in training", unit="samples")
-
-
-def page(runs: Sequence[Run]) -> str:
-    """Return the report as one HTML page with its pictures embedded."""
-    metrics = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
-    by_model = {model: of_model(runs, model) for model in MODELS}
-    curves = {
-        title: {model: [run.curves[key] for run in same_model] for model, same_model in by_model.items()}
-        for title, key in metrics.items()
-    }
-    bars = {
-        title: {model: [run.metrics[key] for run in same_model] for model, same_model in by_model.items()}
-        for title, key in COLUMNS.items()
-    }
-    first = by_model["DiffCLIP-debug-0.2"][0]
-    lambdas = {key.removeprefix("lambda/"): c for key, c in first.curves.items() if key.startswith("lambda/")}
-    sections = [
-        ("Evaluation", "Digits, and templates for zero-shot, that training never saw.", figures.metric_bars(bars)),
-        ("Training", "The same recipe, steps and order of samples for both.", figures.run_curves(curves)),
-        ("Lambda, layer by layer", f"{first.model}, seed {first.seed}.", figures.lambda_curves(lambdas)),
-    ]
-    for model, same_model in by_model.items():
-        text = "Where the class token of the last layer looks, mean over heads."
-        sections.append((f"Attention of {model}", text, figures.attention_panels(same_model[0].shown)))
-    return html_page("CLIP and DiffCLIP on real digits", as_text(table(runs)), sections)

@@ -96,12 +96,6 @@ def finished_run(
     return _recorded(model, seed, root, unit)
 
 
-def checkpoint(directory: Path, model: str, seed: int) -> Path:
-    """Return the file of the weights that a recorded run ended with."""
-    root = directory / f"{model}-{seed}"
-    return root / json.loads((root / RECORD).read_text())["run"] / "checkpoints" / "last.ckpt"
-
-
 def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence[str]) -> list[str]:
     return [
         "fit",
