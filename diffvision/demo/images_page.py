@@ -11,29 +11,38 @@ from statistics import mean
 from typing import Any
 
 from diffvision.analysis import figures
-from diffvision.analysis.page import Code, Folded, Part, Picture, Row, Section, Text, html_page
+from diffvision.analysis.page import Part, Picture, Row, Section, Text, html_page
 from diffvision.demo.pictures import Shown
-from diffvision.demo.report import Run, by_model, results, speed_rows, verdict
+from diffvision.demo.report import (
+    Rows,
+    Run,
+    by_model,
+    duration,
+    lambda_pictures,
+    next_commands,
+    results,
+    speed_rows,
+    verdict,
+)
 
 PARTS = ("digit", "ink", "paper")
 
-# title of a group -> {title of a row: metric's key}, in percent
-GROUPS = {
-    "Zero-shot: which of ten digits is it?": {"top-1": "zero_shot/digits/acc1"},
+
+_IMAGES, _TEXTS = "retrieval/digits/image_retrieval_recall", "retrieval/digits/text_retrieval_recall"
+GROUPS: dict[str, Rows] = {
+    "Zero-shot: which of ten digits is it?": {"top-1": ("zero_shot/digits/acc1", 100, 1)},
     "Retrieval: which image does a caption mean?": {
-        "image R@1": "retrieval/digits/image_retrieval_recall@1",
-        "image R@5": "retrieval/digits/image_retrieval_recall@5",
-        "text R@1": "retrieval/digits/text_retrieval_recall@1",
-        "text R@5": "retrieval/digits/text_retrieval_recall@5",
+        **{f"image R@{k}": (f"{_IMAGES}@{k}", 100, 1) for k in (1, 5)},
+        **{f"text R@{k}": (f"{_TEXTS}@{k}", 100, 1) for k in (1, 5)},
     },
-    "Composition: which of two colours is the ink's?": {"composition": "composition/digits/acc"},
-    "The first image retrieved has the right": {part: f"colours/{part}" for part in PARTS},
+    "Composition: which of two colours is the ink's?": {"right": ("composition/digits/acc", 100, 1)},
+    "The first image retrieved has the right": {part: (f"colours/{part}", 100, 1) for part in PARTS},
 }
-JUDGED = {
-    "zero-shot top-1": "zero_shot/digits/acc1",
-    "image R@1": "retrieval/digits/image_retrieval_recall@1",
-    "text R@1": "retrieval/digits/text_retrieval_recall@1",
-    "composition": "composition/digits/acc",
+JUDGED: Rows = {
+    "zero-shot top-1": ("zero_shot/digits/acc1", 100, 1),
+    "image R@1": (f"{_IMAGES}@1", 100, 1),
+    "text R@1": (f"{_TEXTS}@1", 100, 1),
+    "composition": ("composition/digits/acc", 100, 1),
 }
 
 
@@ -50,11 +59,10 @@ def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str
     plain, differential = list(models)[:2]
     content = {name: Shown.from_json(same_model[0].shown) for name, same_model in models.items()}
     first, seeds = models[plain][0], len(models[plain])
-    seconds = mean(run.seconds for run in runs)
     lead = (
         f"{plain} and {differential}, about {first.parameters / 1e6:.1f} million parameters each, trained by one "
-        f"recipe on handwritten digits in colours and their captions, each in {_duration(seconds)} on this machine, with "
-        f"{seeds} {'seeds' if seeds > 1 else 'seed'}. They are tested on digits that they never saw."
+        f"recipe on handwritten digits in colours and their captions, each in {duration(models)} on this machine, "
+        f"with {seeds} {'seeds' if seeds > 1 else 'seed'}. They are tested on digits that they never saw."
     )
     sections = [
         _explained(content[differential], models[differential][0]),
@@ -68,18 +76,13 @@ def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str
     return html_page("CLIP with and without differential attention", lead, sections, "Written by `diffvision demo`.")
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
-
-
 def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
-    groups = {title: {row: (key, 100.0, 1) for row, key in rows.items()} for title, rows in GROUPS.items()}
     note = (
         "Zero-shot names the digits in sentences that training never saw. Retrieval has one image for each digit, ink "
         "and paper, so one image is right and the others differ in one thing or more. Chance is 10% for zero-shot, "
         "50% for composition."
     )
-    return [results(models, groups, speed_rows(models, "samples"), note=note)]
+    return [results(models, GROUPS, speed_rows(models, "samples"), note=note)]
 
 
 def _explained(shown: Shown, run: Run) -> Section:
@@ -137,7 +140,8 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     seeds = max(len(values) for parts in bars.values() for values in parts.values())
     made = lesson["made"]
     if made:
-        source = "Made before" + "".join(f", {key}: {value}" for key, value in made.items())
+        words = {key: f"`{value}`" if key == "command" else value for key, value in made.items()}
+        source = "Made before; " + ", ".join(f"{key}: {value}" for key, value in words.items())
         source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
     else:
         source = "Made from the runs of this demo."
@@ -162,24 +166,19 @@ def _training(models: Mapping[str, Sequence[Run]]) -> Section:
     for title, key in metrics.items():
         curves = {name: [run.curves[key] for run in same_model] for name, same_model in models.items()}
         pictures.append(Picture(figures.run_curves({title: curves}), f"{title} over the steps, for each model"))
-    parts: list[Part] = [Text("One recipe, the same steps and the same order of samples."), Row(pictures)]
-    for name, (run, *_) in models.items():
-        lambdas = {key.removeprefix("lambda/"): c for key, c in run.curves.items() if key.startswith("lambda/")}
-        if lambdas:
-            picture = Picture(figures.lambda_curves(lambdas), f"Lambda of {name} by layer", "First seed.")
-            parts.append(Folded(f"λ of {name}, layer by layer", [picture]))
-    return Section("Training", parts)
+    text = Text("One recipe, the same steps and the same order of samples.")
+    return Section("Training", [text, Row(pictures), *lambda_pictures(models)])
 
 
 def _next(directory: Path, plain: str, differential: str) -> Section:
     text = "Compare the two runs with intervals, look inside of one, or train the same models on your pictures."
-    commands = (
+    return next_commands(
+        text,
         f"diffvision compare {directory / plain}-0 {directory / differential}-0 --output compared.html",
         f"diffvision inspect {_weights(directory / f'{differential}-0')} --output inside",
         f"diffvision fit --config configs/clip/debug.yaml --model.init_args.model {differential} "
         "--data.init_args.train YOUR/FOLDER",
     )
-    return Section("Next", [Text(text), *map(Code, commands)])
 
 
 def _weights(run: Path) -> Path:

@@ -1,15 +1,17 @@
-"""Functions that both demos share: the tables that compare models, printed and as HTML."""
+"""Functions that both demos share: the record of a run, and the tables that compare models, printed and as HTML."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from math import sqrt
+from statistics import mean, median, variance
 from typing import Any
 
 import rich.table
+from scipy.stats import t
 
+from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.page import Bar, Table, bars, spread
-from diffvision.comparison.intervals import Difference, difference
+from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
 
 
 @dataclass
@@ -113,14 +115,14 @@ def speed_rows(models: Mapping[str, Sequence[Run]], unit: str) -> list[list[str]
     ]
 
 
-def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics: Mapping[str, str]) -> str:
-    """Return in words which of some fractions of two models differ; no more than their intervals over seeds say.
+def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics: Rows) -> str:
+    """Return in words which metrics of two models differ; no more than their intervals over seeds say.
 
     Args:
         models: their runs.
         first: a model.
         other: the model that is compared with it.
-        metrics: {name: key}.
+        metrics: what they are compared by.
     """
     if min(len(models[first]), len(models[other])) == 1:
         return (
@@ -128,15 +130,41 @@ def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics
             "is called better. `--seeds 3` repeats the demo with three."
         )
     words: dict[str, list[str]] = {"higher": [], "lower": [], "level": []}
-    for name, key in metrics.items():
-        one = difference([r.metrics[key] for r in models[first]], [r.metrics[key] for r in models[other]])
-        words[one.word].append(f"{name} ({_interval(one, 100, 1)})")
+    for name, (key, factor, digits) in metrics.items():
+        one = difference([run.metrics[key] for run in models[first]], [run.metrics[key] for run in models[other]])
+        words[one.word].append(f"{name} ({_interval(one, factor, digits)})")
     titles = {
         "higher": f"Higher with {other} than with {first}",
         "lower": f"Lower with {other} than with {first}",
-        "level": "Level within the spread between seeds",
+        "level": f"{other} and {first} are level within the spread between seeds",
     }
     return " ".join(f"{title}: {', '.join(words[word])}." for word, title in titles.items() if words[word])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two means over seeds, and its 95% interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def word(self) -> str:
+        """Say "higher", "lower" or "level"."""
+        if self.low is None or self.high is None:
+            return ""
+        return "level" if self.low <= 0 <= self.high else "higher" if self.low > 0 else "lower"
+
+
+def difference(first: Sequence[float], other: Sequence[float]) -> Difference:
+    """Return the difference of two means with Welch's interval."""
+    value, parts = mean(other) - mean(first), [variance(values) / len(values) for values in (first, other)]
+    if not sum(parts):
+        return Difference(value, value, value)
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(first) - 1) + parts[1] ** 2 / (len(other) - 1))
+    half = float(t.ppf(0.975, freedom)) * sqrt(sum(parts))
+    return Difference(value, value - half, value + half)
 
 
 def _difference(first: Sequence[float], other: Sequence[float], factor: float, digits: int) -> str:
@@ -150,3 +178,27 @@ def _interval(one: Difference, factor: float, digits: int) -> str:
     if one.low is None or one.high is None:
         return value
     return f"{value} [{factor * one.low:.{digits}f}, {factor * one.high:.{digits}f}]".replace("-", "−")
+
+
+def duration(models: Mapping[str, Sequence[Run]]) -> str:
+    """Return how long a model was trained, the mean of all, in words."""
+    seconds = mean(run.seconds for runs in models.values() for run in runs)
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+
+
+def lambda_pictures(models: Mapping[str, Sequence[Run]]) -> list[Part]:
+    """Return curves of lambda by layer of each model that has one, folded; of the first seed."""
+    parts: list[Part] = []
+    for name, (run, *_) in models.items():
+        lambdas = {key.removeprefix("lambda/"): curve for key, curve in run.curves.items() if key.startswith("lambda/")}
+        if lambdas:
+            picture = Picture(
+                figures.lambda_curves(lambdas), f"Lambda of {name} by layer over the steps", "First seed."
+            )
+            parts.append(Folded(f"λ of {name}, layer by layer", [picture]))
+    return parts
+
+
+def next_commands(text: str, *commands: str) -> Section:
+    """Return the section that says what to do next, with commands to copy."""
+    return Section("Next", [Text(text), *map(Code, commands)])
