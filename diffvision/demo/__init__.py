@@ -1,5 +1,6 @@
 """The demo: small models with and without differential attention, trained by one recipe and compared, in minutes."""
 
+import sys
 from pathlib import Path
 
 
@@ -22,11 +23,15 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, less
         raise ValueError(f"seeds must be 1 or more, got {seeds}")
     if lesson and language:
         raise ValueError("lesson is about images: leave out --lesson or --language")
-    if language:
-        from diffvision.demo.text import text
+    try:
+        if language:
+            from diffvision.demo.text import text
 
-        text(Path(output), seeds)
-    else:
-        from diffvision.demo.images import images
+            text(Path(output), seeds)
+        else:
+            from diffvision.demo.images import images
 
-        images(Path(output), seeds, lesson)
+            images(Path(output), seeds, lesson)
+    except (KeyboardInterrupt, SystemExit):
+        print(f"stopped: the same command resumes what is in {output}", file=sys.stderr)
+        raise
