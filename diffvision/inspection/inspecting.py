@@ -20,14 +20,9 @@ from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
 from diffvision.inspection.summary import as_json
 from diffvision.opening import Model, labelled, open_model
+from diffvision.opening.model import KINDS
 
 MOST = 8  # pictures, and captions or texts
-KIND = {
-    "open_clip": "an image-text model",
-    "timm": "an image model",
-    "language": "a language model",
-    "transformers": "a language model",
-}
 
 
 def inspect_models(
@@ -60,8 +55,8 @@ def inspect_models(
         }
         drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
     title = " and ".join(one.name for one in models)
-    files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(models), drawn).encode()
+    files = {f"{figure.name}.png": figure.png() for section in drawn for figure in section.figures}
+    files["index.html"] = page(f"Inside of {title}", _lead(models), _NOTE, drawn).encode()
     write(folder, files, as_json(measurements))
     print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
@@ -105,8 +100,8 @@ def open_models(
         models = [
             dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
         ]
-    if len({KIND[one.host] for one in models}) > 1:
-        kinds = " and ".join(f"{one.name} is {KIND[one.host]}" for one in models)
+    if len({KINDS[one.host] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KINDS[one.host]}" for one in models)
         raise ValueError(f"{kinds}: models of one kind are compared")
     for one in models:
         check_model(one)
@@ -167,7 +162,7 @@ def pictures_and_passages(
         return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
         raise ValueError(
-            f"answers are given, and {first.name} is {KIND[first.host]}: they are for language models' texts"
+            f"answers are given, and {first.name} is {KINDS[first.host]}: they are for language models' texts"
         )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
@@ -194,18 +189,19 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 # ---- output --------------------------------------------------------------------------------------------------------
 
 
-def _about(models: Sequence[Model]) -> list[str]:
-    lines = [
-        f"{one.name}: {KIND[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+def _lead(models: Sequence[Model]) -> str:
+    kinds = [
+        f"{one.name} is {KINDS[one.host]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
         for one in models
     ]
-    return [
-        *lines,
-        "“Difference” is what multiplies the values in differential layers, map 1 − λ map 2; “attention” is the one "
-        "map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of their sum. In "
-        "brackets: map 1, map 2. Where models are compared, maps are on one scale of colours, and differences on one. "
-        "All numbers by head are in statistics.json.",
-    ]
+    return "; ".join(kinds) + "."
+
+
+_NOTE = (
+    "Means over layers and heads. “Difference” is what multiplies the values in differential layers, map 1 − λ map 2; "
+    "“attention” is the one map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of "
+    "their sum. In brackets: map 1, map 2. All numbers by head are in statistics.json."
+)
 
 
 @contextmanager
