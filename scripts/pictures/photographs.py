@@ -1,0 +1,198 @@
+"""Handwritten digits on photographs: train a small differential ViT on them, and draw its maps and their difference.
+
+    python scripts/pictures/photographs.py train --output runs/photographs   # half an hour on one CPU core
+    python scripts/pictures/photographs.py draw --output runs/photographs --images docs/images
+
+The photographs are scikit-learn's two (china.jpg, flower.jpg), of which training sees the right half and testing the
+left; the digits are those of `diffvision data make digits`, split as there. The README's picture, and its numbers in
+photographs.json, are of this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import timm
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import diffvision  # noqa: F401  registers the models
+from diffvision.analysis import layer_maps
+from diffvision.data.made.digits import WORDS, Digits, load_split
+from diffvision.training import ClassificationModule, OptimizerSettings
+
+SIZE, PATCH = 80, 8
+MODEL = {"img_size": SIZE, "patch_size": PATCH}
+INKS = ((255, 255, 255), (255, 220, 60), (255, 120, 110), (120, 230, 255))
+SHOWN = (9, 12, 18)  # test pictures, chosen before their maps were looked at
+KINDS = ("map 1", "map 2", "difference")
+
+
+class DigitsOnPhotographs(Dataset):
+    """A digit in one colour at a random position of a random part of a photograph; sample i depends on (seed, i).
+
+    In training, digits begin large on dim photographs and reach the size and contrast of testing after 60% of the
+    samples: from scratch, a model this small does not find digits of a third of the picture.
+    """
+
+    def __init__(self, digits: Digits, *, training: bool, length: int, seed: int):
+        photos = load_sample_images().images
+        halves = [photo[:, photo.shape[1] // 2 :] if training else photo[:, : photo.shape[1] // 2] for photo in photos]
+        self.photos = [Image.fromarray(half) for half in halves]
+        self.digits, self.training, self.length, self.seed = digits, training, length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def drawn(self, index: int, size: int = SIZE) -> tuple[Image.Image, Image.Image, int]:
+        """Return the picture, the digit's mask and the label, at any size in pixels."""
+        rng = np.random.default_rng([self.seed, index])
+        hard = min(1.0, index / (0.6 * self.length)) if self.training else 1.0
+        photo = self.photos[rng.integers(len(self.photos))]
+        side = int(rng.integers(120, min(photo.size)))
+        left, top = (int(rng.integers(extent - side + 1)) for extent in photo.size)
+        picture = photo.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+        picture = picture.point(lambda value: value * (0.3 + 0.7 * hard))
+        which = int(rng.integers(len(self.digits))) if self.training else index
+        extent = round(size * (rng.uniform(0.9, 1.0) * (1 - hard) + rng.uniform(0.4, 0.6) * hard))
+        ink = Image.fromarray(self.digits.images[which]).resize((extent, extent), Image.Resampling.BICUBIC)
+        mask = Image.new("L", (size, size))
+        mask.paste(ink, tuple(int(rng.uniform(0, size - extent)) for _ in range(2)))
+        picture.paste(INKS[rng.integers(len(INKS))], mask=mask)
+        return picture, mask, int(self.digits.labels[which])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        picture, _, label = self.drawn(index)
+        return as_tensor(picture), label
+
+
+def as_tensor(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
+
+
+def train(output: Path, model: str, epochs: int) -> None:
+    """Train on new pictures in each epoch and write the weights and the test accuracy."""
+    pl.seed_everything(0)
+    training, testing = load_split()
+    module = ClassificationModule(
+        model,
+        num_classes=10,
+        model_args=MODEL,
+        optimizer=OptimizerSettings(lr=2e-3, weight_decay=0.05, betas=(0.9, 0.999), clip_norm=1.0),
+    )
+    pictures = DigitsOnPhotographs(training, training=True, length=len(training) * epochs, seed=0)
+    held_out = DigitsOnPhotographs(testing, training=False, length=len(testing), seed=1)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        val_check_interval=0.1,
+        accelerator="cpu",
+        logger=pl.loggers.CSVLogger(output, name=model, version=0),
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=25,
+    )
+    # One epoch of ever new pictures: warm-up is then a tenth of the run.
+    trainer.fit(module, DataLoader(pictures, batch_size=64, num_workers=0), DataLoader(held_out, batch_size=100))
+    torch.save(module.model.state_dict(), output / f"{model}.pt")
+    accuracy = float(trainer.callback_metrics["val/acc1"])
+    (output / f"{model}.json").write_text(json.dumps({"acc1": accuracy, "steps": trainer.global_step}))
+
+
+def load(output: Path, model: str) -> torch.nn.Module:
+    built = timm.create_model(model, num_classes=10, **MODEL)
+    built.load_state_dict(torch.load(output / f"{model}.pt", weights_only=True))
+    return built.eval()
+
+
+def maps_of(model: torch.nn.Module, image: Tensor) -> np.ndarray:
+    """Return [kinds, rows, columns] of the last layer: how much the pooled tokens read each patch, mean over heads."""
+    last, grid = layer_maps(model, image=image)[-1], SIZE // PATCH
+    prefix = last.maps.shape[-1] - grid * grid
+    kinds = torch.stack([*last.maps.unbind(1), *([] if last.lam is None else [last.applied])])
+    rows = kinds[..., 0, prefix:] if prefix else kinds.mean(-2)
+    return rows.mean(1).unflatten(-1, (grid, grid)).numpy()
+
+
+def on_digit(maps: np.ndarray, mask: Image.Image) -> list[float]:
+    """Return each map's share of magnitude on the patches that the digit touches, by how much of them it covers."""
+    covered = np.asarray(mask.resize(maps.shape[1:], Image.Resampling.BOX), dtype=float) > 25
+    magnitude = np.abs(maps)
+    return [float(part[covered].sum() / part.sum()) for part in magnitude] + [float(covered.mean())]
+
+
+def draw(output: Path, images: Path, model: str) -> None:
+    """Draw the maps of the shown pictures, in light and dark, and write the shares over all test pictures."""
+    testing = load_split()[1]
+    held_out = DigitsOnPhotographs(testing, training=False, length=len(testing), seed=1)
+    loaded = load(output, model)
+    shares = np.array([on_digit(maps_of(loaded, held_out[i][0]), held_out.drawn(i)[1]) for i in range(len(held_out))])
+    names = [*KINDS[: shares.shape[1] - 1], "share of patches"] if shares.shape[1] == 4 else ["map", "share of patches"]
+    about = {
+        "model": f"timm {model}, {MODEL}",
+        "command": f"python scripts/pictures/photographs.py train --model {model}, then draw",
+        "test": json.loads((output / f"{model}.json").read_text()) | {"pictures": len(held_out)},
+        "magnitude on the digit, mean": dict(zip(names, shares.mean(0).round(4).tolist(), strict=True)),
+        "torch": torch.__version__,
+    }
+    written = images / ("photographs.json" if model.startswith("diff") else f"photographs-{model}.json")
+    written.write_text(json.dumps(about, indent=2) + "\n")
+    print(written.read_text())
+    if shares.shape[1] < 4:
+        return
+    for theme, ink in (("light", "#1f2328"), ("dark", "#e6edf3")):
+        figure = panels(loaded, held_out, ink)
+        figure.savefig(images / f"photographs-{theme}.png", dpi=100, transparent=True)
+
+
+def panels(model: torch.nn.Module, held_out: DigitsOnPhotographs, ink: str) -> Figure:
+    """Return a row a picture: the picture, map 1, map 2 and the difference, smoothed over patches, on it in grey."""
+    figure = Figure(figsize=(8.4, 2.15 * len(SHOWN)), layout="constrained")
+    axes = figure.subplots(len(SHOWN), 4)
+    for row, index in zip(axes, SHOWN, strict=True):
+        picture, _, label = held_out.drawn(index, 4 * SIZE)
+        image = held_out[index][0]
+        with torch.no_grad():
+            answer = int(model(image[None]).argmax())
+        row[0].imshow(picture)
+        row[0].set_ylabel(f"a {WORDS[label]}, called {WORDS[answer]}", color=ink, fontsize=8)
+        maps = maps_of(model, image)
+        positive = maps[:2].max()
+        for ax, kind, grid in zip(row[1:], KINDS, maps, strict=True):
+            ax.imshow(np.asarray(picture.convert("L")), cmap="gray", vmin=0, vmax=255)
+            signed = kind == "difference"
+            limit = np.abs(grid).max() if signed else positive
+            smooth = np.asarray(Image.fromarray(grid).resize(picture.size, Image.Resampling.BICUBIC)) / limit
+            ax.imshow(smooth, cmap="RdBu_r" if signed else "inferno", vmin=-1 if signed else 0, vmax=1, alpha=0.75)
+    for ax, title in zip(axes[0], ("picture", "map 1", "map 2", "map 1 − λ map 2"), strict=True):
+        ax.set_title(title, color=ink, fontsize=10)
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["train", "draw"])
+    parser.add_argument("--output", type=Path, default=Path("runs/photographs"))
+    parser.add_argument("--images", type=Path, default=Path("docs/images"))
+    parser.add_argument("--model", default="diff_vit_debug")
+    parser.add_argument("--epochs", type=int, default=40, help="new pictures of each training digit")
+    settings = parser.parse_args()
+    if settings.step == "train":
+        settings.output.mkdir(parents=True, exist_ok=True)
+        train(settings.output, settings.model, settings.epochs)
+    else:
+        draw(settings.output, settings.images, settings.model)
+
+
+if __name__ == "__main__":
+    main()
