@@ -19,7 +19,7 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """Return the notebook with new outputs, and nothing in it that differs from one execution or machine to the next."""
+    """Return the notebook with new outputs, and without what differs from one machine to the next."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         # Backends that show figures in the cell, and no colours or widths of a terminal.
