@@ -3,7 +3,7 @@
     python scripts/pictures/photographs.py train --output runs/photographs   # five minutes on a quiet CPU core
     python scripts/pictures/photographs.py draw --output runs/photographs --images docs/images
 
-The photographs are scikit-learn's two (china.jpg, flower.jpg). Training sees their lower halves, in every second picture
+The photographs are scikit-learn's two, china.jpg and flower.jpg. Training sees their lower halves, every second one
 with exchanged colours, and testing the upper; the digits are those of `diffvision data make digits`, split as there.
 The README's picture and its numbers, in photographs.json, are of this model.
 """
