@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from diffvision.models.adapt import adapt
     from diffvision.models.replace import replace_attention
     from diffvision.opening import Model, open_model
+    from diffvision.training.from_python import fit
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "__version__", "adapt", "models", "open_model", "replace_attention"]
+__all__ = ["Model", "__version__", "adapt", "fit", "models", "open_model", "replace_attention"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -26,6 +27,7 @@ if not TYPE_CHECKING:
         {
             "Model": "opening",
             "adapt": "models.adapt",
+            "fit": "training.from_python",
             "models": None,
             "open_model": "opening",
             "replace_attention": "models.replace",

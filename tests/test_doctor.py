@@ -106,10 +106,10 @@ def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkey
 
 
 def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch, capsys):
-    def fails(console):
+    def fails():
         raise OSError("libtorch_cuda.so: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "_print_devices_and_backends", fails)
+    monkeypatch.setattr(doctor, "devices", fails)
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
     assert "cannot be imported" in printed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.evaluation.distributed import rank_and_world
+from diffvision.progress import track
 
 
 def listed(names: str | list[str]) -> list[str]:
@@ -18,14 +19,8 @@ def listed(names: str | list[str]) -> list[str]:
 
 
 def bar(batches: Any, description: str) -> Iterable:
-    """Return the batches under a progress bar in rank 0's terminal, gone when it is full."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    if rank_and_world()[0] or not console.is_terminal:
-        return batches
-    return track(batches, description=description, console=console, transient=True)
+    """Return the batches under a progress bar on rank 0."""
+    return batches if rank_and_world()[0] else track(batches, description)
 
 
 def check_folder(folder: str | Path, setting: str = "output") -> None:

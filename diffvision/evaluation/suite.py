@@ -22,6 +22,7 @@ from diffvision.evaluation.output import check_folder, write_json
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.zero_shot import zero_shot
 from diffvision.opening import Model
+from diffvision.tables import show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,15 +128,14 @@ def expand(tasks: Iterable[str]) -> list[str]:
 
 def report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
     """Print the table, and write the records. A file of weights is recorded as the checkpoint of its model's name."""
-    from rich.console import Console
-
     model, weights = spec, checkpoint or ""
     if checkpoint is None and opened.weights == spec and Path(spec).is_file():
         model, weights = opened.name, spec
     shown = weights or ("untrained weights" if opened.weights is None else "the model's weights")
-    Console().print(table(metrics, f"{model}, {shown}"))
+    rows = records(metrics, model=model, pretrained=weights)
+    show(table(metrics, f"{model}, {shown}"), data=rows)
     if output is not None:
-        write_records(records(metrics, model=model, pretrained=weights), output)
+        write_records(rows, output)
 
 
 def plan(
