@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.style import colour_of, draw_bars, legend_below, panels, styled
+from diffvision.analysis.figures.style import colours_of, draw_bars, legend_below, panels, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,18 +24,17 @@ def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]]) -> Figure:
     Args:
         metrics: {metric: {run: [one curve per seed]}}.
     """
-    names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
+    colours = colours_of(run for runs in metrics.values() for run in runs)
     figure, axes = panels(len(metrics), width=3.6, height=2.8)
     for ax, (metric, runs) in zip(axes, metrics.items(), strict=True):
         for run, curves in runs.items():
-            colour = colour_of(names.index(run))
             steps, mean, spread = _over_seeds(curves)
-            ax.plot(steps, mean, color=colour, linewidth=1.8, label=run)
+            ax.plot(steps, mean, color=colours[run], linewidth=1.8, label=run)
             if len(curves) > 1:
-                ax.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
+                ax.fill_between(steps, mean - spread, mean + spread, color=colours[run], alpha=0.18, linewidth=0)
         ax.set(title=metric, xlabel="step")
         ax.margins(x=0.02)
-    return legend_below(figure, axes[0], columns=len(names))
+    return legend_below(figure, axes[0], columns=len(colours))
 
 
 @styled
