@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import diffvision  # noqa: F401  registers the models
-from diffvision.analysis import layer_maps
+from diffvision.analysis import layer_maps, patch_maps
+from diffvision.analysis.figures.style import scale
 from diffvision.data.made.digits import Digits, load_split
 from diffvision.training import ClassificationModule, OptimizerSettings
 
 SIZE, PATCH = 80, 8
-MODEL = {"img_size": SIZE, "patch_size": PATCH}
+MODEL, SIZES = "diff_vit_debug", {"img_size": SIZE, "patch_size": PATCH}
 INKS = {
     "red": (255, 60, 60),
     "yellow": (255, 220, 40),
@@ -84,14 +85,14 @@ def as_tensor(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
 
 
-def train(output: Path, model: str, epochs: int) -> None:
+def train(output: Path, epochs: int) -> None:
     """Train on new pictures in each epoch and write the weights and the test accuracy."""
     pl.seed_everything(0)
     training, testing = load_split()
     module = ClassificationModule(
-        model,
+        MODEL,
         num_classes=len(INKS),
-        model_args=MODEL,
+        model_args=SIZES,
         optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.05, betas=(0.9, 0.999), clip_norm=1.0),
     )
     pictures = DigitsOnPhotographs(training, training=True, length=len(training) * epochs, seed=0)
@@ -100,66 +101,66 @@ def train(output: Path, model: str, epochs: int) -> None:
         max_epochs=1,
         val_check_interval=0.1,
         accelerator="cpu",
-        logger=pl.loggers.CSVLogger(output, name=model, version=0),
+        logger=pl.loggers.CSVLogger(output, name="fit", version=0),
         enable_checkpointing=False,
         num_sanity_val_steps=0,
         log_every_n_steps=25,
     )
     # One epoch of ever new pictures: warm-up is then a tenth of the run.
     trainer.fit(module, DataLoader(pictures, batch_size=64, num_workers=0), DataLoader(held_out, batch_size=100))
-    torch.save(module.model.state_dict(), output / f"{model}.pt")
+    torch.save(module.model.state_dict(), output / "weights.pt")
     accuracy = float(trainer.callback_metrics["val/acc1"])
-    (output / f"{model}.json").write_text(json.dumps({"acc1": accuracy, "steps": trainer.global_step}))
+    (output / "test.json").write_text(json.dumps({"acc1": round(accuracy, 4), "steps": trainer.global_step}))
 
 
-def load(output: Path, model: str) -> torch.nn.Module:
-    built = timm.create_model(model, num_classes=len(INKS), **MODEL)
-    built.load_state_dict(torch.load(output / f"{model}.pt", weights_only=True))
+def load(output: Path) -> torch.nn.Module:
+    built = timm.create_model(MODEL, num_classes=len(INKS), **SIZES)
+    built.load_state_dict(torch.load(output / "weights.pt", weights_only=True))
     return built.eval()
 
 
 def maps_of(model: torch.nn.Module, image: Tensor) -> np.ndarray:
-    """Return [kinds, rows, columns] of the last layer: how much the pooled tokens read each patch, mean over heads."""
-    last, grid = layer_maps(model, image=image)[-1], SIZE // PATCH
-    prefix = last.maps.shape[-1] - grid * grid
-    kinds = torch.stack([*last.maps.unbind(1), *([] if last.lam is None else [last.applied])])
-    rows = kinds[..., 0, prefix:] if prefix else kinds.mean(-2)
-    return rows.mean(1).unflatten(-1, (grid, grid)).numpy()
+    """Return [layers, kinds, rows, columns]: how the class token attends to the patches, mean over heads."""
+    return np.stack([heads.mean(0).numpy() for heads in patch_maps(model, image).values()])
 
 
-def on_digit(maps: np.ndarray, mask: Image.Image) -> list[float]:
-    """Return each map's share of magnitude on the patches that the digit touches, by how much of them it covers."""
-    covered = np.asarray(mask.resize(maps.shape[1:], Image.Resampling.BOX), dtype=float) > 25
+def on_digit(maps: np.ndarray, mask: Image.Image) -> tuple[np.ndarray, float]:
+    """Return each map's share of magnitude on the digit's patches, [layers, kinds], and their share of all patches."""
+    covered = np.asarray(mask.resize(maps.shape[-2:], Image.Resampling.BOX), dtype=float) > 25
     magnitude = np.abs(maps)
-    return [float(part[covered].sum() / part.sum()) for part in magnitude] + [float(covered.mean())]
+    return magnitude[..., covered].sum(-1) / magnitude.sum((-2, -1)), float(covered.mean())
 
 
-def draw(output: Path, images: Path, model: str) -> None:
+def draw(output: Path, images: Path) -> None:
     """Draw the maps of the shown pictures, in light and dark, and write the shares over all test pictures."""
-    testing = load_split()[1]
-    held_out = DigitsOnPhotographs(testing, training=False, length=len(testing), seed=1)
-    loaded = load(output, model)
-    shares = np.array([on_digit(maps_of(loaded, held_out[i][0]), held_out.drawn(i)[1]) for i in range(len(held_out))])
-    names = [*KINDS[: shares.shape[1] - 1], "share of patches"] if shares.shape[1] == 4 else ["map", "share of patches"]
+    digits = load_split()[1]
+    held_out = DigitsOnPhotographs(digits, training=False, length=len(digits), seed=1)
+    model = load(output)
+    measured = [on_digit(maps_of(model, held_out[i][0]), held_out.drawn(i)[1]) for i in range(len(held_out))]
+    shares = np.mean([share for share, _ in measured], axis=0)
+    layer = int(shares[:, -1].argmax())
     about = {
-        "model": f"timm {model}, {MODEL}",
-        "command": f"python scripts/pictures/photographs.py train --model {model}, then draw",
-        "test": json.loads((output / f"{model}.json").read_text()) | {"pictures": len(held_out)},
-        "magnitude on the digit, mean": dict(zip(names, shares.mean(0).round(4).tolist(), strict=True)),
-        "torch": torch.__version__,
+        "model": f"timm {MODEL}, {SIZES}",
+        "commands": "python scripts/pictures/photographs.py train; python scripts/pictures/photographs.py draw",
+        "test": json.loads((output / "test.json").read_text()) | {"pictures": len(held_out)},
+        "share of the digit": {
+            "of all patches": round(float(np.mean([part for _, part in measured])), 3),
+            "of magnitude, by layer": [
+                {kind: round(float(share), 3) for kind, share in zip(KINDS, row, strict=True)} for row in shares
+            ],
+        },
+        "layer drawn": layer,
+        "lambda": [round(float(layer.lam.mean()), 3) for layer in layer_maps(model, image=held_out[0][0])],
+        "torch": torch.__version__.partition("+")[0],
     }
-    written = images / ("photographs.json" if model.startswith("diff") else f"photographs-{model}.json")
-    written.write_text(json.dumps(about, indent=2) + "\n")
-    print(written.read_text())
-    if shares.shape[1] < 4:
-        return
+    (images / "photographs.json").write_text(json.dumps(about, indent=2) + "\n")
+    print(json.dumps(about, indent=2))
     for theme, ink in (("light", "#1f2328"), ("dark", "#e6edf3")):
-        figure = panels(loaded, held_out, ink)
-        figure.savefig(images / f"photographs-{theme}.png", dpi=100, transparent=True)
+        panels(model, held_out, layer, ink).savefig(images / f"photographs-{theme}.png", dpi=110, transparent=True)
 
 
-def panels(model: torch.nn.Module, held_out: DigitsOnPhotographs, ink: str) -> Figure:
-    """Return a row a picture: the picture, map 1, map 2 and the difference, smoothed over patches, on it in grey."""
+def panels(model: torch.nn.Module, held_out: DigitsOnPhotographs, layer: int, ink: str) -> Figure:
+    """Return a row a picture: the picture, map 1, map 2 and the difference, all maps of a row on one scale."""
     figure = Figure(figsize=(8.4, 2.15 * len(SHOWN)), layout="constrained")
     axes, names = figure.subplots(len(SHOWN), 4), tuple(INKS)
     for row, index in zip(axes, SHOWN, strict=True):
@@ -169,14 +170,13 @@ def panels(model: torch.nn.Module, held_out: DigitsOnPhotographs, ink: str) -> F
             answer = int(model(image[None]).argmax())
         row[0].imshow(picture)
         row[0].set_ylabel(f"{names[label]}, named {names[answer]}", color=ink, fontsize=8)
-        maps = maps_of(model, image)
-        positive = maps[:2].max()
-        for ax, kind, grid in zip(row[1:], KINDS, maps, strict=True):
-            ax.imshow(np.asarray(picture.convert("L")), cmap="gray", vmin=0, vmax=255)
-            signed = kind == "difference"
-            limit = np.abs(grid).max() if signed else positive
-            smooth = np.asarray(Image.fromarray(grid).resize(picture.size, Image.Resampling.BICUBIC)) / limit
-            ax.imshow(smooth, cmap="RdBu_r" if signed else "inferno", vmin=-1 if signed else 0, vmax=1, alpha=0.75)
+        maps = maps_of(model, image)[layer]
+        limit = np.abs(maps).max()
+        for ax, grid in zip(row[1:], maps, strict=True):
+            ax.imshow(0.5 * np.asarray(picture.convert("L")), cmap="gray", vmin=0, vmax=255)
+            smooth = np.asarray(Image.fromarray(grid).resize(picture.size, Image.Resampling.BICUBIC))
+            opacity = np.clip(0.35 + 0.65 * np.abs(smooth) / limit, 0, 1)
+            ax.imshow(smooth, alpha=opacity, **scale(signed=True, limit=limit))
     for ax, title in zip(axes[0], ("picture", "map 1", "map 2", "map 1 − λ map 2"), strict=True):
         ax.set_title(title, color=ink, fontsize=10)
     for ax in axes.flat:
@@ -190,14 +190,13 @@ def main() -> None:
     parser.add_argument("step", choices=["train", "draw"])
     parser.add_argument("--output", type=Path, default=Path("runs/photographs"))
     parser.add_argument("--images", type=Path, default=Path("docs/images"))
-    parser.add_argument("--model", default="diff_vit_debug")
     parser.add_argument("--epochs", type=int, default=14, help="new pictures of each training digit")
     settings = parser.parse_args()
     if settings.step == "train":
         settings.output.mkdir(parents=True, exist_ok=True)
-        train(settings.output, settings.model, settings.epochs)
+        train(settings.output, settings.epochs)
     else:
-        draw(settings.output, settings.images, settings.model)
+        draw(settings.output, settings.images)
 
 
 if __name__ == "__main__":
