@@ -156,7 +156,10 @@ def draw(output: Path, images: Path) -> None:
     (images / "photographs.json").write_text(json.dumps(about, indent=2) + "\n")
     print(json.dumps(about, indent=2))
     for theme, ink in (("light", "#1f2328"), ("dark", "#e6edf3")):
-        panels(model, held_out, layer, ink).savefig(images / f"photographs-{theme}.png", dpi=110, transparent=True)
+        figure = panels(model, held_out, layer, ink)
+        figure.savefig(
+            images / f"photographs-{theme}.webp", dpi=120, transparent=True, pil_kwargs={"quality": 88, "method": 6}
+        )
 
 
 def panels(model: torch.nn.Module, held_out: DigitsOnPhotographs, layer: int, ink: str) -> Figure:
