@@ -8,6 +8,7 @@ OpenCLIP is imported. The libraries that build models (timm, OpenCLIP, transform
 from typing import TYPE_CHECKING
 
 from diffvision.lazy import lazy_names
+from diffvision.progress import import_tqdm
 from diffvision.registration import register
 
 if TYPE_CHECKING:
@@ -34,5 +35,6 @@ if not TYPE_CHECKING:
         },
     )
 
+import_tqdm()
 register("timm")
 register("open_clip")

@@ -16,6 +16,7 @@ from diffvision.training.recipes import recipes
 
 MODELS = Path(__file__).with_name("models") / "parameters.json"
 _TRAINED = ("ContrastiveModule", "ClassificationModule", "LanguageModule")
+_PATHS = ("--config", "--versus")  # options that take a file too
 _DATA = ("ImageTextData", "ImageLabelData", "TextData")
 
 BASH = """\
@@ -179,7 +180,8 @@ def _fish(commands: dict[str, dict[str, list[str]]]) -> str:
         lines.append(f"complete -c diffvision -f -n '{before}' -a {words[-1]} -d '{summary}'")
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
         for option, values in of_command.items():
-            flag = f" -l {option.removeprefix('--')} -r" if option else " -f"
+            valued = "" if option == JSON else " -x" if values and option not in _PATHS else " -r"  # -x: no files
+            flag = f" -l {option.removeprefix('--')}{valued}" if option else " -f"
             chosen = f" -a '{' '.join(values)}'" if values else ""
             if option or values:
                 lines.append(f"complete -c diffvision -n '{seen}'{flag}{chosen}")

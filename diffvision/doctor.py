@@ -6,7 +6,9 @@ PyTorch, timm and the like are imported inside its functions, so versions are re
 import importlib.metadata
 import importlib.util
 import platform
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.requirements import Requirement
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DEVELOPMENT = ("dev", "docs")  # extras of contributors
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"  # of a clone
 MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")
 
 # name -> (heads, kv heads, tokens, D, V, shared keys, causal); heads are differential ones
@@ -67,25 +70,32 @@ class Attention(NamedTuple):
 
 
 def needs() -> dict[str, Need]:
-    """Return the packages that diffvision needs by name, read from its installed metadata.
+    """Return the packages that diffvision needs by name: those of a clone's pyproject.toml, or of installed metadata.
+
+    The metadata of an editable installation are as old as the installation, and the clone may have been updated since.
 
     Raises:
         PackageNotFoundError: diffvision itself is not installed, only its files are here.
     """
-    provided = importlib.metadata.metadata("diffvision").get_all("Provides-Extra") or []
-    extras = ["", *(extra for extra in provided if extra not in DEVELOPMENT)]
+    importlib.metadata.version("diffvision")
     packages: dict[str, Need] = {}
-    for text in importlib.metadata.requires("diffvision") or ():
-        requirement = Requirement(text)
-        extra = next((extra for extra in extras if _applies(requirement, extra)), None)
-        if extra is not None and requirement.name not in packages:
-            packages[requirement.name] = Need(requirement, extra or None)
+    for extra, texts in _declared().items():
+        for requirement in map(Requirement, texts):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            if applies and extra not in DEVELOPMENT and requirement.name not in packages:
+                packages[requirement.name] = Need(requirement, extra or None)
     return packages
 
 
-def _applies(requirement: Requirement, extra: str) -> bool:
-    """Return whether a requirement applies to this platform and extra; "" stands for no extra."""
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+def _declared() -> dict[str, list[str]]:
+    """Return the requirements of each extra, and under "" those of all installations."""
+    if PYPROJECT.is_file():
+        project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "diffvision":
+            return {"": project["dependencies"], **project["optional-dependencies"]}
+    requirements = importlib.metadata.requires("diffvision") or []
+    provided = importlib.metadata.metadata("diffvision").get_all("Provides-Extra") or []
+    return dict.fromkeys(("", *provided), requirements)
 
 
 def versions(packages: Mapping[str, Need]) -> dict[str, str | None]:

@@ -5,8 +5,9 @@ Where the output is a file or a pipe there are none. The line of a training run 
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -18,6 +19,17 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
+
+
+def import_tqdm() -> None:
+    """Import tqdm in a notebook, if it is installed, without its advice to install ipywidgets.
+
+    timm and OpenCLIP import it through huggingface_hub; none of our bars are tqdm's.
+    """
+    if in_notebook():
+        with warnings.catch_warnings(), suppress(ImportError):
+            warnings.filterwarnings("ignore", "IProgress not found")
+            import tqdm.auto  # noqa: F401
 
 
 class NotebookLine:
@@ -49,7 +61,7 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
         description: of the work, such as "reading".
         total: how many there are; by default the length of the items, if they have one.
     """
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with bar(description, total) as advance:
         for item in items:

@@ -69,6 +69,6 @@ def test_other_shells(capsys):
     completion("fish")
     fish = capsys.readouterr().out
     assert (
-        "complete -c diffvision -n '__fish_seen_subcommand_from evaluate' -l precision -r -a 'fp32 bf16 fp16'" in fish
+        "complete -c diffvision -n '__fish_seen_subcommand_from evaluate' -l precision -x -a 'fp32 bf16 fp16'" in fish
     )
     assert cli.main(["completion", "tcsh"]) == 2

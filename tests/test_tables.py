@@ -63,10 +63,10 @@ def test_commands_with_tables_print_json(tmp_path, capsys):
     stats = printed(["data", "stats", str(tmp_path / "text"), "--num_workers", "0", "--json"], capsys)
     assert stats[str(tmp_path / "text")]["samples"] == 2
     assert stats[str(tmp_path / "text")]["text_characters"] == [4.0, 5.25, 6.5, 7.75, 9.0]
-    (tmp_path / "text" / "000000.tar").write_bytes(b"no tar")
-    (shard,) = printed(["data", "check", str(tmp_path / "text"), "--json", "--num_workers", "0"], capsys, status=1)
-    assert not shard["ok"]
-    assert shard["problems"]
+    (tmp_path / "text" / "nshards.txt").write_text("2\n")
+    _, count = printed(["data", "check", str(tmp_path / "text"), "--json", "--num_workers", "0"], capsys, status=1)
+    assert not count["ok"]
+    assert count["problems"] == ["says '2', but there are 1 shards"]
 
 
 def test_the_doctor_in_json(capsys):

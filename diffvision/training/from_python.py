@@ -20,6 +20,8 @@ Source = str | Path | Sequence[str | Path]
 """Data as the command line takes them: a path, or several."""
 
 _TOP = ("ckpt_path", "resume", "resume_ranks", "seed_everything", "trainer")  # all other settings are the trainer's
+HEADLINES = {"zero_shot": "acc1", "retrieval": "image_retrieval_recall@1", "composition": "acc"}
+"""Task of an evaluation folder -> the metric that checkpoints are chosen by."""
 _INTERRUPTED = 130  # exit status of a run that was saved and ended by SIGINT: Ctrl-C, or a notebook's stop button
 
 
@@ -68,7 +70,8 @@ def fit(
             has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such
             as {"train": "shards", "batch_size": 256}, which leave the configuration's other data as they are.
         evaluation: what to evaluate on. If `data` is a path, the default is what that folder holds for it (evaluation
-            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation.
+            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation. A checkpoint that the
+            configuration chooses by a metric of other data is chosen by the same of these.
         callbacks: Lightning callbacks, besides those of the configuration.
         allow: packages whose classes the configuration may name, as `--allow`.
         **settings: seed_everything, ckpt_path, resume ("auto", "must") and resume_ranks as options of the command; all
@@ -143,34 +146,60 @@ def _model_options(model: Any) -> list[str]:
 
 def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | Path]) -> list[str]:
     """Return the options of training data and of an evaluation."""
-    if data is None and evaluation is None:
-        return []
+    words: list[str] = []
+    content = _content(configs)
     if isinstance(data, Mapping):
-        words = options({"data": data})
-        return words if evaluation is None else words + _evaluation_options(evaluation, _data_class(configs))
-    data_class = _data_class(configs)
-    if data is None:
-        assert evaluation is not None
-        return _evaluation_options(evaluation, data_class)
-    if not isinstance(data, str | Path | list | tuple):
-        raise TypeError(
-            f"data is an object of {type(data).__name__}: give a path or settings. Data that are built already go to "
-            "Lightning: Trainer(...).fit(module, data)"
-        )
-    source: Any = data if isinstance(data, str | Path) else [str(part) for part in data]
+        words += options({"data": data})
+    elif data is not None:
+        if not isinstance(data, str | Path | list | tuple):
+            raise TypeError(
+                f"data is an object of {type(data).__name__}: give a path or settings. Data that are built already go "
+                "to Lightning: Trainer(...).fit(module, data)"
+            )
+        if isinstance(data, str | Path) and not _may_be(str(data)):
+            raise FileNotFoundError(f"data is {str(data)!r}: there is no such file or folder")
+        is_made = isinstance(data, str | Path) and _is_made(Path(data))
+        train = Path(str(data), "train") if is_made else data if isinstance(data, str | Path) else [*map(str, data)]
+        words += options({"data.init_args.train": train})
+        evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation
     if evaluation is None:
-        evaluation = _evaluation_in(source, data_class)
-    if isinstance(source, str | Path) and _is_made(Path(source)):
-        source = Path(source, "train")
-    return options({"data.init_args.train": source}) + _evaluation_options(evaluation, data_class)
-
-
-def _evaluation_options(evaluation: Source, data_class: str) -> list[str]:
-    """Return the option of an evaluation: ImageTextData takes a list, the others one source or null."""
+        return words
     paths = [str(evaluation)] if isinstance(evaluation, str | Path) else [str(path) for path in evaluation]
-    if data_class == "ImageTextData":
-        return options({"data.init_args.evaluations": paths})
-    return options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
+    return words + _evaluation_options(paths, content)
+
+
+def _may_be(source: str) -> bool:
+    """Return whether a source exists, or may: a pattern, a URL or another library's dataset."""
+    return any(mark in source for mark in "*?[{:") or Path(source).exists()
+
+
+def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
+    """Return the options of an evaluation, and of callbacks that monitor a metric which it does not have."""
+    if _class_of(content) == "ImageTextData":  # it takes a list, the others one source or null
+        from diffvision.data.images.folders import find_folders
+
+        words = options({"data.init_args.evaluations": paths})
+        folders = [folder for path in paths for folder in find_folders(path)]
+        measured = [f"{folder.task}/{folder.name}/{HEADLINES[folder.task]}" for folder in folders]
+    else:
+        words = options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
+        measured = []
+    callbacks = content.get("trainer", {}).get("callbacks") or []
+    watching = [_watching(callback, paths, measured) for callback in callbacks]
+    return words if watching == callbacks else words + options({"trainer.callbacks": watching})
+
+
+def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
+    """Return a callback's settings with a metric that is measured, where it monitors one of another evaluation."""
+    settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
+    task, _, rest = str(settings.get("monitor", "")).partition("/")
+    if not paths and (task == "val" or task in HEADLINES):
+        kept = {name: value for name, value in settings.items() if name not in ("monitor", "mode", "filename")}
+        return {**callback, "init_args": kept}
+    if task not in HEADLINES or any(one.startswith(f"{task}/{rest.rpartition('/')[0]}/") for one in measured):
+        return callback
+    best = next((one for one in measured if one.startswith(f"{task}/")), measured[0])
+    return {**callback, "init_args": {**settings, "monitor": best}}
 
 
 def _evaluation_in(source: Any, data_class: str) -> list[str]:
@@ -203,15 +232,20 @@ def _is_made(folder: Path) -> bool:
     return inside.is_dir() and not is_image_source(inside)
 
 
-def _data_class(configs: Sequence[str | Path]) -> str:
-    """Return the name of the DataModule's class in the last configuration that has one, or ""."""
-    name = ""
+def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
+    """Return the `data` and `trainer` of the configurations; of several, the later ones' come first."""
+    content: dict[str, Any] = {}
     for config in configs:
         path = Path(config) if Path(config).is_file() else recipe(str(config))
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        data = content.get("data") if isinstance(content, dict) else None
-        name = (data.get("class_path") if isinstance(data, dict) else data) or name
-    return str(name).rpartition(".")[2]
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}
+    return content
+
+
+def _class_of(content: Mapping[str, Any]) -> str:
+    """Return the name of the DataModule's class, or ""."""
+    data = content.get("data") or ""
+    return str(data.get("class_path", "") if isinstance(data, Mapping) else data).rpartition(".")[2]
 
 
 # ---- the result ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`diffvision.fit`: the command's run from Python, several times in one process, with errors that are exceptions."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*could not find the monitored key"),
     pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key"),
 ]
-RECIPES = {
-    "clip": ["clip/debug.yaml"],
-    "vision": ["vision/debug.yaml"],
-    "language": ["language/debug.yaml"],
-}
+CLIP, VISION, LANGUAGE = ["clip/debug.yaml"], ["vision/debug.yaml"], ["language/debug.yaml"]
+EVALUATION = "data.init_args.evaluation"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +37,7 @@ def data(tmp_path_factory) -> Path:
     write_evaluation_split(root / "zero_shot" / "test", images(4, "cls", "1"))
     write_lines(root / "zero_shot" / "classnames.txt", ["one", "two"])
     write_evaluation_split(root / "retrieval" / "test", images(4, "txt", "a number"))
+    write_lines(root / "retrieval" / "dataset_type.txt", ["retrieval"])
     (root / "validation").mkdir()
     return root
 
@@ -47,7 +46,7 @@ def run(data: Path, root: Path, **settings):
     quiet = {"enable_progress_bar": False, "limit_val_batches": 0, "accelerator": "cpu", "max_steps": 2}
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(root), "name": "run"}}
     model = {"model": "CLIP-debug", "optimizer": {"warmup_epochs": 0, "lr": 5e-4}}
-    evaluated = {"evaluation": f"digits={data / 'zero_shot'}"}  # as the recipe's checkpoints are named
+    evaluated = {"evaluation": data / "zero_shot"}
     sizes = {"data.init_args.batch_size": 8}
     return diffvision.fit("clip/debug.yaml", data=data, trainer={"logger": logger}, **quiet, **sizes,
                           **evaluated, **{"model": model} | settings)  # fmt: skip
@@ -86,7 +85,7 @@ def test_two_runs_in_one_process(data, tmp_path):
         ({"max_epocs": 3}, Mistake, r"trainer\.max_epocs=3; did you mean --trainer\.max_epochs"),
         ({"model": "CLIP-debgu"}, ValueError, "the nearest names are CLIP-debug"),
         ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
-        ({"data": "nowhere"}, ValueError, "nowhere"),
+        ({"data": "nowhere"}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
         ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
         ({"data": {"transform": print}}, TypeError, r"data\.transform is an object of builtin_function_or_method"),
         ({"model": Callback()}, TypeError, r"is an object of Callback: .* Trainer\(\.\.\.\)\.fit\(module, data\)"),
@@ -136,28 +135,38 @@ def test_settings_are_options_of_the_command_line():
     ]
 
 
+def parsed(words: list[str]) -> dict[str, str]:
+    return {key.rpartition("--")[2]: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def monitor(words: list[str]) -> str | None:
+    (saver,) = [c["init_args"] for c in json.loads(parsed(words)["trainer.callbacks"]) if "save_last" in str(c)]
+    return saver.get("monitor")
+
+
 def test_a_folder_brings_its_evaluation(data, tmp_path):
-    train = f"--data.init_args.train={data / 'train'}"
-    both = f'["{data / "retrieval"}", "{data / "zero_shot"}"]'
-    assert _data_options(str(data), None, RECIPES["clip"]) == [train, f"--data.init_args.evaluations={both}"]
-    assert _data_options(data, None, RECIPES["vision"]) == [train, f"--data.init_args.evaluation={data / 'zero_shot'}"]
-    assert _data_options(data, None, RECIPES["language"]) == [
-        train,
-        f"--data.init_args.evaluation={data / 'validation'}",
-    ]
-    assert _data_options(data, [], RECIPES["clip"]) == [train, "--data.init_args.evaluations=[]"]
-    assert _data_options(None, data, RECIPES["vision"]) == [f"--data.init_args.evaluation={data}"]
-    shards = [f"{data}/train/000000.tar"]
-    assert _data_options(shards, None, RECIPES["vision"]) == [
-        f'--data.init_args.train=["{shards[0]}"]',
-        "--data.init_args.evaluation=null",
-    ]
-    assert _data_options(None, None, RECIPES["clip"]) == []
+    train = {"data.init_args.train": str(data / "train")}
+    given = _data_options(str(data), None, CLIP)
+    assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data / "retrieval"), str(data / "zero_shot")]
+    assert parsed(given) | train == parsed(given)
+    assert parsed(_data_options(data, None, VISION)) == train | {EVALUATION: str(data / "zero_shot")}
+    assert parsed(_data_options(data, None, LANGUAGE)) == train | {EVALUATION: str(data / "validation")}
+    assert parsed(_data_options(None, data, VISION)) == {EVALUATION: str(data)}
+    assert _data_options(None, None, CLIP) == []
     for split in ("train", "val"):
         (tmp_path / "photos" / split / "cat").mkdir(parents=True)
         (tmp_path / "photos" / split / "cat" / "1.png").write_bytes(b"")
-    photos = tmp_path / "photos"
-    assert _data_options(photos, None, RECIPES["vision"]) == [
-        f"--data.init_args.train={photos}",
-        f"--data.init_args.evaluation={photos}",
-    ]
+    photos = str(tmp_path / "photos")
+    assert parsed(_data_options(photos, None, VISION)) == {"data.init_args.train": photos, EVALUATION: photos}
+
+
+def test_checkpoints_are_chosen_by_what_is_measured(data):
+    """The recipe monitors zero_shot/digits/acc1; these data have another name, or other tasks, or no evaluation."""
+    assert monitor(_data_options(data, None, CLIP)) == "zero_shot/data/acc1"
+    assert monitor(_data_options(data, data / "retrieval", CLIP)) == "retrieval/data/image_retrieval_recall@1"
+    assert "trainer.callbacks" not in parsed(_data_options(data, f"digits={data / 'zero_shot'}", CLIP))
+    assert "trainer.callbacks" not in parsed(_data_options(data, None, VISION))  # val/acc1, whatever the data
+    for recipe, evaluation in ((CLIP, {"data.init_args.evaluations": "[]"}), (VISION, {EVALUATION: "null"})):
+        words = _data_options(data, [], recipe)
+        assert monitor(words) is None
+        assert parsed(words) | evaluation == parsed(words)
