@@ -8,9 +8,10 @@ import torch
 import yaml
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import ImageAttention
+from diffvision.analysis.figures.images import ImageAttention, Retrieved
 from diffvision.data.made.digits import combinations, make_digits
-from diffvision.demo import demo, images, report, runs, text
+from diffvision.demo import demo, images, report, runs, text, text_page
+from diffvision.demo.pictures import Shown
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.recipes import recipe
 
@@ -21,6 +22,8 @@ def run(model: str, seed: int) -> report.Run:
     logged = ["train/loss", "zero_shot/digits/acc1", "train/logit_scale"]
     logged += [f"lambda/{name}" for name in LAYERS] if model.startswith("Diff") else []
     rng = np.random.default_rng(seed)
+    pictures = rng.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
+    maps = rng.random((3 if "Diff" in model else 1, 4, 4))
     return report.Run(
         model=model,
         seed=seed,
@@ -29,21 +32,43 @@ def run(model: str, seed: int) -> report.Run:
         speed=1234.0,
         metrics=dict.fromkeys(images.COLUMNS.values(), 0.5 + 0.1 * seed),
         curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-        shown=[ImageAttention(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
+        shown=Shown(
+            attention=[ImageAttention(picture, maps, "seven") for picture in pictures],
+            retrieved=[Retrieved("a red <seven>", list(pictures), [False, True, False, False])],
+            lam=0.2 if "Diff" in model else None,
+        ).as_json(),
     )
 
 
+def page(seeds: int, lesson: bool = False) -> str:
+    models = [*images.MODELS, images.LESSON_MODEL] if lesson else [*images.MODELS]
+    all_runs = [run(model, seed) for seed in range(seeds) for model in models]
+    content = images.lesson_of(all_runs) if lesson else images.read_lesson()
+    return images.page(all_runs, content, Path("runs/demo"))
+
+
 def test_report_holds_the_table_and_its_pictures():
-    page = images.page([run(model, seed) for seed in (0, 1) for model in images.MODELS])
-    assert len(re.findall('src="data:image/png;base64,iVBOR', page)) == 5
-    assert "55.0 ± 7.1" in page
-    assert "3,000,000" in page
-    assert "1,234" in page
-    assert "http" not in page
+    html = page(seeds=2)
+    assert "55.0 ± 7.1" in html
+    assert "3,000,000" in html
+    assert "1,234" in html
+    assert "a red &lt;seven&gt;" in html
+    assert "a red <seven>" not in html
+    assert len(re.findall("<svg", html)) >= 7
+    # Fonts and images would be fetched from there.
+    assert not re.search("(src|href)=.https?:", html)
+
+
+def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
+    shipped, anew = page(seeds=1), page(seeds=1, lesson=True)
+    assert "Made before" in shipped
+    assert images.LESSON_MODEL + ": digit" in shipped
+    assert "Made from the runs of this demo" not in shipped
+    assert f"{images.LESSON_MODEL}: digit 50%, ink 50%, paper 50%" in anew
 
 
 def test_one_seed_has_no_spread():
-    assert "±" not in images.page([run(model, 0) for model in images.MODELS])
+    assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
 
 
 def test_the_recipe_is_the_debug_configuration():
@@ -174,17 +199,27 @@ def test_the_language_report_holds_its_table_and_pictures():
             speed=9876.0,
             metrics={key: value + 0.01 * seed for key, value in metrics.items()},
             curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-            shown="def main(<argv>)",
+            shown={
+                "writes": "def main(<argv>)",
+                "words": ["the", "code", "is", "7", "the", "code", "is"],
+                "answer": [3, 4],
+                "reads": {kind: rng.random(7).tolist() for kind in text_maps(model)},
+            },
         )
         for seed in (0, 1)
         for model in text.MODELS
     ]
-    page = text.page(all_runs)
-    assert len(re.findall('src="data:image/png;base64,iVBOR', page)) == 4
+    models = {name: report.of_model(all_runs, model) for model, name in text.MODELS.items()}
+    page = text_page.page(models, Path("runs/demo"))
     assert "0.255 ± 0.007" in page
     assert "26 ± 1" in page
     assert "9,876" in page
     assert "def main(&lt;argv&gt;)" in page
+    assert len(re.findall("<svg", page)) >= 7
+
+
+def text_maps(model: str) -> list[str]:
+    return ["attention"] if model.startswith("transformer") else ["map 1", "map 2", "difference"]
 
 
 @pytest.mark.nightly

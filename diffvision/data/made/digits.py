@@ -54,7 +54,7 @@ UNSEEN_TEMPLATES = (
 )
 """For zero-shot classification; none of them is a template of training."""
 
-DIGIT_ONLY_FRACTION = 0.85
+DIGIT_ONLY_FRACTION = 0.8
 SIZE = 32
 _TEST_DIGITS = 397
 _SPLIT_SEED = 20
