@@ -18,7 +18,8 @@ SCALE = "_scale"
 def quantise(model: nn.Module) -> nn.Module:
     """Quantise the weights of a model's linear layers in place, and return the model, which cannot be trained.
 
-    These are all linear layers, lambda projections and heads too: docs/export.md has the accuracy before and after.
+    These are all linear layers, lambda projections and heads too: docs/guides/export.md has the accuracy before and
+    after.
     Other layers keep their weights: embeddings, a head tied to one, convolutions, norms, lambda vectors, and torch's
     MultiheadAttention, whose fused call reads its weights directly.
 

@@ -34,8 +34,8 @@ class DexAttention(Attention):
         dex_schedule: s [2].
         dex_heads: which heads are changed, bool [H].
 
-    Source: arXiv 2505.16333, equations 3 to 5 and figure 9, as docs/convert.md reads them. The paper does not say that
-    W starts from zero; here it does, so that lambda may be above zero at once.
+    Source: arXiv 2505.16333, equations 3 to 5 and figure 9, as docs/guides/adapt.md reads them. The paper does not say
+    that W starts from zero; here it does, so that lambda may be above zero at once.
     """
 
     variant = "dex"

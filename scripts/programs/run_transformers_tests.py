@@ -20,7 +20,7 @@ from pathlib import Path
 from shown import versions
 
 SUITE = Path(__file__).with_name("transformers_suite.py")
-# Tests that fail by design, and why: docs/language.md says the same.
+# Tests that fail by design, and why: docs/guides/language.md says the same.
 REFUSED = {
     "test_model_weights_reload_no_missing_tied_weights": "it loads a file without any weights; ours raises a "
     "ValueError where transformers draws the missing ones at random",

@@ -1,0 +1,141 @@
+"""What README and the documentation show runs as it stands: Python blocks are executed, commands are parsed."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffvision import data, training
+from diffvision.cli import COMMANDS, TRAINER_COMMANDS
+from diffvision.training.recipes import recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROMISED = ("pip install -e . && diffvision demo", 'pip install -e ".[dev]" -c constraints.txt && pytest')
+CONFIGURED = {"model": ("ContrastiveModule", "ClassificationModule", "LanguageModule")}
+CONFIGURED |= {"data": ("ImageTextData", "ImageLabelData", "TextData")}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "documentation" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def executed(code: str, folder: Path) -> None:
+    (folder / "blocks.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "blocks.py"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Twenty pictures of each of ten classes, below `photos/train` and `photos/val`."""
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        folder = tmp_path / "photos" / ("val" if number % 20 < 4 else "train") / f"class{number // 20}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return tmp_path
+
+
+def test_the_two_promised_commands():
+    assert [block.strip() for block in blocks(ROOT / "README.md", "bash")[:2]] == list(PROMISED)
+
+
+@pytest.mark.slow
+def test_python_of_the_readme(photos):
+    executed("\n".join(blocks(ROOT / "README.md", "python")), photos)
+
+
+@pytest.mark.slow
+def test_python_of_start(tmp_path):
+    executed("\n".join(blocks(ROOT / "docs/start/install.md", "python")), tmp_path)
+    executed("\n".join(blocks(ROOT / "docs/start/pictures.md", "python")), tmp_path)
+    assert len(list((tmp_path / "photos").rglob("*.png"))) == 1797
+    assert (tmp_path / "photos" / "captions.csv").stat().st_size > 10_000
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the command lines of `diffvision` in a page's bash blocks, each as the words behind the program's name."""
+    found = []
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\|\||;|\s>\s|\s\|\s", line):
+                words = shlex.split(part.strip().removeprefix("$ "), comments=True)
+                starts = [index for index, word in enumerate(words) if word == "diffvision"]
+                if starts and (starts[0] == 0 or words[0] in ("torchrun", "srun", "python", "nice")):
+                    found.append(words[starts[0] + 1 :])
+    return [words for words in found if words and words[0] != "run" and "..." not in words]
+
+
+ALL = [(page, words) for page in PAGES for words in commands(page)]
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    """The parser of each command but the trainer's, made once."""
+    made = script("commands")
+    return {name: made.command_parser(name) for name in COMMANDS}
+
+
+def test_commands_are_found():
+    assert len(ALL) > 40
+    assert {words[0] for _, words in ALL} > {"fit", "evaluate", "data", "inspect", "export", "demo"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page(page, parsers):
+    for words in commands(page):
+        if words[0] in TRAINER_COMMANDS:
+            _check_trainer_options(words[1:])
+        elif words[0].startswith("-"):
+            assert words in (["--help"], ["--version"])
+        else:
+            name = " ".join(words[: 2 if words[0] == "data" else 1])
+            assert name in COMMANDS, f"{page.name}: no command {name!r}"
+            known = {text for action in parsers[name]._actions for text in action.option_strings}
+            options = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert options <= known | {"--allow", "--help"}, f"{page.name}: {shlex.join(words)}"
+
+
+def _check_trainer_options(words: list[str]) -> None:
+    """Check that recipes are there, and that each option names an argument of one of our modules or data modules."""
+    for index, word in enumerate(words):
+        if word == "--config" and words[index + 1].startswith(("configs/", "clip/", "vision/", "language/")):
+            name = words[index + 1]
+            assert (ROOT / name).is_file() or recipe(name).is_file(), name
+        setting, *more = word.partition("=")[0].removeprefix("--").removesuffix("+").split(".")
+        if word.startswith("--") and setting in CONFIGURED and more:
+            argument = more[1] if more[0] == "init_args" else more[0]
+            package = training if setting == "model" else data
+            classes = [getattr(package, name) for name in CONFIGURED[setting]]
+            assert any(argument in inspect.signature(made).parameters for made in classes), word
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for target in re.findall(
+        r"\]\(((?!https?:|#)[^)#]+)|(?:src|srcset)=\"([^\"]+)\"", (ROOT / "README.md").read_text()
+    ):
+        path = next(filter(None, target))
+        assert (ROOT / path).exists(), path
