@@ -81,7 +81,7 @@ def test_the_language_report_holds_its_table_and_pictures():
     assert "def main(&lt;argv&gt;)" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
     """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
