@@ -4,7 +4,16 @@
 """
 
 from diffvision.analysis.figures.images import ImageAttention, attention_panels
-from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves
+from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves, run_overview
 from diffvision.analysis.figures.style import COLOURS, png
 
-__all__ = ["COLOURS", "ImageAttention", "attention_panels", "lambda_curves", "metric_bars", "png", "run_curves"]
+__all__ = [
+    "COLOURS",
+    "ImageAttention",
+    "attention_panels",
+    "lambda_curves",
+    "metric_bars",
+    "png",
+    "run_curves",
+    "run_overview",
+]

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffvision.analysis.figures.style import (
+    INK,
+    SOFT,
     colour_bar,
-    colour_of,
+    colours_of,
     draw_bars,
     legend_below,
     panels,
@@ -84,7 +86,7 @@ def attention_bars(results: Results) -> Figure:
         depths = sorted({depth for by_depth in shares.values() for depth in by_depth})
         _bars(ax, {f"{100 * depth:.0f}%": {name: shares[name][depth] for name in shares} for depth in depths})
         ax.set(title=f"Attention {title}", xlabel="depth of the answer")
-        ax.axhline(0, color="#888888", linewidth=0.8)
+        ax.axhline(0, color=SOFT, linewidth=0.8)
     axes[0].set_ylabel("share of attention")
     return legend_below(figure, axes[0])
 
@@ -102,8 +104,8 @@ def _draw_shots(ax: Any, results: Results) -> None:
     curves = {name: {x: 100 * y for x, y in numbered(metrics, "accuracy").items()} for name, metrics in results.items()}
     _curves(ax, curves)
     chance = 100 * next(iter(results.values()))["chance"]
-    ax.axhline(chance, color="#888888", linestyle=":", linewidth=1)
-    ax.annotate("chance", (0.01, chance), xycoords=("axes fraction", "data"), va="top", fontsize=8, color="#666666")
+    ax.axhline(chance, color=SOFT, linestyle=":", linewidth=1)
+    ax.annotate("chance", (0.01, chance), xycoords=("axes fraction", "data"), va="top", fontsize=8, color=INK)
     shots = sorted({x for points in curves.values() for x in points})
     if len(shots) > 2:
         ax.set_xscale("log")
@@ -114,12 +116,14 @@ def _draw_shots(ax: Any, results: Results) -> None:
 
 
 def _draw_orders(ax: Any, results: Results) -> None:
-    for number, (name, metrics) in enumerate(results.items()):
+    for number, (name, colour) in enumerate(colours_of(results).items()):
         for group, arrangement in enumerate(("random", "alternating")):
-            mean, best, worst = (100 * metrics[f"order/{arrangement}/{kind}"] for kind in ("mean", "best", "worst"))
+            mean, best, worst = (
+                100 * results[name][f"order/{arrangement}/{kind}"] for kind in ("mean", "best", "worst")
+            )
             x = group + (number - (len(results) - 1) / 2) * 0.7 / len(results)
             errors = [[mean - worst], [best - mean]]
-            bars: Any = {"fmt": "o", "color": colour_of(number), "capsize": 5, "linewidth": 1.8, "label": name}
+            bars: Any = {"fmt": "o", "color": colour, "capsize": 5, "linewidth": 1.8, "label": name}
             ax.errorbar([x], [mean], yerr=errors, **bars)
             text: Any = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             ax.annotate(f"{best - worst:.1f}", (x, best), **text)
@@ -155,8 +159,8 @@ def quantization_curves(results: Results) -> Figure:
     for ax, kind in zip(axes, kinds, strict=True):
         curves = {name: numbered(metrics, kind) for name, metrics in results.items()}
         _curves(ax, curves)
-        for number, metrics in enumerate(results.values()):
-            ax.axhline(metrics[f"{kind}/full"], color=colour_of(number), linestyle=":", linewidth=1)
+        for name, colour in colours_of(results).items():
+            ax.axhline(results[name][f"{kind}/full"], color=colour, linestyle=":", linewidth=1)
         bits = sorted({x for points in curves.values() for x in points})
         ax.set_xscale("log", base=2)
         ax.set_xticks(bits, [f"{x:g}" for x in bits])
@@ -177,8 +181,9 @@ def numbered(metrics: Mapping[str, float], kind: str) -> dict[float, float]:
 
 
 def _curves(ax: Any, curves: Mapping[str, Mapping[float, float]]) -> None:
-    for number, (name, points) in enumerate(curves.items()):
-        line: Any = {"color": colour_of(number), "linewidth": 1.8, "markersize": 4, "label": name}
+    colours = colours_of(curves)
+    for name, points in curves.items():
+        line: Any = {"color": colours[name], "linewidth": 1.8, "markersize": 4, "label": name}
         ax.plot(list(points), list(points.values()), marker="o" if len(points) < 10 else None, **line)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.analysis.figures.style import colour_of, styled
+from diffvision.analysis.figures.style import INK, SOFT, colours_of, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,18 +32,18 @@ def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
     Each model has a colour, and each kind of map a line, its mean over heads. Dots are the heads of the map that is
     applied to the values.
     """
-    from matplotlib.figure import Figure
+    from diffvision.analysis.figures.figure import StyledFigure
 
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(2.9 * columns + 0.3, 2.2 * rows + 0.5), layout="constrained")
+    figure = StyledFigure(figsize=(2.9 * columns + 0.3, 2.2 * rows + 0.5), layout="constrained")
     one_quantity = all(panel.log for panel in panels)
     axes = list(figure.subplots(rows, columns, squeeze=False, sharey=one_quantity).flat)
-    names = list(dict.fromkeys(run for panel in panels for run in panel.runs))
+    colours = colours_of(run for panel in panels for run in panel.runs)
     for ax, panel in zip(axes, panels, strict=False):
         for run, lines in panel.runs.items():
             for kind, layers in lines.items():
-                _draw_line(ax, layers, kind, colour_of(names.index(run)))
+                _draw_line(ax, layers, kind, colours[run])
         ax.set_title(panel.title)
         if panel.log:
             _logarithmic(ax)
@@ -53,12 +53,12 @@ def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
         ax.set_xlabel("layer")
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
-    handles = _handles(names, {kind for panel in panels for lines in panel.runs.values() for kind in lines})
+    handles = _handles(colours, {kind for panel in panels for lines in panel.runs.values() for kind in lines})
     figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)))
     return figure
 
 
-def _handles(names: Sequence[str], kinds: set[str]) -> list[Any]:
+def _handles(colours: Mapping[str, str], kinds: set[str]) -> list[Any]:
     """Return the legend: colours of models, then lines of kinds."""
     from matplotlib.lines import Line2D
 
@@ -66,15 +66,15 @@ def _handles(names: Sequence[str], kinds: set[str]) -> list[Any]:
     for kind, style in _LINES.items():
         if kind in kinds:
             labels.setdefault(style, []).append(kind)
-    colours = [Line2D([], [], color=colour_of(index), label=name) for index, name in enumerate(names)]
-    return colours + [
-        Line2D([], [], color="#444444", linestyle=style, label=" or ".join(alike)) for style, alike in labels.items()
+    models = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    return models + [
+        Line2D([], [], color=INK, linestyle=style, label=" or ".join(alike)) for style, alike in labels.items()
     ]
 
 
 def _draw_line(ax: Any, layers: Sequence[Sequence[float]], kind: str, colour: str) -> None:
     means = [float(np.mean(heads)) for heads in layers]
-    style, colour = _LINES.get(kind, "-"), "#555555" if kind == "chance" else colour
+    style, colour = _LINES.get(kind, "-"), SOFT if kind == "chance" else colour
     marker = "o" if len(layers) == 1 else None
     ax.plot(range(len(layers)), means, linestyle=style, color=colour, linewidth=1.7, marker=marker)
     if style == "-":

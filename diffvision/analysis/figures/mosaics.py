@@ -38,14 +38,14 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
         columns: labels below the columns; of a long list every second or so is written.
         across: what the columns are ("layer").
     """
-    from matplotlib.figure import Figure
+    from diffvision.analysis.figures.figure import StyledFigure
 
     tiled = [_tiled(block.cells) for block in blocks]
     width = min(10.5, 1.7 * len(columns))
     heights = [max(0.55, width * picture.shape[0] / picture.shape[1]) for picture in tiled]
     if (total := sum(heights)) > 26:
         heights = [26 * height / total for height in heights]
-    figure = Figure(figsize=(width + 1.9, sum(heights) + 0.6 * len(blocks) + 0.4), layout="compressed")
+    figure = StyledFigure(figsize=(width + 1.9, sum(heights) + 0.6 * len(blocks) + 0.4), layout="compressed")
     axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     limits = {
         signed: _limit([picture for block, picture in zip(blocks, tiled, strict=True) if block.signed is signed])
@@ -79,7 +79,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
         reads: {model: {kind: [N]}}.
         answer: positions of its tokens, [start, stop); they are bold.
     """
-    from matplotlib.figure import Figure
+    from diffvision.analysis.figures.figure import StyledFigure
 
     rows = [(f"{name}: {kind}", kind == SIGNED, np.asarray(values)) for name, kinds in reads.items()
             for kind, values in kinds.items()]  # fmt: skip
@@ -87,7 +87,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
     lines = math.ceil(len(words) / _LINE)
     line = _LINE if lines > 1 else max(len(words), 1)
     width = 3.2 + 0.19 * max(16, line)
-    figure = Figure(figsize=(width, lines * (0.24 * len(rows) + 0.85) + 0.5), layout="constrained")
+    figure = StyledFigure(figsize=(width, lines * (0.24 * len(rows) + 0.85) + 0.5), layout="constrained")
     axes = figure.subplots(lines * len(rows), 1, squeeze=False)[:, 0]
     last: dict[bool, Any] = {}
     for index, ax in enumerate(axes):

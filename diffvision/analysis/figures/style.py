@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
@@ -18,10 +20,21 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; a run keeps its colour in every panel of a figure.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's colours, which the colour-blind can tell apart; grey instead of black, to be seen on a dark page too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
+INK = "#333333"  # of text and ticks; a page replaces it by the colour of its text
+SOFT = "#808080"  # of lines in the background, visible on light and dark
 SIGNED = "difference"  # the kind of map with negative entries
-_STYLE: Any = {
+
+# what a model's name has in it -> the index of the colour that it takes, if no earlier model of the figure has it
+_FAMILIES = (
+    (re.compile(r"grouped", re.IGNORECASE), 3),
+    (re.compile(r"v2", re.IGNORECASE), 2),
+    (re.compile(r"diff.*-0\.\d", re.IGNORECASE), 4),
+    (re.compile(r"diff|\bv1\b|\bdex\b", re.IGNORECASE), 1),
+    (re.compile(r"clip|vit|transformer|plain", re.IGNORECASE), 0),
+)
+STYLE: Any = {
     "figure.dpi": 140,
     "font.size": 9,
     "axes.titlesize": 10,
@@ -29,11 +42,16 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
+    "axes.facecolor": "none",
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "grid.color": SOFT,
+    "grid.alpha": 0.25,
     "grid.linewidth": 0.7,
-    "axes.edgecolor": "#888888",
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "legend.frameon": False,
 }
 
@@ -45,26 +63,35 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         import matplotlib as mpl
 
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return drawn
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure of this package as a PNG file's bytes."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
+    """Return a figure as a PNG file's bytes; `figure.savefig` writes a file."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):  # ticks are made only now
-        FigureCanvasAgg(figure).print_png(buffer)
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def colour_of(index: int) -> str:
-    """Return the colour of the run or model with that index."""
-    return COLOURS[index % len(COLOURS)]
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each model or run, which a model keeps in every figure.
+
+    The colour follows from the name where it says what the model is: plain models are blue, V1 vermilion, V2 green,
+    grouped ones pink, V1 with a number for lambda_init amber. Other names, and a second model of one kind, take the
+    next colour that no other has.
+    """
+    names = list(dict.fromkeys(names))
+    wanted = {name: next((index for words, index in _FAMILIES if words.search(name)), None) for name in names}
+    taken: dict[int, str] = {}
+    for name, index in wanted.items():
+        if index is not None:
+            taken.setdefault(index, name)
+    free = itertools.chain((i for i in range(len(COLOURS)) if i not in taken), itertools.cycle(range(len(COLOURS))))
+    by_name = {name: index for index, name in taken.items()}
+    return {name: COLOURS[by_name[name] if name in by_name else next(free)] for name in names}
 
 
 # ---- panels --------------------------------------------------------------------------------------------------------
@@ -72,9 +99,9 @@ def colour_of(index: int) -> str:
 
 def panels(count: int, *, width: float, height: float, sharey: bool = False) -> tuple[Figure, Any]:
     """Return a figure with panels side by side, each of a size in inches."""
-    from matplotlib.figure import Figure
+    from diffvision.analysis.figures.figure import StyledFigure
 
-    figure = Figure(figsize=(width * count, height), layout="constrained")
+    figure = StyledFigure(figsize=(width * count, height), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
 
 
@@ -102,24 +129,24 @@ def draw_bars(
         log: draw on a logarithmic scale.
         rotation: of the numbers, in degrees.
     """
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    width = 0.8 / len(names)
+    colours = colours_of(name for bars in groups.values() for name in bars)
+    width = 0.8 / len(colours)
     if log:
         ax.set_yscale("log")
         ax.yaxis.set_minor_formatter("")
-    for number, name in enumerate(names):
+    for number, (name, colour) in enumerate(colours.items()):
         label: str | None = name
         for group, bars in enumerate(groups.values()):
             values = np.asarray(bars[name], dtype=float)
             mean = values.mean()
             if not math.isfinite(mean):
                 continue
-            x = group + (number - (len(names) - 1) / 2) * width
-            ax.bar(x, mean, width=0.92 * width, color=colour_of(number), label=label)
+            x = group + (number - (len(colours) - 1) / 2) * width
+            ax.bar(x, mean, width=0.92 * width, color=colour, label=label)
             label = None  # one entry in the legend
             if len(values) > 1:
                 dots = x + np.linspace(-0.2, 0.2, len(values)) * width
-                seeds: Any = {"markeredgecolor": "#333333", "markeredgewidth": 0.8, "markersize": 3.5}
+                seeds: Any = {"markeredgecolor": "#222222", "markeredgewidth": 0.8, "markersize": 3.5}
                 ax.plot(dots, values, "o", color="white", **seeds)
             above = mean >= 0
             ax.annotate(
@@ -130,7 +157,7 @@ def draw_bars(
                 ha="center",
                 va="bottom" if above else "top",
                 fontsize=7 if rotation else 8,
-                color="#333333",
+                color=INK,
                 rotation=rotation,
             )
     ax.set_xticks(range(len(groups)), list(groups))
@@ -145,9 +172,9 @@ def pictures(
     rows: int, columns: int, *, width: float, height: float, margin: tuple[float, float]
 ) -> tuple[Figure, Any]:
     """Return a figure with rows of pictures without frames, each of a size in inches."""
-    from matplotlib.figure import Figure
+    from diffvision.analysis.figures.figure import StyledFigure
 
-    figure = Figure(figsize=(width * columns + margin[0], height * rows + margin[1]), layout="compressed")
+    figure = StyledFigure(figsize=(width * columns + margin[0], height * rows + margin[1]), layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False)
     for ax in grid.flat:
         without_frame(ax)
