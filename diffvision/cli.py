@@ -59,7 +59,7 @@ COMMANDS = {
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
     "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
-TABLES = ("models", "doctor", "evaluate", "evaluate-language", "data check", "data stats")
+TABLES = ("models", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
 JSON = "--json"

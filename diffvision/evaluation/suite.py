@@ -159,8 +159,8 @@ def report(
         shown = weights or ("untrained weights" if origin is None else "the model's weights")
         title += f"{label}: {model}, {shown}\n" if len(results) > 1 else f"{model}, {shown}"
         rows += records(metrics, model=model, pretrained=weights)
-    printed = table(next(iter(results.values())), title) if len(results) == 1 else side_by_side(results, title)
-    show(printed, data=rows)
+    several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)
+    show(several, data=rows)
     if output is not None:
         write_records(rows, output)
 
