@@ -90,7 +90,15 @@ def digits(tmp_path_factory) -> Path:
     ("name", "settings", "metric"),
     [
         ("clip/debug", ["--data.evaluations=[{data}]"], "zero_shot/digits/acc1"),
+        ("clip/debug_siglip", ["--data.evaluations=[{data}/zero_shot]"], "zero_shot/digits/acc1"),
+        pytest.param(
+            "clip/debug_compile",
+            ["--data.evaluations=[{data}/zero_shot]"],
+            "zero_shot/digits/acc1",
+            marks=pytest.mark.slow,
+        ),
         ("vision/debug", ["--data.evaluation={data}/zero_shot"], "val/acc1"),
+        ("vision/debug_layer_decay", ["--data.evaluation={data}/zero_shot"], "val/acc1"),
     ],
 )
 def test_debug_recipes_train_evaluate_and_save(name, settings, metric, digits, tmp_path):

@@ -1,13 +1,19 @@
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import ImageAttention
-from diffvision.demo import demo, images, report, text
+from diffvision.analysis.figures.images import ImageAttention, Retrieved
+from diffvision.data.made.digits import combinations, make_digits
+from diffvision.demo import demo, images, report, runs, text, text_page
+from diffvision.demo.pictures import Shown
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.recipes import recipe
 
 LAYERS = ("visual.trunk.blocks.0.attn", "visual.trunk.blocks.1.attn", "transformer.resblocks.0.attn")
 
@@ -16,6 +22,8 @@ def run(model: str, seed: int) -> report.Run:
     logged = ["train/loss", "zero_shot/digits/acc1", "train/logit_scale"]
     logged += [f"lambda/{name}" for name in LAYERS] if model.startswith("Diff") else []
     rng = np.random.default_rng(seed)
+    pictures = rng.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
+    maps = rng.random((3 if "Diff" in model else 1, 4, 4))
     return report.Run(
         model=model,
         seed=seed,
@@ -24,33 +32,156 @@ def run(model: str, seed: int) -> report.Run:
         speed=1234.0,
         metrics=dict.fromkeys(images.COLUMNS.values(), 0.5 + 0.1 * seed),
         curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-        shown=[ImageAttention(rng.random((32, 32, 3)), rng.random((3 if "Diff" in model else 1, 4, 4)), "seven")],
+        shown=Shown(
+            attention=[ImageAttention(picture, maps, "seven") for picture in pictures],
+            retrieved=[Retrieved("a red <seven>", list(pictures), [False, True, False, False])],
+            lam=0.2 if "Diff" in model else None,
+        ).as_json(),
     )
 
 
+def page(seeds: int, lesson: bool = False) -> str:
+    models = [*images.MODELS, images.LESSON_MODEL] if lesson else [*images.MODELS]
+    all_runs = [run(model, seed) for seed in range(seeds) for model in models]
+    content = images.lesson_of(all_runs) if lesson else images.read_lesson()
+    return images.page(all_runs, content, Path("runs/demo"))
+
+
 def test_report_holds_the_table_and_its_pictures():
-    runs = [run(model, seed) for seed in (0, 1) for model in images.MODELS]
-    page = images.page(runs)
-    assert len(re.findall('src="data:image/png;base64,iVBOR', page)) == 5
-    assert "55.0 ± 7.1" in page
-    assert "3,000,000" in page
-    assert "1,234" in page
-    assert "http" not in page
+    html = page(seeds=2)
+    assert "55.0 ± 7.1" in html
+    assert "3,000,000" in html
+    assert "1,234" in html
+    assert "a red &lt;seven&gt;" in html
+    assert "a red <seven>" not in html
+    assert len(re.findall("<svg", html)) >= 7
+    # Fonts and images would be fetched from there.
+    assert not re.search("(src|href)=.https?:", html)
+
+
+def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
+    shipped, anew = page(seeds=1), page(seeds=1, lesson=True)
+    assert "Made before" in shipped
+    assert images.LESSON_MODEL + ": digit" in shipped
+    assert "Made from the runs of this demo" not in shipped
+    assert f"{images.LESSON_MODEL}: digit 50%, ink 50%, paper 50%" in anew
 
 
 def test_one_seed_has_no_spread():
-    assert "±" not in images.page([run(model, 0) for model in images.MODELS])
+    assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
 
 
 def test_the_recipe_is_the_debug_configuration():
-    settings = yaml.safe_load(report.recipe("clip/debug.yaml").read_text())
+    settings = yaml.safe_load(recipe(images.RECIPE).read_text())
     assert settings["model"]["init_args"]["model"] == "DiffCLIP-debug"
 
 
 def test_seeds_are_checked_before_anything_is_made(tmp_path):
     with pytest.raises(ValueError, match="seeds must be 1 or more, got 0"):
         demo(str(tmp_path / "out"), seeds=0)
+    with pytest.raises(ValueError, match="leave out --lesson or --language"):
+        demo(str(tmp_path / "out"), language=True, lesson=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_another_demo_is_refused(tmp_path):
+    def claim(**settings: float) -> None:
+        runs.claim(tmp_path / "out", "images", images.RECIPE, ["digits", "CLIP-debug-[0-9]*"], **settings)
+
+    claim(digit_only=0.5)
+    (tmp_path / "out/CLIP-debug-0").mkdir()
+    claim(digit_only=0.5)
+    with pytest.raises(ValueError, match=r"other settings \(digit_only\): delete the folder, or name another"):
+        claim(digit_only=0.7)
+    # As before demos wrote their settings.
+    (tmp_path / "out/images.json").unlink()
+    with pytest.raises(ValueError, match=r"diffvision, digit_only, recipe"):
+        claim(digit_only=0.5)
+
+
+def test_an_unfinished_dataset_is_made_anew(tmp_path, monkeypatch):
+    made = []
+
+    def make(name: str, folder: str) -> None:
+        Path(folder).mkdir()
+        made.append(name)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "make", make)
+    with pytest.raises(KeyboardInterrupt):
+        runs.prepare("digits", tmp_path / "digits")
+    assert not (tmp_path / "digits").exists()
+    for _ in range(2):
+        runs.prepare("digits", tmp_path / "digits")
+    assert (tmp_path / "digits").is_dir()
+    assert len(made) == 2
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch):
+    """Stopped in its second epoch, it trains that one again from the checkpoint of the first, and then no more."""
+    make_digits(tmp_path / "digits", copies=1)
+    steps, measured = [], []
+    step = ContrastiveModule.training_step
+
+    def stopping(module, batch, batch_idx):
+        steps.append(module.global_step)
+        if len(steps) == 5:
+            raise RuntimeError("stopped")
+        return step(module, batch, batch_idx)
+
+    def measure(module):
+        measured.append(module.global_step)
+        return {"colours/ink": 0.5}, None
+
+    def finished() -> report.Run:
+        return runs.finished_run(
+            images.RECIPE,
+            "CLIP-debug",
+            0,
+            tmp_path,
+            f"--data.init_args.train={tmp_path / 'digits/train'}",
+            f"--data.init_args.evaluations=[{tmp_path / 'digits/zero_shot'}]",
+            "--trainer.max_epochs=2",
+            "--data.init_args.batch_size=16",
+            "--trainer.limit_train_batches=3",
+            "--trainer.log_every_n_steps=1",
+            unit="samples",
+            measure=measure,
+        )
+
+    monkeypatch.setattr(ContrastiveModule, "training_step", stopping)
+    with pytest.raises(RuntimeError, match="stopped"):
+        finished()
+    first, second = finished(), finished()
+    assert steps == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert measured == [6]
+    assert first == second
+    assert list(first.curves["train/loss"].steps) == [0, 1, 2, 3, 4, 5]
+    assert first.seconds > 0
+    assert runs.checkpoint(tmp_path, "CLIP-debug", 0).is_file()
+
+
+def test_parts_of_the_retrieved_images_that_are_right():
+    """Features that hold the digit and the paper alone: every caption gets some image with these."""
+    facts = combinations()
+    digits = torch.eye(10)[[digit for digit, _, _ in facts]]
+    papers = sorted({paper for _, _, paper in facts})
+    known = torch.cat([digits, torch.eye(6)[[papers.index(paper) for _, _, paper in facts]]], dim=1)
+    right = images.parts_right(known, known)
+    assert right["colours/digit"] == right["colours/paper"] == 1
+    assert right["colours/ink"] == pytest.approx(0.2)
+
+
+def test_the_lesson_ships_with_the_package():
+    """With 0.8 the digit is right and the colours are not; every metric has a value for each seed."""
+    lesson = images.read_lesson()
+    assert set(lesson["models"]) == {*images.MODELS, images.LESSON_MODEL}
+    seeds = len(lesson["made"]["seeds"])
+    for metrics in lesson["models"].values():
+        assert set(metrics) == set(images.COLUMNS.values())
+        assert all(len(values) == seeds for values in metrics.values())
 
 
 def test_the_language_report_holds_its_table_and_pictures():
@@ -59,7 +190,7 @@ def test_the_language_report_holds_its_table_and_pictures():
     for pair, length, depth in itertools.product(text.OPTIONS.needles, text.OPTIONS.lengths, text.OPTIONS.depths):
         metrics[f"needle/{pair}/accuracy/{length}/{depth:g}"] = 0.25
     logged = ["train/loss", "val/loss", "lambda/blocks.0.attn"]
-    runs = [
+    all_runs = [
         report.Run(
             model=model,
             seed=seed,
@@ -68,17 +199,27 @@ def test_the_language_report_holds_its_table_and_pictures():
             speed=9876.0,
             metrics={key: value + 0.01 * seed for key, value in metrics.items()},
             curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-            shown="def main(<argv>)",
+            shown={
+                "writes": "def main(<argv>)",
+                "words": ["the", "code", "is", "7", "the", "code", "is"],
+                "answer": [3, 4],
+                "reads": {kind: rng.random(7).tolist() for kind in text_maps(model)},
+            },
         )
         for seed in (0, 1)
         for model in text.MODELS
     ]
-    page = text.page(runs)
-    assert len(re.findall('src="data:image/png;base64,iVBOR', page)) == 4
+    models = {name: report.of_model(all_runs, model) for model, name in text.MODELS.items()}
+    page = text_page.page(models, Path("runs/demo"))
     assert "0.255 ± 0.007" in page
     assert "26 ± 1" in page
     assert "9,876" in page
     assert "def main(&lt;argv&gt;)" in page
+    assert len(re.findall("<svg", page)) >= 7
+
+
+def text_maps(model: str) -> list[str]:
+    return ["attention"] if model.startswith("transformer") else ["map 1", "map 2", "difference"]
 
 
 @pytest.mark.nightly
@@ -97,9 +238,11 @@ def test_the_language_demo(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path, capsys):
-    """The README's first command: both models trained and compared, and DiffCLIP at 85% or more."""
+    """The README's first command: both models trained and compared, and DiffCLIP at 85% or more; then read again."""
     demo(str(tmp_path))
     printed = capsys.readouterr().out
+    demo(str(tmp_path))
+    assert "zero-shot top-1" in capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 50_000
     accuracy = re.search(r"zero-shot top-1\D+([\d.]+)\D+([\d.]+)", printed)
     assert accuracy is not None

@@ -98,14 +98,20 @@ class Picture:
 
 @dataclass(frozen=True)
 class Row:
-    """Parts next to each other where there is room, and below each other where there is not."""
+    """Parts next to each other where there is room, and below each other where there is not.
+
+    Attributes:
+        parts: what is shown.
+        least: the width that a part has at least, in rem (16 pixels); two of 19 or three of 17 fill the page.
+    """
 
     parts: Sequence[Part]
+    least: int = 19
 
     def html(self) -> str:
         """Return the row as HTML."""
         cells = "".join(f"<div>{part.html()}</div>" for part in self.parts)
-        return f'<div class="row">{cells}</div>\n'
+        return f'<div class="row" style="--least:{self.least}rem">{cells}</div>\n'
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,37 @@
 """The demo: small models with and without differential attention, trained by one recipe and compared, in minutes."""
 
+import sys
 from pathlib import Path
 
 
-def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False) -> None:
+def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, lesson: bool = False) -> None:
     """Train a CLIP and a DiffCLIP on real digits, evaluate both, print a table and write report.html.
+
+    A demo that was stopped resumes with the same command, and runs that are finished are not trained again.
 
     Args:
         output: directory for the data, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
         language: train a Transformer and its differential V1 and V2 on text instead, and write language.html.
+        lesson: train a DiffCLIP with DiffCLIP's lambda_init, 0.8, too, which loses colours. Without this the report's
+            lesson shows numbers that ship with the package.
 
     Raises:
-        ValueError: seeds below 1.
+        ValueError: seeds below 1; the lesson together with language; or the directory holds another demo's runs.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be 1 or more, got {seeds}")
-    if language:
-        from diffvision.demo.text import text
+    if lesson and language:
+        raise ValueError("lesson is about images: leave out --lesson or --language")
+    try:
+        if language:
+            from diffvision.demo.text import text
 
-        text(Path(output), seeds)
-    else:
-        from diffvision.demo.images import images
+            text(Path(output), seeds)
+        else:
+            from diffvision.demo.images import images
 
-        images(Path(output), seeds)
+            images(Path(output), seeds, lesson)
+    except (KeyboardInterrupt, SystemExit):
+        print(f"stopped: the same command resumes what is in {output}", file=sys.stderr)
+        raise

@@ -4,118 +4,139 @@ It runs `diffvision data make digits`, then `diffvision fit` with configs/clip/d
 the functions of `diffvision evaluate`.
 """
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from diffvision.analysis import figures
-from diffvision.analysis.maps import patch_maps
+import diffvision
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.make import make
-from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
-from diffvision.evaluation.output import write_bytes
+from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations
+from diffvision.demo.images_page import page
+from diffvision.demo.pictures import shown
+from diffvision.demo.report import Run, comparison, of_model
+from diffvision.demo.runs import claim, finished_run, prepare
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.evaluation.suite import evaluate
 
-MODELS = ("CLIP-debug", "DiffCLIP-debug")
+RECIPE = "clip/debug.yaml"
+MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
+LESSON_MODEL = "DiffCLIP-debug"
+"""DiffCLIP's lambda_init of 0.8, which loses the colours."""
+LESSON = Path(__file__).with_name("lesson.json")
+"""Metrics of `MODELS` and `LESSON_MODEL` over seeds, made before by `diffvision demo --lesson`."""
+PARTS = ("digit", "ink", "paper")
+"""Of a caption; the metrics `colours/...` say which of them the retrieved image has right."""
 
 # title -> metric's key on the digits, shown in percent
 COLUMNS = {
     "zero-shot top-1": "zero_shot/digits/acc1",
     "image R@1": "retrieval/digits/image_retrieval_recall@1",
     "image R@5": "retrieval/digits/image_retrieval_recall@5",
-    "image R@10": "retrieval/digits/image_retrieval_recall@10",
     "text R@1": "retrieval/digits/text_retrieval_recall@1",
     "text R@5": "retrieval/digits/text_retrieval_recall@5",
-    "text R@10": "retrieval/digits/text_retrieval_recall@10",
     "composition": "composition/digits/acc",
+    "retrieved image: digit right": "colours/digit",
+    "retrieved image: ink right": "colours/ink",
+    "retrieved image: paper right": "colours/paper",
 }
 
 
-def images(directory: Path, seeds: int) -> None:
-    """Train CLIP-debug and DiffCLIP-debug with one recipe, evaluate both, print a table and write report.html.
+def images(directory: Path, seeds: int, lesson: bool = False) -> None:
+    """Train `MODELS` with one recipe, evaluate them, print a table and write report.html.
+
+    What an earlier call has finished in the directory is not computed again.
 
     Args:
         directory: for the shards, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
+        lesson: train `LESSON_MODEL` too, and write lesson.json.
     """
     console, start = Console(), time.perf_counter()
+    names = [*MODELS, LESSON_MODEL] if lesson else [*MODELS]
+    contents = ["digits", *(f"{model}-[0-9]*" for model in (*MODELS, LESSON_MODEL))]
+    claim(directory, "images", RECIPE, contents, digit_only=DIGIT_ONLY_FRACTION)
     data = directory / "digits"
-    if not (data / "train" / "manifest.json").exists():
+    if not data.exists():
         console.rule(f"Making digits in {data}")
-        make("digits", str(data))
+        prepare("digits", data)
     runs = []
     for seed in range(seeds):
-        for model in MODELS:
+        for model in names:
             console.rule(f"{model}, seed {seed}")
             runs.append(_train_and_evaluate(model, seed, data, directory))
+    content = lesson_of(runs) if lesson else read_lesson()
+    if lesson:
+        write_json(directory / "lesson.json", content)
     console.print(table(runs))
     report = directory / "report.html"
-    write_bytes(report, page(runs).encode())
+    write_bytes(report, page(runs, content | {"made": {}} if lesson else content, directory).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
 def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path) -> Run:
-    """Train a model with one seed, evaluate it on every folder of the data, and, for seed 0, draw its attention."""
+    """Train a model with one seed, and evaluate it on every folder of the data; pictures are of the first seed."""
+
+    def measure(module: Any) -> tuple[dict[str, float], dict[str, Any] | None]:
+        transform, tokenizer = module.eval_transform, module.tokenizer
+        metrics: dict[str, float] = {}
+        for folder in find_folders(data):
+            metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
+        features = Features(module.model, transform, tokenizer, batch_size=256)
+        pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
+        pictures = None if seed else shown(module.model, transform, tokenizer, data).as_json()
+        return metrics | parts_right(pairs.images, pairs.texts), pictures
+
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
-    trained = train("clip/debug.yaml", model, seed, directory, *folders)
-    module = trained.module
-    metrics: dict[str, float] = {}
-    for folder in find_folders(data):
-        metrics |= evaluate(
-            module.model, folder, transform=module.eval_transform, tokenizer=module.tokenizer, batch_size=256
-        )
-    test_images = EvaluationFolder(data / "zero_shot")
-    pictures = [] if seed else _pictures(module.model, module.eval_transform, test_images)
-    return trained.run(model, seed, "samples", metrics, pictures)
+    return finished_run(RECIPE, model, seed, directory, *folders, unit="samples", measure=measure)
 
 
-@torch.no_grad()
-def _pictures(model: Any, transform: Callable[..., Any], folder: EvaluationFolder, count: int = 4) -> list:
-    """Return the attention of the image tower's last layer on some test images, averaged over its heads."""
-    model.eval()
-    batch = next(iter(folder.batches(transform, batch_size=128)))
-    indices = [int((batch["label"] == digit).nonzero()[0]) for digit in (2, 3, 5, 7)[:count]]
-    rows = []
-    for index in indices:
-        image = batch["image"][index]
-        maps = list(patch_maps(model, image).values())[-1].mean(0)
-        low, high = image.min(), image.max()
-        pixels = ((image - low) / (high - low)).permute(1, 2, 0)
-        rows.append(figures.ImageAttention(pixels.numpy(), maps.numpy(), folder.classnames[int(batch["label"][index])]))
-    return rows
+def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:
+    """Return how often the image that a caption retrieves has the right digit, the right ink and the right paper.
+
+    Args:
+        images: unit features of the images of the digits' `retrieval` folder.
+        texts: unit features of their captions.
+    """
+    facts = combinations()
+    retrieved = [facts[index] for index in (texts @ images.T).argmax(1).tolist()]
+    pairs = list(zip(retrieved, facts, strict=True))
+    return {f"colours/{part}": mean(got[i] == asked[i] for got, asked in pairs) for i, part in enumerate(PARTS)}
+
+
+def lesson_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what lesson.json holds: how it was made, and for each model its metrics, a value for each seed."""
+    seeds = len({run.seed for run in runs})
+    made = {
+        "command": f"diffvision demo --lesson --seeds {seeds}",
+        "seeds": seeds,
+        "date": date.today().isoformat(),
+        "versions": f"diffvision {diffvision.__version__}, torch {torch.__version__}",
+    }
+    models = {
+        model: {key: [run.metrics[key] for run in of_model(runs, model)] for key in COLUMNS.values()}
+        for model in dict.fromkeys(run.model for run in runs)
+    }
+    return {"made": made, "models": models}
+
+
+def read_lesson() -> dict[str, Any]:
+    """Return the lesson that ships with the package, as `lesson_of` returns one."""
+    lesson: dict[str, Any] = json.loads(LESSON.read_text())
+    return lesson
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return the table that the demo prints: metrics of both models."""
+    """Return the table that the demo prints: metrics of all models."""
     rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
-    return comparison(runs, {m: m for m in MODELS}, rows, title="Real digits, unseen in training", unit="samples")
-
-
-def page(runs: Sequence[Run]) -> str:
-    """Return the report as one HTML page with its pictures embedded."""
-    metrics = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1", "logit scale": "train/logit_scale"}
-    by_model = {model: of_model(runs, model) for model in MODELS}
-    curves = {
-        title: {model: [run.curves[key] for run in same_model] for model, same_model in by_model.items()}
-        for title, key in metrics.items()
-    }
-    bars = {
-        title: {model: [run.metrics[key] for run in same_model] for model, same_model in by_model.items()}
-        for title, key in COLUMNS.items()
-    }
-    first = by_model["DiffCLIP-debug"][0]
-    lambdas = {key.removeprefix("lambda/"): c for key, c in first.curves.items() if key.startswith("lambda/")}
-    sections = [
-        ("Evaluation", "Digits, and templates for zero-shot, that training never saw.", figures.metric_bars(bars)),
-        ("Training", "The same recipe, steps and order of samples for both.", figures.run_curves(curves)),
-        ("Lambda, layer by layer", f"{first.model}, seed {first.seed}.", figures.lambda_curves(lambdas)),
-    ]
-    for model, same_model in by_model.items():
-        text = "Where the class token of the last layer looks, mean over heads."
-        sections.append((f"Attention of {model}", text, figures.attention_panels(same_model[0].shown)))
-    return html_page("CLIP and DiffCLIP on real digits", as_text(table(runs)), sections)
+    models = dict.fromkeys(run.model for run in runs)
+    return comparison(runs, {m: m for m in models}, rows, title="Real digits, unseen in training", unit="samples")

@@ -1,22 +1,17 @@
-"""Functions that both demos share: training by a recipe, the table that compares models, and the HTML page."""
+"""Functions that both demos share: the record of a run, and the tables that compare models, printed and as HTML."""
 
-import base64
-import html
-import io
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import rich.table
 
-from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.analysis.figures import png
-from diffvision.training.fit import fit
-from diffvision.training.recipes import recipe
+from diffvision.analysis import figures
+from diffvision.analysis.curves import Curve
+from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
+from diffvision.comparison.intervals import difference
+from diffvision.comparison.result import Difference
 
 
 @dataclass
@@ -24,7 +19,7 @@ class Run:
     """One trained model and its measurements.
 
     Attributes:
-        seconds: duration of `fit`, including its evaluations.
+        seconds: duration of the training steps, without evaluations.
         speed: samples or tokens a second, the median over training.
         metrics: on data that training did not see.
         shown: further content of the report: pictures of attention, or a generated text.
@@ -40,59 +35,19 @@ class Run:
     shown: Any
 
 
-@dataclass
-class Trained:
-    """The result of `train`: the trained module, and the fields of `Run` that are known after training."""
-
-    module: Any
-    seconds: float
-    curves: dict[str, Curve]
-
-    def run(self, model: str, seed: int, unit: str, metrics: dict[str, float], shown: Any) -> Run:
-        """Return the record of the run; `unit` is "samples" or "tokens", what the speed counts."""
-        parameters = sum(p.numel() for p in self.module.model.parameters())
-        speed = statistics.median(self.curves[f"train/{unit}_per_second"].values)
-        return Run(model, seed, parameters, self.seconds, speed, metrics, self.curves, shown)
-
-
-def train(config: str, model: str, seed: int, directory: Path, *arguments: str) -> Trained:
-    """Run `diffvision fit` with a file of configs/, for one model and seed.
-
-    Args:
-        directory: the parent of the run's directory.
-        arguments: further arguments of `diffvision fit`.
-    """
-    root, start = directory / f"{model}-{seed}", time.perf_counter()
-    cli = fit(
-        [
-            "fit",
-            f"--config={recipe(config)}",
-            f"--seed_everything={seed}",
-            f"--model.init_args.model={model}",
-            f"--data.init_args.seed={seed}",
-            f"--trainer.default_root_dir={root}",
-            f"--trainer.logger.init_args.save_dir={root}",
-            *arguments,
-        ]
-    )
-    log: Any = cli.trainer.logger
-    return Trained(cli.model, time.perf_counter() - start, read_metrics(log.log_dir))
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Return the mean, followed by the standard deviation if there are several values."""
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
-
-
 def of_model(runs: Sequence[Run], model: str) -> list[Run]:
     """Return the model's runs, one per seed."""
     return [run for run in runs if run.model == model]
 
 
+def by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each model, one per seed, in the order in which the models come first."""
+    return {model: of_model(runs, model) for model in dict.fromkeys(run.model for run in runs)}
+
+
 def comparison(
     runs: Sequence[Run], names: Mapping[str, str], rows: Mapping[str, tuple[str, float, int]], *, title: str, unit: str
-) -> Table:
+) -> rich.table.Table:
     """Return the table that a demo prints: a column for each model; means, and over seeds the standard deviation.
 
     Args:
@@ -102,46 +57,122 @@ def comparison(
     """
     seeds = len({run.seed for run in runs})
     spread_note = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
-    table = Table("", *names.values(), title=title + spread_note)
-    by_model = [of_model(runs, model) for model in names]
+    table = rich.table.Table("", *names.values(), title=title + spread_note)
+    columns = [of_model(runs, model) for model in names]
     for row, (key, factor, digits) in rows.items():
-        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in by_model))
+        table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in columns))
     table.add_section()
-    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in by_model))
-    table.add_row(f"{unit}/s", *(f"{statistics.median(run.speed for run in each):,.0f}" for each in by_model))
-    table.add_row("seconds", *(f"{statistics.mean(run.seconds for run in each):.0f}" for each in by_model))
+    table.add_row("parameters", *(f"{each[0].parameters:,}" for each in columns))
+    table.add_row(f"{unit}/s", *(f"{median(run.speed for run in each):,.0f}" for each in columns))
+    table.add_row("seconds", *(f"{mean(run.seconds for run in each):.0f}" for each in columns))
     return table
 
 
-def as_text(table: Table) -> str:
-    """Return the table in plain characters."""
-    console = Console(record=True, width=100, file=io.StringIO())
-    console.print(table)
-    return console.export_text()
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+Rows = Mapping[str, tuple[str, float, int]]
+"""{title of the row: (metric, factor, decimals)}."""
 
 
-def html_page(title: str, table: str, sections: Sequence[tuple[str, str, Any]], sample: str = "") -> str:
-    """Return one HTML page with its pictures embedded.
+def results(
+    models: Mapping[str, Sequence[Run]], groups: Mapping[str, Rows], more: Sequence[Sequence[str]], *, note: str
+) -> Table:
+    """Return the page's table: a bar for each model, and over several seeds the difference with its interval.
 
     Args:
-        table: in plain characters.
-        sections: (title, text, matplotlib Figure) each.
-        sample: preformatted text at the end of the page.
+        models: their runs, the one that the others are compared with first.
+        groups: rows under a heading each; where the factor is 100, bars end at 100%.
+        more: further rows, at the end.
+        note: below the table.
     """
-    body = "".join(
-        f"<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>"
-        f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{base64.b64encode(png(figure)).decode()}">'
-        for heading, text, figure in sections
-    )
-    body += f"<h2>Samples</h2><pre>{html.escape(sample)}</pre>" if sample else ""
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>diffvision demo</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-img {{ max-width: 100%; }} pre {{ line-height: 1.2; overflow-x: auto; }} p {{ color: #555; }}
-</style>
-<h1>{html.escape(title)}</h1>
-<pre>{html.escape(table)}</pre>
-{body}
-</html>
-"""
+    several = min(map(len, models.values())) > 1
+    others = list(models)[1:]
+    heads = ["", *models] + ([f"{name} − {next(iter(models))}" for name in others] if several else [])
+    rows: list[Sequence[str | Bar]] = []
+    for title, group in groups.items():
+        rows.append([title])
+        for row, (key, factor, digits) in group.items():
+            values = {name: [run.metrics[key] for run in runs] for name, runs in models.items()}
+            top = 100 if factor == 100 else None
+            cells = bars(values, factor=factor, digits=digits, top=top)
+            first, *compared = values.values()
+            differences = [_difference(first, other, factor, digits) for other in compared] if several else []
+            rows.append([f"{row}, %" if factor == 100 else row, *cells, *differences])
+    empty = [""] * (len(others) if several else 0)
+    rows += [["Size and speed"], *([*cells, *empty] for cells in more)]
+    if several:
+        note += f" Mean ± standard deviation of {len(next(iter(models.values())))} seeds, each of which is a dot; "
+        note += "differences with their 95% interval over seeds (Welch's)."
+    return Table(heads, rows, note, models=list(models))
+
+
+def speed_rows(models: Mapping[str, Sequence[Run]], unit: str) -> list[list[str]]:
+    """Return rows of parameters, speed ("samples" or "tokens" a second) and seconds of training."""
+    return [
+        ["parameters", *(f"{runs[0].parameters:,}" for runs in models.values())],
+        [f"{unit}/s in training", *(f"{median(run.speed for run in runs):,.0f}" for runs in models.values())],
+        ["seconds of training", *(f"{mean(run.seconds for run in runs):,.0f}" for runs in models.values())],
+    ]
+
+
+def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics: Rows) -> str:
+    """Return in words which metrics of two models differ; no more than their intervals over seeds say.
+
+    Args:
+        models: their runs.
+        first: a model.
+        other: the model that is compared with it.
+        metrics: what they are compared by.
+    """
+    if min(len(models[first]), len(models[other])) == 1:
+        return (
+            "One seed of each says little: how much the numbers vary from seed to seed is not known, so neither model "
+            "is called better. `--seeds 3` repeats the demo with three."
+        )
+    words: dict[str, list[str]] = {"higher": [], "lower": [], "level": []}
+    for name, (key, factor, digits) in metrics.items():
+        one = difference([run.metrics[key] for run in models[first]], [run.metrics[key] for run in models[other]])
+        words[one.word].append(f"{name} ({_interval(one, factor, digits)})")
+    titles = {
+        "higher": f"Higher with {other} than with {first}",
+        "lower": f"Lower with {other} than with {first}",
+        "level": f"{other} and {first} are level within the spread between seeds",
+    }
+    return " ".join(f"{title}: {', '.join(words[word])}." for word, title in titles.items() if words[word])
+
+
+def _difference(first: Sequence[float], other: Sequence[float], factor: float, digits: int) -> str:
+    one = difference(first, other)
+    return f"{_interval(one, factor, digits)} {one.word}".strip()
+
+
+def _interval(one: Difference, factor: float, digits: int) -> str:
+    """Return a difference with its interval, such as "+1.2 [-0.3, 2.7]"."""
+    value = f"{factor * one.value:+.{digits}f}".replace("-", "−")
+    if one.low is None or one.high is None:
+        return value
+    return f"{value} [{factor * one.low:.{digits}f}, {factor * one.high:.{digits}f}]".replace("-", "−")
+
+
+def duration(models: Mapping[str, Sequence[Run]]) -> str:
+    """Return how long a model was trained, the mean of all, in words."""
+    seconds = mean(run.seconds for runs in models.values() for run in runs)
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.1f} minutes"
+
+
+def lambda_pictures(models: Mapping[str, Sequence[Run]]) -> list[Part]:
+    """Return curves of lambda by layer of each model that has one, folded; of the first seed."""
+    parts: list[Part] = []
+    for name, (run, *_) in models.items():
+        lambdas = {key.removeprefix("lambda/"): curve for key, curve in run.curves.items() if key.startswith("lambda/")}
+        if lambdas:
+            picture = Picture(
+                figures.lambda_curves(lambdas), f"Lambda of {name} by layer over the steps", "First seed."
+            )
+            parts.append(Folded(f"λ of {name}, layer by layer", [picture]))
+    return parts
+
+
+def next_commands(text: str, *commands: str) -> Section:
+    """Return the section that says what to do next, with commands to copy."""
+    return Section("Next", [Text(text), *map(Code, commands)])

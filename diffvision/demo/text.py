@@ -14,18 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from diffvision.analysis import figures
-from diffvision.analysis.figures import language as panels
-from diffvision.data.make import make, tokenizer
+from diffvision.analysis.maps import opened_layers
+from diffvision.data.make import tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
-from diffvision.demo.report import Run, as_text, comparison, html_page, of_model, train
+from diffvision.demo.report import Run, comparison, of_model
+from diffvision.demo.runs import claim, finished_run, prepare
+from diffvision.demo.text_page import page
 from diffvision.evaluation.language.documents import read_texts, tokenised
+from diffvision.evaluation.language.needle import needle_samples
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import Work, evaluate_language
 from diffvision.evaluation.output import write_bytes
 from diffvision.models.language.generation import generate
 from diffvision.opening import Model
 
+RECIPE = "language/recall.yaml"
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
 PROMPT = "def main("
@@ -60,6 +63,8 @@ def text(directory: Path, seeds: int) -> None:
         seeds: repeat with this many seeds, and report means and spreads.
     """
     console, start = Console(), time.perf_counter()
+    contents = ["stdlib", "recall", "tokenizer.json", *(f"{model}-[0-9]*" for model in MODELS)]
+    claim(directory, "language", RECIPE, contents, steps=STEPS)
     text_tokenizer = _prepare_data(directory, console)
     texts = read_texts([directory / "stdlib" / "validation"])
     documents, num_bytes = tokenised(texts, text_tokenizer, OPTIONS.tokens)
@@ -71,21 +76,21 @@ def text(directory: Path, seeds: int) -> None:
     console.print(table(runs))
     for run in runs[: len(MODELS)]:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
-        console.print(run.shown, markup=False, highlight=False)
+        console.print(run.shown["writes"], markup=False, highlight=False)
     report = directory / "language.html"
-    write_bytes(report, page(runs).encode())
+    by_title = {title: of_model(runs, model) for model, title in MODELS.items()}
+    write_bytes(report, page(by_title, directory).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
 def _prepare_data(directory: Path, console: Console) -> Tokenizer:
     """Make the text and its tokenizer if they do not exist yet, and return the tokenizer."""
-    sources, file = {"stdlib": directory / "stdlib", "recall": directory / "recall"}, directory / "tokenizer.json"
+    file = directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
-        for name, folder in sources.items():
-            if not any(folder.rglob("manifest.json")):
-                make(name, str(folder))
-        tokenizer([str(sources["stdlib"] / "train"), str(sources["recall"])], str(file), vocab_size=4096)
+        for name in ("stdlib", "recall"):
+            prepare(name, directory / name)
+        tokenizer([str(directory / "stdlib/train"), str(directory / "recall")], str(file), vocab_size=4096)
     return load_tokenizer(file)
 
 
@@ -93,8 +98,16 @@ def _train_and_evaluate(
     model: str, seed: int, directory: Path, text_tokenizer: Tokenizer, documents: Sequence[Tensor], num_bytes: int
 ) -> Run:
     """Train a model with one seed, evaluate it, and let it write a sample."""
-    trained = train(
-        "language/recall.yaml",
+
+    def measure(trained: Any) -> tuple[dict[str, float], dict[str, Any]]:
+        module = trained.model
+        opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
+        metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+        shown = {"writes": _sample(module, text_tokenizer), **attention_on_needle(module, text_tokenizer)}
+        return metrics, shown
+
+    return finished_run(
+        RECIPE,
         model,
         seed,
         directory,
@@ -104,11 +117,9 @@ def _train_and_evaluate(
         f"--trainer.max_steps={STEPS}",
         f"--trainer.val_check_interval={STEPS // 4}",
         "--trainer.limit_val_batches=4",
+        unit="tokens",
+        measure=measure,
     )
-    module = trained.module.model
-    opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
-    metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
-    return trained.run(model, seed, "tokens", metrics, _sample(module, text_tokenizer))
 
 
 def _sample(model: Any, text_tokenizer: Tokenizer) -> str:
@@ -126,36 +137,25 @@ def _sample(model: Any, text_tokenizer: Tokenizer) -> str:
     return PROMPT + text_tokenizer.decode(tokens)
 
 
+@torch.no_grad()
+def attention_on_needle(model: Any, text_tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return where the last layer looks when the next token is a number that the text states.
+
+    Returns:
+        `words` of the tokens; `answer`, [start, stop) of the needle in them; `reads`, {kind of map: the last token's
+        row, mean over heads}. The kinds are "map 1", "map 2" and "difference", or "attention".
+    """
+    (sample,) = needle_samples(text_tokenizer, length=72, depth=0.25, needles=2, samples=1, form="synthetic")
+    tokens = sample.tokens[: sample.answers[0][0]]
+    words = [str(text_tokenizer.decode([token])).replace("\n", "↵") for token in tokens]
+    *_, last = opened_layers(model, {"tokens": torch.tensor([tokens], device=model.head_weight.device)})
+    kinds = {"attention": last.applied}
+    if last.lam is not None:
+        kinds = {"map 1": last.maps[:, 0], "map 2": last.maps[:, 1], "difference": last.applied}
+    reads = {kind: maps.mean(0)[-1].tolist() for kind, maps in kinds.items()}
+    return {"words": words, "answer": list(sample.needle), "reads": reads}
+
+
 def table(runs: Sequence[Run]) -> Table:
     """Return the table that the demo prints: metrics of all models."""
     return comparison(runs, MODELS, ROWS, title="Python's library, unseen files; needles among words", unit="tokens")
-
-
-def page(runs: Sequence[Run]) -> str:
-    """Return the report as one HTML page: curves of all seeds; maps, bars, lambda and samples of the first seed."""
-    first_seed = {name: of_model(runs, model)[0] for model, name in MODELS.items()}
-    losses = {
-        title: {name: [run.curves[key] for run in of_model(runs, model)] for model, name in MODELS.items()}
-        for title, key in {"training loss": "train/loss", "validation loss": "val/loss"}.items()
-    }
-    lambdas = {
-        key.removeprefix("lambda/"): curve
-        for key, curve in first_seed["V1"].curves.items()
-        if key.startswith("lambda/")
-    }
-
-    def task_metrics(task: str) -> dict[str, dict[str, float]]:
-        prefix = f"{task}/"
-        return {
-            name: {key.removeprefix(prefix): value for key, value in run.metrics.items() if key.startswith(prefix)}
-            for name, run in first_seed.items()
-        }
-
-    sections = [
-        ("Training", "The same recipe, steps and order of sequences for all.", figures.run_curves(losses)),
-        ("Needles", "Seed 0: share of numbers found, by depth and length.", panels.needle_maps(task_metrics("needle"))),
-        ("Outliers", "Seed 0: attention logits and hidden states.", panels.outlier_bars(task_metrics("outliers"))),
-        ("Lambda, layer by layer", "V1, seed 0.", figures.lambda_curves(lambdas)),
-    ]
-    samples = "\n\n".join(f"--- {name}\n{run.shown}" for name, run in first_seed.items())
-    return html_page("A Transformer, and two with differential attention", as_text(table(runs)), sections, samples)

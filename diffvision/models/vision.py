@@ -195,6 +195,8 @@ _CLIP = {"norm_layer": partial(LayerNorm, eps=1e-5), "lambda_init": 0.8}
 _CLIP_DYNAMIC = {**_CLIP, "lambda_init": "depth"}
 # For 64 channels timm's default of std 0.02 is too small to learn fast; its "jax" rule goes by the width.
 _CLIP_DEBUG = {**_CLIP, "weight_init": "jax"}
+# Departs from DiffCLIP, whose 0.8 loses the colours of the demo's digits; chosen on those (docs/benchmarks/demo.md).
+_CLIP_DEBUG_02 = {**_CLIP_DEBUG, "lambda_init": 0.2}
 CLIP_SHAPES = {
     "debug_clip": Shape("debug", 8, 32, 1.0, _CLIP_DEBUG),
     "small_patch16_clip_224": Shape("small", 16, 224, 1.0, _CLIP),
@@ -238,6 +240,7 @@ MODELS = {
     },
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
     "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
+    "diff_vit_debug_clip_lambda02": Model("v1", Shape("debug", 8, 32, 1.0, _CLIP_DEBUG_02)),
     **{f"diff_vit_{alias}": Model("v1", SHAPES[name]) for alias, name in ALIASES.items()},
     **{f"diffv2_vit_{alias}": Model("v2", SHAPES[name]) for alias, name in ALIASES.items()},
 }

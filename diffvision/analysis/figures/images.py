@@ -6,12 +6,13 @@ models with one map.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.analysis.figures.style import SIGNED, colour_bar, pictures, scale, styled
+from diffvision.analysis.figures.style import RIGHT, colours_of, pictures, scale, scale_below, styled, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +26,14 @@ class ImageAttention(NamedTuple):
     label: str = ""
 
 
+class Retrieved(NamedTuple):
+    """The images that a model ranks first for a caption: a row of `retrieved_images`."""
+
+    caption: str
+    images: Sequence[Any]  # [h, w, 3] each, the best first
+    right: Sequence[bool]  # for each image, whether the caption is its own
+
+
 class ModelAttention(NamedTuple):
     """Where a model looks on an image, and what answers captions there: a row of `compared_models`."""
 
@@ -33,118 +42,191 @@ class ModelAttention(NamedTuple):
 
 
 @styled
-def attention_panels(rows: Sequence[ImageAttention], title: str = "") -> Figure:
-    """Return images next to their attention: image, map 1, map 2, and the difference, with colours centred at 0.
+def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
+    """Return differential attention in one line: an image, map 1 − lambda × map 2 = what multiplies the values.
 
-    The two maps of a row share one scale, and its difference has another; both are printed next to the row, in percent
-    of a row of attention.
+    All maps are on one scale of colours: dark is zero, bright is high, blue is below zero.
+
+    Args:
+        row: an image and its three maps.
+        lam: lambda of the layer.
     """
-    columns = max(len(row.maps) for row in rows) + 1
-    figure, grid = pictures(len(rows), columns, width=1.75, height=1.55, margin=(0.6, 0.4))
-    heads = ["image", "map 1", "map 2", "map 1 − λ map 2"] if columns > 2 else ["image", "attention"]
-    for axes, row in zip(grid, rows, strict=True):
-        maps = 100 * np.asarray(row.maps, dtype=float)
-        axes[0].imshow(np.asarray(row.image), interpolation="nearest")
-        axes[0].set_ylabel(row.label)
-        for ax, values in zip(axes[1:], maps[:2], strict=False):
-            picture = ax.imshow(values, interpolation="nearest", **scale(False, maps[:2].max()))
-        _percent_bar(figure, picture, axes[len(maps[:2])])
-        if len(maps) > 2:
-            picture = axes[3].imshow(maps[2], interpolation="nearest", **scale(True, _limit(maps[2])))
-            _percent_bar(figure, picture, axes[3])
-    for ax, head in zip(grid[0], heads, strict=False):
+    from diffvision.analysis.figures.figure import StyledFigure
+
+    figure = StyledFigure(figsize=(5.4, 1.75), layout="compressed")
+    axes = figure.subplots(1, 6, width_ratios=[1, 1, 0.62, 1, 0.3, 1])
+    limit = _limit([row.maps])
+    panels = axes[[0, 1, 3, 5]]
+    for ax, head, values in zip(panels, ("image", "map 1", "map 2", "difference"), [None, *row.maps], strict=True):
+        drawn = _draw(ax, row.image, values, limit)
         ax.set_title(head)
+    for ax, sign in zip(axes[[2, 4]], (f"− {lam:.2f} ×", "="), strict=True):
+        ax.text(0.5, 0.5, sign, ha="center", va="center", fontsize=11)
+    for ax in axes:
+        without_frame(ax)
+    scale_below(figure, drawn, axes, 100 * float(np.min(row.maps)))
+    return figure
+
+
+@styled
+def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str = "") -> Figure:
+    """Return images, and next to each where the models look on it; all maps of all models are on one scale of colours.
+
+    Dark is zero, bright is high, blue is below zero, in percent of a row of attention.
+
+    Args:
+        models: by name, their maps of the same images.
+        title: of the figure.
+    """
+    first = next(iter(models.values()))
+    columns = [(name, kind) for name, rows in models.items() for kind in range(len(rows[0].maps))]
+    several = len(models) > 1
+    # Room for the name of a model with one map
+    width = max([1.02, *(0.1 * len(name) for name, rows in models.items() if several and len(rows[0].maps) == 1)])
+    figure, grid = pictures(len(first), 1 + len(columns), width=width, height=1.02, margin=(0.3, 0.75 + 0.2 * several))
+    limit = _limit([row.maps for rows in models.values() for row in rows])
+    colours = colours_of(models)
+    for index, axes in enumerate(grid):
+        _draw(axes[0], first[index].image, None, limit)
+        axes[0].set_ylabel(first[index].label)
+        for ax, (name, kind) in zip(axes[1:], columns, strict=True):
+            drawn = _draw(ax, first[index].image, models[name][index].maps[kind], limit)
+    line = " \n" if several else ""
+    grid[0, 0].set_title(f"{line}image")
+    for ax, (name, kind) in zip(grid[0, 1:], columns, strict=True):
+        kinds = ("map 1", "map 2", "difference") if len(models[name][0].maps) > 1 else ("attention",)
+        ax.set_title(line + kinds[kind])
+        if several and kind == 0:
+            _name_above(ax, name, colours[name], 20)
+    lowest = min(float(np.min(row.maps)) for rows in models.values() for row in rows)
+    scale_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _percent_bar(figure: Figure, picture: Any, ax: Any) -> None:
-    bar = colour_bar(figure, picture, ax, fraction=0.05, pad=0.03)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+@styled
+def retrieved_images(models: Mapping[str, Retrieved]) -> Figure:
+    """Return the images that models rank first for one caption, a row per model; the right one is framed.
+
+    Args:
+        models: by name; all of one caption.
+    """
+    columns = max(len(one.images) for one in models.values())
+    figure, grid = pictures(len(models), columns, width=0.66, height=0.9, margin=(0.1, 0.3))
+    caption = "\n".join(textwrap.wrap(f"“{next(iter(models.values())).caption}”", 60)).replace("$", r"\$")
+    figure.suptitle(caption, x=0.01, ha="left", fontsize=10)
+    colours = colours_of(models)
+    for axes, (name, one) in zip(grid, models.items(), strict=True):
+        for ax, image, right in zip(axes, one.images, one.right, strict=False):
+            ax.imshow(np.asarray(image), interpolation="nearest")
+            if right:
+                _frame(ax, image)
+        axes[0].set_title(" ")
+        _name_above(axes[0], name, colours[name], 5)
+    return figure
+
+
+def _name_above(ax: Any, name: str, colour: str, points: float) -> None:
+    """Write a model's name above the left edge of a picture, after a mark in its colour."""
+    for text, right, mark in (("■", 0, {"color": colour}), (name, 12, {"fontweight": "bold"})):
+        where: Any = {"xycoords": "axes fraction", "xytext": (right, points), "textcoords": "offset points"}
+        ax.annotate(text, (0, 1), **where, **mark).set_in_layout(False)
+
+
+def _frame(ax: Any, image: Any) -> None:
+    """Draw a frame around an image, with a light line on both sides that parts it from the picture."""
+    from matplotlib.patches import Rectangle
+
+    height, width = np.shape(image)[:2]
+    for colour, line in (("#ffffff", 4.0), (RIGHT, 2.6)):
+        frame = Rectangle((-0.5, -0.5), width, height, fill=False, color=colour, linewidth=line, clip_on=False)
+        frame.set_in_layout(False)
+        ax.add_patch(frame)
 
 
 @styled
 def compared_models(image: Any, models: Mapping[str, ModelAttention], region: Any | None = None) -> Figure:
-    """Return an image, and one row per model with its maps and each caption's relevance over the image.
+    """Return an image, and one row per model with its maps over the image, all on one scale of colours.
 
-    Maps are in percent of a row of attention, relevance in percent of all of it. All maps are on one scale, all
-    differences on one, and all relevances on one.
+    Dark is zero, bright is high, blue is below zero, in percent of a row of attention.
 
     Args:
         image: [h, w, 3], 0 to 1, as the models see it.
         models: by name.
         region: [h, w]; its border is drawn. None draws none.
     """
-    captions = list(dict.fromkeys(caption for model in models.values() for caption in model.relevance))
     widest = max(len(model.maps) for model in models.values())
-    figure, grid = pictures(len(models), 1 + widest + len(captions), width=1.62, height=1.85, margin=(0.4, 1.1))
-    limits = _limits(list(models.values()))
-    drawn: dict[str, Any] = {}
+    figure, grid = pictures(len(models), 1 + widest, width=1.35, height=1.5, margin=(0.4, 0.75))
+    limit = _limit([values for model in models.values() for values in model.maps.values()])
     for axes, (name, model) in zip(grid, models.items(), strict=True):
-        axes[0].imshow(image, interpolation="nearest")
+        _draw(axes[0], image, None, limit)
         if region is not None and 0 < float(np.mean(region)) < 1:
             axes[0].contour(np.asarray(region), levels=[0.5], colors="white", linewidths=0.9)
-        axes[0].set_ylabel(name, fontsize=9)
+        axes[0].set_ylabel(name, fontweight="bold")
         for ax, (kind, values) in zip(axes[1:], model.maps.items(), strict=False):
-            what = SIGNED if kind == SIGNED else "attention"
-            percent = 100 * np.asarray(values)
-            drawn[what] = ax.imshow(percent, interpolation="nearest", **scale(kind == SIGNED, limits[what]))
-            ax.set_title(kind.replace(SIGNED, "map 1 − λ map 2"), fontsize=9)
-        for ax, caption in zip(axes[1 + widest :], captions, strict=True):
-            if caption in model.relevance:
-                values, cosine = model.relevance[caption]
-                drawn["relevance"] = _draw_over(ax, image, values, limits["relevance"])
-                ax.set_xlabel(f"cosine {cosine:.2f}", fontsize=8)
-    for ax, caption in zip(grid[0, 1 + widest :], captions, strict=True):
-        ax.set_title(_wrapped(caption), fontsize=8)
-    columns = {"attention": slice(1, 3 if widest > 1 else 2), SIGNED: slice(widest, widest + 1)}
-    columns["relevance"] = slice(1 + widest, None)
-    labels = {"attention": "attention", SIGNED: "difference", "relevance": "relevance of the caption"}
-    for what, picture in drawn.items():
-        _bar_below(figure, picture, grid[:, columns[what]].ravel().tolist(), f"{labels[what]}, %")
+            drawn = _draw(ax, image, values, limit)
+            ax.set_title(kind)
+    grid[0, 0].set_title("image")
+    lowest = min(float(np.min(values)) for model in models.values() for values in model.maps.values())
+    scale_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
     return figure
 
 
-def _limits(models: Sequence[ModelAttention]) -> dict[str, float]:
-    """Return the tops of the three scales, in percent."""
-    plain = [float(np.max(values)) for model in models for kind, values in model.maps.items() if kind != SIGNED]
-    signed = [_limit(values) for model in models for kind, values in model.maps.items() if kind == SIGNED]
-    relevance = [float(np.max(values)) for model in models for values, _ in model.relevance.values()]
-    return {
-        "attention": 100 * max(plain),
-        SIGNED: 100 * max(signed, default=1.0),
-        "relevance": 100 * max(relevance, default=1.0),
-    }
+@styled
+def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure:
+    """Return, for each model and caption, how much each part of an image counts for the caption, over the image.
+
+    All are on one scale: dark is zero, bright is high, in percent of the whole image's relevance.
+
+    Args:
+        image: [h, w, 3], 0 to 1, as the models see it.
+        models: by name; at least one has relevance.
+    """
+    captions = list(dict.fromkeys(caption for model in models.values() for caption in model.relevance))
+    size: Any = {"width": 1.6, "height": 1.8, "margin": (0.4, 0.9)}
+    one = len(captions) == 1  # models are then next to each other
+    figure, grid = pictures(*((1, len(models)) if one else (len(models), len(captions))), **size)
+    limit = _limit([values for model in models.values() for values, _ in model.relevance.values()])
+    for axes, (name, model) in zip(grid.T if one else grid, models.items(), strict=True):
+        if one:
+            axes[0].set_title(name, fontweight="bold")
+        else:
+            axes[0].set_ylabel(name, fontweight="bold")
+        for ax, caption in zip(axes, captions, strict=True):
+            if caption in model.relevance:
+                values, cosine = model.relevance[caption]
+                drawn = _draw(ax, image, values, limit, signed=False)
+                ax.set_xlabel(f"cosine {cosine:.2f}")
+    if one:
+        figure.suptitle(_wrapped(f"“{captions[0]}”", 60), fontsize=9)
+    else:
+        for ax, caption in zip(grid[0], captions, strict=True):
+            ax.set_title(_wrapped(caption), fontsize=9)
+    scale_below(figure, drawn, grid.ravel().tolist(), 0, "% of the caption's relevance")
+    return figure
 
 
-def _limit(values: Any) -> float:
-    return max(float(np.abs(values).max()), 1e-9)
+def _limit(maps: Sequence[Any]) -> float:
+    """Return the top of a scale in percent; the few highest values are above it, so that the others are not dark."""
+    return max(100 * float(np.percentile(np.concatenate([np.abs(values).ravel() for values in maps]), 95)), 1e-7)
 
 
-def _draw_over(ax: Any, image: Any, values: Any, limit: float) -> Any:
-    """Draw a map over the pale grey image: the more there is, the less of the image shows through."""
+def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -> Any:
+    """Draw an image, or its map: smooth, over the dimmed grey image, and the less of it shows the more there is."""
     height, width = np.shape(image)[:2]
-    whole: Any = {"interpolation": "nearest", "extent": (0, width, height, 0)}
+    whole: Any = {"extent": (0, width, height, 0)}
+    if values is None:
+        return ax.imshow(np.asarray(image), interpolation="nearest", **whole)
     percent = 100 * np.asarray(values, dtype=float)
-    ax.imshow(0.35 + 0.65 * (np.asarray(image) @ np.array([0.299, 0.587, 0.114])), cmap="gray", vmin=0, vmax=1, **whole)
-    opacity = np.clip(0.1 + 0.75 * percent / max(limit, 1e-9), 0, 1)
-    return ax.imshow(percent, cmap="YlOrRd", vmin=0, vmax=limit, alpha=opacity, **whole)
-
-
-def _bar_below(figure: Figure, picture: Any, axes: Sequence[Any], label: str) -> None:
-    layout: Any = {"location": "bottom", "fraction": 0.05, "pad": 0.03, "shrink": min(0.9, 1.6 / len(axes) + 0.4)}
-    bar = colour_bar(figure, picture, axes, **layout)
-    if bar.solids is not None:
-        bar.solids.set_alpha(1)
-    bar.set_label(label, fontsize=8)
+    scaled = np.asarray(image) / (255 if np.asarray(image).dtype == np.uint8 else 1)
+    grey = scaled @ np.array([0.299, 0.587, 0.114])
+    ax.imshow(0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest", **whole)
+    opacity = np.clip(0.35 + 0.65 * np.abs(percent) / limit, 0, 1)
+    return ax.imshow(percent, alpha=opacity, interpolation="bicubic", **whole, **scale(signed, limit))
 
 
 def _wrapped(text: str, width: int = 24) -> str:
     """Return a caption in lines, at most three."""
-    lines = [""]
-    for word in text.replace("$", r"\$").split():
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines if len(lines) <= 3 else [*lines[:2], f"{lines[2]} …"])
+    lines = textwrap.wrap(text.replace("$", r"\$"), width, max_lines=3, placeholder=" …")
+    return "\n".join(lines)

@@ -137,13 +137,14 @@ def _draw_orders(ax: Any, results: Results) -> None:
 def outlier_bars(results: Results) -> Figure:
     """Return the largest absolute activations and their median, on a logarithmic scale."""
     titles = {"attention_logits": "attention logits", "hidden_states": "hidden states"}
-    figure, axes = panels(2, width=4.6, height=_HEIGHT)
-    for ax, (kind, title) in zip(axes, titles.items(), strict=True):
-        keys = [key for key in next(iter(results.values())) if key.startswith(f"{kind}/")]
+    by_kind = {kind: [key for key in next(iter(results.values())) if key.startswith(f"{kind}/")] for kind in titles}
+    by_kind = {kind: keys for kind, keys in by_kind.items() if keys}
+    figure, axes = panels(len(by_kind), width=4.6, height=_HEIGHT)
+    for ax, (kind, keys) in zip(axes, by_kind.items(), strict=True):
         labels = {key.partition("/")[2].replace("_", " "): key for key in keys}
         groups = {label: {name: metrics[key] for name, metrics in results.items()} for label, key in labels.items()}
         _bars(ax, groups, log=True)
-        ax.set(title=f"Largest {title} and their median")
+        ax.set(title=f"Largest {titles[kind]} and their median")
     return legend_below(figure, axes[0])
 
 

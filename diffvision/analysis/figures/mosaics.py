@@ -1,4 +1,4 @@
-"""Figures of many small maps, and of attention over a text. Maps share one scale and differences another."""
+"""Figures of many small maps, and of attention over a text; all maps of a figure are on one scale of colours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffvision.analysis.figures.style import COLOURS, SIGNED, colour_bar, scale, styled, without_frame
+from diffvision.analysis.figures.style import COLOURS, scale, scale_below, styled, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LINE = 48  # tokens of a text in a line of its strips
+_LINE = 24  # tokens of a text in a line of its strips
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Block:
     """Rows and columns of small maps of one size: a picture in a mosaic."""
 
     title: str
-    signed: bool
     cells: Sequence[Sequence[Any]]  # [rows][columns] of [h, w]
     rows: Sequence[str] = field(default_factory=list)
 
@@ -31,7 +30,7 @@ class Block:
 def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figure:
     """Return a figure of many small maps: one picture per block, with rows and columns of cells.
 
-    The scales end at the 99.5th percentile of what is shown, so that one bright cell does not darken the others.
+    The scale ends at the 99.5th percentile of what is shown, so that one bright cell does not darken the others.
 
     Args:
         blocks: the pictures, from top to bottom.
@@ -41,23 +40,19 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
     from diffvision.analysis.figures.figure import StyledFigure
 
     tiled = [_tiled(block.cells) for block in blocks]
-    width = min(10.5, 1.7 * len(columns))
+    width = min(8.0, 1.15 * len(columns))
     heights = [max(0.55, width * picture.shape[0] / picture.shape[1]) for picture in tiled]
     if (total := sum(heights)) > 26:
         heights = [26 * height / total for height in heights]
-    figure = StyledFigure(figsize=(width + 1.9, sum(heights) + 0.6 * len(blocks) + 0.4), layout="compressed")
+    figure = StyledFigure(figsize=(width + 0.7, sum(heights) + 0.5 * len(blocks) + 0.7), layout="compressed")
     axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
-    limits = {
-        signed: _limit([picture for block, picture in zip(blocks, tiled, strict=True) if block.signed is signed])
-        for signed in {block.signed for block in blocks}
-    }
+    colours = scale(True, _limit(tiled))
     for ax, block, picture in zip(axes, blocks, tiled, strict=True):
-        image = ax.imshow(100 * picture, interpolation="nearest", **scale(block.signed, limits[block.signed]))
+        image = ax.imshow(100 * picture, interpolation="nearest", **colours)
         without_frame(ax)
         _label_cells(ax, block, picture.shape, columns)
-        bar = colour_bar(figure, image, ax, fraction=0.02, pad=0.01, extend="both" if block.signed else "max")
-        bar.ax.set_title("%", fontsize=8)
     axes[-1].set_xlabel(across)
+    scale_below(figure, image, axes, min(100 * float(np.nanmin(picture)) for picture in tiled))
     return figure
 
 
@@ -81,21 +76,20 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
     """
     from diffvision.analysis.figures.figure import StyledFigure
 
-    rows = [(f"{name}: {kind}", kind == SIGNED, np.asarray(values)) for name, kinds in reads.items()
-            for kind, values in kinds.items()]  # fmt: skip
-    limits = {signed: _limit([values for _, s, values in rows if s is signed], 100) for signed in (True, False)}
+    rows = [(f"{name}: {kind}" if len(kinds) > 1 else name, 100 * np.asarray(values))
+            for name, kinds in reads.items() for kind, values in kinds.items()]  # fmt: skip
+    # The first token takes most of a row in many layers, and would leave all others dark
+    colours = scale(True, _limit([values / 100 for _, values in rows], 97))
     lines = math.ceil(len(words) / _LINE)
     line = _LINE if lines > 1 else max(len(words), 1)
-    width = 3.2 + 0.19 * max(16, line)
-    figure = StyledFigure(figsize=(width, lines * (0.24 * len(rows) + 0.85) + 0.5), layout="constrained")
+    width = 0.5 + 0.085 * max(len(label) for label, _ in rows) + 0.2 * max(16, line)
+    figure = StyledFigure(figsize=(width, lines * (0.24 * len(rows) + 0.85) + 0.6), layout="constrained")
     axes = figure.subplots(lines * len(rows), 1, squeeze=False)[:, 0]
-    last: dict[bool, Any] = {}
     for index, ax in enumerate(axes):
-        start, (label, signed, values) = index // len(rows) * _LINE, rows[index % len(rows)]
+        start, (label, values) = index // len(rows) * _LINE, rows[index % len(rows)]
         part = np.full((1, line), np.nan)
-        part[0, : len(values[start : start + _LINE])] = 100 * values[start : start + _LINE]
-        colours = scale(signed, limits[signed]) | ({} if signed else {"cmap": "magma_r"})
-        last[signed] = ax.imshow(part, aspect="auto", interpolation="nearest", **colours)
+        part[0, : len(values[start : start + _LINE])] = values[start : start + _LINE]
+        image = ax.imshow(part, aspect="auto", interpolation="nearest", **colours)
         without_frame(ax)
         ax.set_yticks([0], [label], fontsize=8)
         ax.tick_params(length=0)
@@ -103,9 +97,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
             _words_below(ax, words, start, answer)
         else:
             ax.set_xticks([])
-    for signed, image in sorted(last.items()):
-        bar = colour_bar(figure, image, list(axes), fraction=0.012, pad=0.01)
-        bar.set_label("difference, %" if signed else "attention, %", fontsize=8)
+    scale_below(figure, image, axes, min(float(values.min()) for _, values in rows))
     return figure
 
 

@@ -24,6 +24,7 @@ P = ParamSpec("P")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 INK = "#333333"  # of text and ticks; a page replaces it by the colour of its text
 SOFT = "#808080"  # of lines in the background, visible on light and dark
+RIGHT = "#009E73"  # the frame of a right answer
 SIGNED = "difference"  # the kind of map with negative entries
 
 # what a model's name has in it -> the index of the colour that it takes, if no earlier model of the figure has it
@@ -191,8 +192,21 @@ def without_frame(ax: Any) -> None:
 
 
 def scale(signed: bool, limit: float) -> dict[str, Any]:
-    """Return the colours of a map, in percent: from 0 up, or of a difference, centred at 0."""
-    return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit} if signed else {"cmap": "magma", "vmin": 0, "vmax": limit}
+    """Return the colours of a map, in percent: dark at 0, bright at the limit; of a difference, blue below 0."""
+    if signed:
+        return {"cmap": _signed_colours(), "vmin": -limit, "vmax": limit}
+    return {"cmap": "magma", "vmin": 0, "vmax": limit}
+
+
+@functools.cache
+def _signed_colours() -> Any:
+    """Return magma, extended below zero by blue; what is high is brighter than what is low."""
+    import matplotlib as mpl
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+
+    below = LinearSegmentedColormap.from_list("below", ["#3d8fe0", "#123a6b", mpl.colormaps["magma"](0.0)])
+    both = [below(np.linspace(0, 1, 128)), mpl.colormaps["magma"](np.linspace(0, 1, 128))]
+    return ListedColormap(np.concatenate(both), name="magma_and_blue")
 
 
 def colour_bar(figure: Figure, picture: Any, axes: Any, **layout: Any) -> Any:
@@ -202,3 +216,12 @@ def colour_bar(figure: Figure, picture: Any, axes: Any, **layout: Any) -> Any:
     bar.ax.tick_params(labelsize=7, length=2)
     bar.ax.locator_params(nbins=4)
     return bar
+
+
+def scale_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: str = "% of a row of attention") -> None:
+    """Draw the scale of a figure's maps below them, from the lowest value that they have; above its end are a few."""
+    bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6, extend="max")
+    if bar.solids is not None:
+        bar.solids.set_alpha(1)
+    bar.ax.set_xlim(max(min(lowest, 0), picture.norm.vmin), picture.norm.vmax)
+    bar.set_label(label, fontsize=8)

@@ -54,7 +54,7 @@ UNSEEN_TEMPLATES = (
 )
 """For zero-shot classification; none of them is a template of training."""
 
-DIGIT_ONLY_FRACTION = 0.85
+DIGIT_ONLY_FRACTION = 0.8
 SIZE = 32
 _TEST_DIGITS = 397
 _SPLIT_SEED = 20
@@ -84,19 +84,22 @@ def load_split() -> tuple[Digits, Digits]:
     return tuple(Digits(grey[part], bunch.target[part], part) for part in (train, test))  # type: ignore[return-value]
 
 
-def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> None:
+def make_digits(
+    directory: str | Path, *, copies: int = 6, digit_only: float = DIGIT_ONLY_FRACTION, seed: int = 0
+) -> None:
     """Write the dataset: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
 
     Args:
         directory: the folder to write.
         copies: coloured renderings of each of the 1,400 training digits.
-        seed: determines all random choices.
+        digit_only: share of the training captions that name the digit and no colour.
+        seed: determines all random choices; images are the same whatever `digit_only` is.
     """
     directory = Path(directory)
     for part in ("train", "zero_shot/test", "zero_shot/train", "retrieval/test", "composition/test"):
         refuse_existing(directory / part)
     train, test = load_split()
-    write_shards(directory / "train", _training(train, copies, np.random.default_rng([seed, 0])))
+    write_shards(directory / "train", _training(train, copies, digit_only, np.random.default_rng([seed, 0])))
     for split, digits in (("train", train), ("test", test)):
         rng = np.random.default_rng([seed, 1, len(split)])  # the length distinguishes the splits
         write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
@@ -106,6 +109,11 @@ def make_digits(directory: str | Path, *, copies: int = 6, seed: int = 0) -> Non
     write_evaluation_split(directory / "composition" / "test", _swapped(test, np.random.default_rng([seed, 4])))
     for folder in ("retrieval", "composition"):  # CLIP_benchmark reads both as pairs of image and captions
         write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
+
+
+def combinations() -> list[tuple[int, str, str]]:
+    """Return (digit, ink, paper) of the 300 images of `retrieval`, in their order."""
+    return [(label, ink, paper) for label in range(10) for ink in INK for paper in PAPER if ink != paper]
 
 
 def caption(template: str, label: int, colour: str, background: str) -> str:
@@ -149,12 +157,12 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
     return names[first], names[second]
 
 
-def _training(digits: Digits, copies: int, rng: np.random.Generator) -> Iterator[Sample]:
+def _training(digits: Digits, copies: int, digit_only: float, rng: np.random.Generator) -> Iterator[Sample]:
     """Yield every digit `copies` times, in random order."""
     for position in rng.permutation(len(digits) * copies):
         which, copy = position % len(digits), position // len(digits)
         colour, background = _two_colours(rng)
-        templates = DIGIT_ONLY if rng.random() < DIGIT_ONLY_FRACTION else WITH_COLOURS
+        templates = DIGIT_ONLY if rng.random() < digit_only else WITH_COLOURS
         label = int(digits.labels[which])
         yield {
             "__key__": f"digit{digits.numbers[which]:04d}-{copy}",
@@ -171,19 +179,15 @@ def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
-    """Yield one image for each digit, colour and background: no two captions are the same."""
-    for label in range(10):
+    """Yield one image for each of `combinations`: no two captions are the same."""
+    for label, colour, background in combinations():
         drawings = np.flatnonzero(digits.labels == label)
-        for colour in INK:
-            for background in PAPER:
-                if colour == background:
-                    continue
-                which = drawings[rng.integers(len(drawings))]
-                yield {
-                    "__key__": f"digit{digits.numbers[which]:04d}-{colour}-{background}",
-                    "png": draw(digits.images[which], colour, background, rng),
-                    "txt": caption(WITH_COLOURS[0], label, colour, background),
-                }
+        which = drawings[rng.integers(len(drawings))]
+        yield {
+            "__key__": f"digit{digits.numbers[which]:04d}-{colour}-{background}",
+            "png": draw(digits.images[which], colour, background, rng),
+            "txt": caption(WITH_COLOURS[0], label, colour, background),
+        }
 
 
 def _swapped(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:

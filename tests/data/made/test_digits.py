@@ -109,6 +109,15 @@ def test_made_data_is_a_function_of_the_seed(few, tmp_path):
     assert all(other[path] != first[path] for path in first)
 
 
+def test_the_share_of_captions_without_colours_changes_no_image(few, tmp_path):
+    for share in (0.0, 1.0):
+        make_digits(tmp_path / str(share), copies=1, digit_only=share)
+    named, plain = (samples_of(tmp_path / str(share) / "train") for share in (0.0, 1.0))
+    assert [sample["png"] for sample in named] == [sample["png"] for sample in plain]
+    assert all(any(colour in sample["txt"].decode() for colour in INK) for sample in named)
+    assert not any(colour in sample["txt"].decode() for colour in INK for sample in plain)
+
+
 def test_copies_set_the_size_and_shards_are_not_overwritten(few, tmp_path):
     make_digits(tmp_path / "d", copies=9)
     samples = samples_of(tmp_path / "d" / "train")

@@ -1,0 +1,186 @@
+"""The image demo's report.html: what differential attention is, the results, pictures, a lesson, and what to do next.
+
+Every sentence about a result is made from the numbers: nothing is called higher whose interval includes zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from diffvision.analysis import figures
+from diffvision.analysis.page import Part, Picture, Row, Section, Text, html_page
+from diffvision.demo.pictures import Shown
+from diffvision.demo.report import (
+    Rows,
+    Run,
+    by_model,
+    duration,
+    lambda_pictures,
+    next_commands,
+    results,
+    speed_rows,
+    verdict,
+)
+
+PARTS = ("digit", "ink", "paper")
+
+
+_IMAGES, _TEXTS = "retrieval/digits/image_retrieval_recall", "retrieval/digits/text_retrieval_recall"
+GROUPS: dict[str, Rows] = {
+    "Zero-shot: which of ten digits is it?": {"top-1": ("zero_shot/digits/acc1", 100, 1)},
+    "Retrieval: which image does a caption mean?": {
+        **{f"image R@{k}": (f"{_IMAGES}@{k}", 100, 1) for k in (1, 5)},
+        **{f"text R@{k}": (f"{_TEXTS}@{k}", 100, 1) for k in (1, 5)},
+    },
+    "Composition: which of two colours is the ink's?": {"right": ("composition/digits/acc", 100, 1)},
+    "The first image retrieved has the right": {part: (f"colours/{part}", 100, 1) for part in PARTS},
+}
+JUDGED: Rows = {
+    "zero-shot top-1": ("zero_shot/digits/acc1", 100, 1),
+    "image R@1": (f"{_IMAGES}@1", 100, 1),
+    "text R@1": (f"{_TEXTS}@1", 100, 1),
+    "composition": ("composition/digits/acc", 100, 1),
+}
+
+
+def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str:
+    """Return the report of the image demo as one HTML page.
+
+    Args:
+        runs: of a plain model, then of differential ones, each with the same seeds.
+        lesson: {"made": how its numbers were made, empty where these runs are them,
+            "models": {name: {metric's key: [one value per seed]}}}.
+        directory: where the runs are, for the commands at the end.
+    """
+    models = by_model(runs)
+    plain, differential = list(models)[:2]
+    content = {name: Shown.from_json(same_model[0].shown) for name, same_model in models.items()}
+    first, seeds = models[plain][0], len(models[plain])
+    lead = (
+        f"{plain} and {differential}, about {first.parameters / 1e6:.1f} million parameters each, trained by one "
+        f"recipe on handwritten digits in colours and their captions, each in {duration(models)} on this machine, "
+        f"with {seeds} {'seeds' if seeds > 1 else 'seed'}. They are tested on digits that they never saw."
+    )
+    sections = [
+        _explained(content[differential], models[differential][0]),
+        Section("Results", [Text(verdict(models, plain, differential, JUDGED)), *_table(models)]),
+        _retrieved({name: content[name] for name in models}),
+        _attention({name: content[name] for name in (plain, differential)}),
+        _lesson(lesson),
+        _training(models),
+        _next(directory, plain, differential),
+    ]
+    return html_page("CLIP with and without differential attention", lead, sections, "Written by `diffvision demo`.")
+
+
+def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
+    note = (
+        "Zero-shot names the digits in sentences that training never saw. Retrieval has one image for each digit, ink "
+        "and paper, so one image is right and the others differ in one thing or more. Chance is 10% for zero-shot, "
+        "50% for composition."
+    )
+    return [results(models, GROUPS, speed_rows(models, "samples"), note=note)]
+
+
+def _explained(shown: Shown, run: Run) -> Section:
+    lam = 0.0 if shown.lam is None else shown.lam
+    curves = [curve for name, curve in run.curves.items() if name.startswith("lambda/visual")]
+    start = f" after a start at {curves[-1].values[0]:.2f}" if curves else ""
+    row = shown.attention[1]
+    figure = figures.difference_of_maps(row, lam)
+    text = (
+        "Attention is a map: for each patch of an image it says how much of every other patch is read, and sums to "
+        "100%. Differential attention has two such maps, and subtracts the second, multiplied by λ, from the first. "
+        "What both maps have in common is weakened, and what only the first has stands out; entries may be negative. "
+        "λ is learned in each layer."
+    )
+    caption = (
+        f"A test image, and where {run.model} looks on it: the class token's row in the image tower's last layer, "
+        f"mean over heads. λ is {lam:.2f} there{start}. Dark is zero, bright is high, blue is below zero."
+    )
+    alt = f"An image of a {row.label}, map 1, minus {lam:.2f} times map 2, equals their difference."
+    return Section("Differential attention", [Text(text), Picture(figure, alt, caption, most=1.7)])
+
+
+def _retrieved(content: Mapping[str, Shown]) -> Section:
+    pictures: list[Part] = []
+    for index, one in enumerate(next(iter(content.values())).retrieved):
+        rows = {name: shown.retrieved[index] for name, shown in content.items()}
+        ranks = ", ".join(f"{name}: {_rank(row.right)}" for name, row in rows.items())
+        alt = f"The first {len(one.images)} images for “{one.caption}”. The right one is, for {ranks}."
+        pictures.append(Picture(figures.retrieved_images(rows), alt))
+    text = (
+        "The test images that each model ranks first for a caption, with the first seed. One image is right: it has "
+        "the digit, the ink and the paper of the caption, and a green frame."
+    )
+    return Section("What a caption retrieves", [Text(text), Row(pictures)])
+
+
+def _rank(right: Sequence[bool]) -> str:
+    return f"number {list(right).index(True) + 1}" if any(right) else "not among them"
+
+
+def _attention(content: Mapping[str, Shown]) -> Section:
+    figure = figures.attention_panels({name: shown.attention for name, shown in content.items()})
+    grid = "×".join(map(str, next(iter(content.values())).attention[0].maps.shape[-2:]))
+    caption = (
+        f"The class token's row in the last layer, mean over heads, {grid} patches, interpolated over the image. All "
+        "maps are on one scale: dark is zero, bright is high, blue is below zero."
+    )
+    alt = f"Four digits with the attention of {' and of '.join(content)}."
+    return Section("Where they look", [Picture(figure, alt, caption, most=1.4)])
+
+
+def _lesson(lesson: Mapping[str, Any]) -> Section:
+    models: Mapping[str, Mapping[str, Sequence[float]]] = lesson["models"]
+    bars = {part: {name: values[f"colours/{part}"] for name, values in models.items()} for part in PARTS}
+    seeds = max(len(values) for parts in bars.values() for values in parts.values())
+    made = lesson["made"]
+    if made:
+        words = {key: f"`{value}`" if key == "command" else value for key, value in made.items()}
+        source = "Made before; " + ", ".join(f"{key}: {value}" for key, value in words.items())
+        source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
+    else:
+        source = "Made from the runs of this demo."
+    text = (
+        "DiffCLIP starts λ at 0.8; the differential model above starts at 0.2. Rows of the difference sum to 1 − λ. "
+        "So what all patches share, as the colours of ink and paper are, passes multiplied by 1 − λ, a fifth at 0.8, "
+        "while what differs from patch to patch, as the digit's shape does, passes whole. The figure asks the first "
+        "image that a caption retrieves for its digit, its ink and its paper."
+    )
+    words = "; ".join(
+        f"{name}: " + ", ".join(f"{part} {100 * mean(values[f'colours/{part}']):.0f}%" for part in PARTS)
+        for name, values in models.items()
+    )
+    over = f"Mean of {seeds} seeds, a dot for each. " if seeds > 1 else ""
+    picture = Picture(figures.metric_bars(bars), f"Share of captions answered rightly. {words}.", over + source)
+    return Section("What λ does to colours", [Text(text), picture])
+
+
+def _training(models: Mapping[str, Sequence[Run]]) -> Section:
+    metrics = {"loss": "train/loss", "zero-shot top-1": "zero_shot/digits/acc1"}
+    pictures: list[Part] = []
+    for title, key in metrics.items():
+        curves = {name: [run.curves[key] for run in same_model] for name, same_model in models.items()}
+        pictures.append(Picture(figures.run_curves({title: curves}), f"{title} over the steps, for each model"))
+    text = Text("One recipe, the same steps and the same order of samples.")
+    return Section("Training", [text, Row(pictures), *lambda_pictures(models)])
+
+
+def _next(directory: Path, plain: str, differential: str) -> Section:
+    text = "Compare the two runs with intervals, look inside of one, or train the same models on your pictures."
+    return next_commands(
+        text,
+        f"diffvision compare {directory / plain}-0 {directory / differential}-0 --output compared.html",
+        f"diffvision inspect {_weights(directory / f'{differential}-0')} --output inside",
+        f"diffvision fit --config configs/clip/debug.yaml --model.init_args.model {differential} "
+        "--data.init_args.train YOUR/FOLDER",
+    )
+
+
+def _weights(run: Path) -> Path:
+    """Return the checkpoint that a run ended with."""
+    return next(iter(sorted(run.rglob("last.ckpt"), reverse=True)), run / "last.ckpt")

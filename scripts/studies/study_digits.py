@@ -1,0 +1,264 @@
+"""The recipe of `diffvision demo`: the share of captions that name the digit only, and the epochs, by plain CLIP alone.
+
+    nice python scripts/studies/study_digits.py train  --output runs/digits --settings 0.85x6 0.7x6 --seeds 0 1 2
+    python scripts/studies/study_digits.py report --output runs/digits --results docs/results/digits.json
+
+A setting is SHARExEPOCHS. `train` leaves out what is done already, one thread at a time. It trains CLIP-debug by the
+settings of configs/clip/debug.yaml over tensors in memory, with the vocabulary cut to the tokens that occur and every
+caption of a batch encoded once: the same gradients as `diffvision fit` in less time, in another order of samples. A
+setting is the better the higher its worst seed is, where a seed counts by the smaller of zero-shot accuracy and image
+R@1. What the demo publishes is measured by `diffvision demo`.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import timm
+import torch
+import torch.nn.functional as F
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from diffvision.data.made.digits import WORDS, make_digits
+from diffvision.demo.images import parts_right
+from diffvision.evaluation.composition import selection_accuracy
+from diffvision.evaluation.retrieval import recalls
+from diffvision.training.optim import param_groups
+from diffvision.training.recipes import recipe
+
+MODEL, TOWER = "CLIP-debug", "plain_vit_debug_clip"
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The share of training captions that name the digit only, how often every image is seen, and the patch size."""
+
+    digit_only: float
+    epochs: int
+    patch: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> "Setting":
+        share, *whole = text.split("x")
+        return cls(float(share), *map(int, whole))
+
+    def __str__(self) -> str:
+        return f"{self.digit_only:g}x{self.epochs}" + (f"x{self.patch}" if self.patch != 8 else "")
+
+
+class Captions:
+    """Distinct captions as token ids of a small vocabulary, cut to the longest."""
+
+    def __init__(self, captions: dict[str, list[str]]) -> None:
+        """Tokenise the captions of each part; ids keep their order, so the end-of-text token stays the largest."""
+        encode = open_clip.get_tokenizer(MODEL)
+        self.distinct = sorted({caption for part in captions.values() for caption in part})
+        number = {caption: i for i, caption in enumerate(self.distinct)}
+        tokens = encode(self.distinct)
+        self.lengths = (tokens != 0).sum(1)
+        self.vocabulary = torch.unique(tokens)
+        self.tokens = torch.searchsorted(self.vocabulary, tokens)[:, : int(self.lengths.max())].contiguous()
+        self.of = {name: torch.tensor([number[caption] for caption in part]) for name, part in captions.items()}
+
+
+class Data:
+    """The digits made with a share, as tensors: images of each part, captions, and the test digits' labels."""
+
+    def __init__(self, directory: Path, share: float, transform: tuple[float, float]) -> None:
+        if not (directory / "composition/test/0.tar").is_file():
+            make_digits(directory, digit_only=share)
+        parts = {"train": "train", "zero_shot": "zero_shot/test", "retrieval": "retrieval/test"}
+        parts["composition"] = "composition/test"
+        samples = {name: read(directory / folder) for name, folder in parts.items()}
+        self.images = {name: pixels(rows, *transform) for name, rows in samples.items()}
+        self.labels = torch.tensor([int(sample["cls"]) for sample in samples["zero_shot"]])
+        templates = (directory / "zero_shot/zeroshot_classification_templates.txt").read_text().splitlines()
+        captions = {
+            name: [line for sample in rows for line in sample["txt"].decode().split("\n")]
+            for name, rows in samples.items()
+            if name != "zero_shot"
+        }
+        captions["zero_shot"] = [template.format(c=word) for word in WORDS for template in templates]
+        self.captions = Captions(captions)
+
+
+def read(folder: Path) -> list[dict[str, bytes]]:
+    """Return the members of every sample of a folder of shards, by extension, in order."""
+    samples: dict[str, dict[str, bytes]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                key, _, extension = member.name.rpartition(".")
+                file = archive.extractfile(member)
+                assert file is not None
+                samples.setdefault(key, {})[extension] = file.read()
+    return list(samples.values())
+
+
+def pixels(samples: Sequence[dict[str, bytes]], mean: float, std: float) -> Tensor:
+    """Return the images [N, 3, 32, 32] as the recipe normalises them."""
+    images = [np.array(Image.open(BytesIO(sample["png"])).convert("RGB")) for sample in samples]
+    return (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+
+class Trainee:
+    """A CLIP whose text tower reads the small vocabulary."""
+
+    def __init__(self, seed: int, captions: Captions, patch: int) -> None:
+        torch.manual_seed(seed)
+        self.model: Any = open_clip.create_model(MODEL, output_dict=True)
+        trunk = self.model.visual.trunk
+        if trunk.patch_embed.patch_size[0] != patch:
+            pool = trunk.global_pool
+            self.model.visual.trunk = timm.create_model(TOWER, patch_size=patch, num_classes=0, global_pool=pool)
+        self.captions = captions
+        table = self.model.token_embedding.weight.detach()[captions.vocabulary].clone()
+        self.model.token_embedding = nn.Embedding(len(table), table.shape[1], _weight=table)
+
+    def texts(self, numbers: Tensor) -> Tensor:
+        """Return unit features of captions; each is computed once, without what follows its end (causal tower)."""
+        numbers, inverse = torch.unique(numbers, return_inverse=True)
+        tokens = self.captions.tokens[numbers, : int(self.captions.lengths[numbers].max())]
+        model = self.model
+        x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
+        x = model.ln_final(model.transformer(x, attn_mask=model.attn_mask))
+        x = x[torch.arange(len(x)), tokens.argmax(-1)]
+        projection = model.text_projection
+        x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
+        return F.normalize(x, dim=-1)[inverse]
+
+    def images(self, images: Tensor) -> Tensor:
+        """Return unit features of images [N, 3, 32, 32]."""
+        return torch.cat([self.model.encode_image(part, normalize=True) for part in images.split(256)])
+
+    @torch.no_grad()
+    def evaluate(self, data: Data) -> dict[str, float]:
+        """Return zero-shot accuracy, retrieval recalls, composition, and which parts of retrieved images are right."""
+        self.model.eval()
+        of = self.captions.of
+        classes = self.texts(of["zero_shot"]).unflatten(0, (len(WORDS), -1)).mean(1)
+        zero_shot = (self.images(data.images["zero_shot"]) @ F.normalize(classes, dim=-1).T).argmax(1)
+        images, texts = self.images(data.images["retrieval"]), self.texts(of["retrieval"])
+        composed, choices = self.images(data.images["composition"]), self.texts(of["composition"])
+        owner = torch.arange(len(composed)).repeat_interleave(2)
+        metrics = {
+            "zero_shot": (zero_shot == data.labels).float().mean().item(),
+            **recalls(images, texts, torch.arange(len(images))),
+            "composition": selection_accuracy(composed, choices, owner),
+            **parts_right(images, texts),
+        }
+        self.model.train()
+        return {name: round(value, 4) for name, value in metrics.items()}
+
+
+def train(data: Data, setting: Setting, seed: int) -> dict[str, Any]:
+    """Train and evaluate one model; evaluated after every second epoch."""
+    settings = yaml.safe_load(recipe("clip/debug.yaml").read_text())["model"]["init_args"]["optimizer"]
+    trainee, start = Trainee(seed, data.captions, setting.patch), time.perf_counter()
+    parameters = list(trainee.model.parameters())
+    optimizer = torch.optim.AdamW(
+        param_groups(trainee.model, settings["weight_decay"]),
+        lr=settings["lr"],
+        betas=settings["betas"],
+        eps=settings["eps"],
+        fused=True,
+    )
+    numbers, images = data.captions.of["train"], data.images["train"]
+    steps = len(images) // BATCH
+    total, warmup = setting.epochs * steps, round(settings["warmup_epochs"] * steps)
+    loss_of, scale, evaluations, step = open_clip.loss.ClipLoss(), trainee.model.logit_scale, {}, 0
+    for epoch in range(setting.epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        for batch in order[: steps * BATCH].view(steps, BATCH):
+            done = (step - warmup) / (total - warmup)
+            rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
+            for group in optimizer.param_groups:
+                group["lr"] = settings["lr"] * rate
+            features = trainee.model.encode_image(images[batch], normalize=True)
+            loss = loss_of(features, trainee.texts(numbers[batch]), scale.exp())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, settings["clip_norm"])
+            optimizer.step()
+            with torch.no_grad():
+                scale.clamp_(0, math.log(100))
+            step += 1
+        if epoch % 2 or epoch == setting.epochs - 1:
+            evaluations[epoch + 1] = trainee.evaluate(data)
+    seconds = round(time.perf_counter() - start)
+    end = evaluations[setting.epochs]
+    return {"setting": str(setting), "seed": seed, "end": end, "epochs": evaluations, "seconds": seconds}
+
+
+def train_all(output: Path, settings: Sequence[Setting], seeds: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    normal = yaml.safe_load(recipe("clip/debug.yaml").read_text())["model"]["init_args"]["preprocess"]
+    for seed in seeds:
+        for setting in settings:
+            file = output / f"{setting}-{seed}.json"
+            if not file.is_file():
+                share = setting.digit_only
+                data = Data(output / f"digits-{share:g}", share, (normal["mean"][0], normal["std"][0]))
+                run = train(data, setting, seed)
+                file.write_text(json.dumps(run) + "\n")
+                print(file.stem, run["end"], f"{run['seconds']} s", flush=True)
+
+
+def report(output: Path, results: Path) -> None:
+    """Write the runs into one file, and print a table."""
+    runs = [json.loads(path.read_text()) for path in sorted(output.glob("*.json"))]
+    if not runs:
+        raise SystemExit(f"no run is finished in {output}: train first")
+    about = {"machine": f"{platform.machine()}, {os.cpu_count()} CPU(s), one thread", "torch": torch.__version__}
+    results.write_text(json.dumps({"model": MODEL, **about, "runs": runs}) + "\n")
+    print(
+        "| share x epochs | seeds | zero-shot | image R@1 | text R@1 | composition | ink right | paper right | worst |"
+    )
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    for setting in dict.fromkeys(run["setting"] for run in runs):
+        ends = [run["end"] for run in runs if run["setting"] == setting]
+        seeds = " ".join(str(run["seed"]) for run in runs if run["setting"] == setting)
+        keys = ("zero_shot", "image_retrieval_recall@1", "text_retrieval_recall@1", "composition")
+        keys += ("colours/ink", "colours/paper")
+        cells = [_spread([100 * end[key] for end in ends]) for key in keys]
+        worst = min(min(end["zero_shot"], end["image_retrieval_recall@1"]) for end in ends)
+        print(f"| {setting} | {seeds} | {' | '.join(cells)} | {100 * worst:.1f} |")
+
+
+def _spread(values: list[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{deviation}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["train", "report"])
+    parser.add_argument("--output", type=Path, default=Path("runs/digits"))
+    parser.add_argument("--results", type=Path, default=Path("docs/results/digits.json"))
+    parser.add_argument("--settings", type=Setting.parse, nargs="+", default=[Setting(0.85, 6)])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.what == "train":
+        train_all(options.output, options.settings, options.seeds)
+    else:
+        report(options.output, options.results)
+
+
+if __name__ == "__main__":
+    main()
