@@ -13,6 +13,8 @@ from diffvision.registration import register
 
 if TYPE_CHECKING:
     from diffvision import models
+    from diffvision.comparison.command import compare
+    from diffvision.evaluation.from_python import evaluate
     from diffvision.models.adapt import adapt
     from diffvision.models.replace import replace_attention
     from diffvision.opening import Model, open_model
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "__version__", "adapt", "fit", "models", "open_model", "replace_attention"]
+__all__ = ["Model", "__version__", "adapt", "compare", "evaluate", "fit", "models", "open_model", "replace_attention"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -28,6 +30,8 @@ if not TYPE_CHECKING:
         {
             "Model": "opening",
             "adapt": "models.adapt",
+            "compare": "comparison.command",
+            "evaluate": "evaluation.from_python",
             "fit": "training.from_python",
             "models": None,
             "open_model": "opening",

@@ -28,6 +28,11 @@ COMMANDS = {
     "evaluate": Command(
         "diffvision.evaluation.command", "run", "zero-shot, retrieval, probes and composition of a model"
     ),
+    "compare": Command(
+        "diffvision.comparison.command",
+        "compare",
+        "models or seeds next to each other: metrics, intervals, cost, curves",
+    ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
@@ -54,7 +59,7 @@ COMMANDS = {
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
     "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
-TABLES = ("models", "doctor", "evaluate", "evaluate-language", "data check", "data stats")
+TABLES = ("models", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
 JSON = "--json"
@@ -151,12 +156,12 @@ def _command(name: str, args: list[str]) -> Any:
 
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
     """Join several leading models into one argument, a list; raise a ValueError for a model after `--model`."""
-    first = next(iter(inspect.signature(command).parameters), "")
-    if first in ("model", "models"):
+    first = next(iter(inspect.signature(command).parameters.values()), None)
+    if first is not None and first.name in ("model", "models"):
         if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
             raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
         count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
-        if first == "models" and count > 1:
+        if count > 1 and "list[str]" in str(first.annotation):
             return [json.dumps(args[:count]), *args[count:]]
     return args
 

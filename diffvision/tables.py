@@ -17,7 +17,7 @@ def show(*tables: Any, data: Any) -> None:
     """Print tables on standard output; under `--json` the data instead.
 
     Args:
-        tables: what rich's Console prints.
+        tables: what rich's Console prints, or functions that print on the Console that they are given.
         data: the same results as dictionaries, lists, dataclasses and plain values.
     """
     collected = _collected.get()
@@ -28,7 +28,10 @@ def show(*tables: Any, data: Any) -> None:
 
     console = Console()
     for table in tables:
-        console.print(table)
+        if callable(table):
+            table(console)
+        else:
+            console.print(table)
 
 
 @contextmanager

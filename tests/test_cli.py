@@ -146,6 +146,16 @@ def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "folder").exists()
 
 
+@pytest.mark.parametrize(
+    ("form", "package", "extra"),
+    [("onnx", "onnx", "export"), ("int8", "torchao", "export"), ("huggingface", "transformers", "hf")],
+)
+def test_a_missing_package_is_named_before_a_model_is_looked_for(form, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["export", "nowhere.ckpt", "folder", "--to", form]) == 1
+    assert f"{form} needs {package}: pip install 'diffvision[{extra}]'" in capsys.readouterr().err
+
+
 def test_run_hands_over(tmp_path, capsys, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text("import sys; print(sys.argv[1:])")

@@ -100,6 +100,15 @@ MISTAKES = [
     ("fit --config misspelt.yaml", "trainer.max_epocs; did you mean trainer.max_epochs?"),
     ("fit --config class.yaml", "trainer.callbacks: there is no class StepGaurd; did you mean StepGuard?"),
     ("evaluate-language x --tasks needle --options nope.yaml", "no configuration file nope.yaml"),
+    # inputs, which are checked before a model is loaded
+    ("export nowhere.ckpt out --tokenizer nothing.json", "no tokenizer nothing.json"),
+    ("convert nowhere.pt out.bin --to timm", "out.bin ends in '.bin'"),
+    ("generate nowhere.ckpt --prompt hi --temperature -1", "temperature is -1"),
+    ("generate nowhere.ckpt --prompt hi --max_new_tokens 0", "max_new_tokens is 0"),
+    ("generate nowhere.ckpt --prompt hi --tokenizer nothing.json", "nothing.json"),
+    ("inspect nowhere.ckpt --output new --image nope.jpg", "nope.jpg"),
+    ("evaluate-language nowhere.ckpt --tasks perplexity --data nothing.txt", "nothing.txt"),
+    ("evaluate-language diff-debug nowhere.ckpt --tasks perplexity --data words.txt", "nowhere.ckpt"),
     # classes that were moved
     ("fit --data diffvision.data.modules.ImageTextData", "did you mean diffvision.data.ImageTextData?"),
     ("fit CLIP --trainer.callbacks+=diffvision.training.finite.StepGuard", "mean diffvision.training.StepGuard?"),
@@ -136,6 +145,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "misspelt.yaml").write_text("trainer:\n  max_epocs: 3\n")
     (tmp_path / "class.yaml").write_text("trainer:\n  callbacks:\n  - class_path: StepGaurd\n")
     (tmp_path / "moved.yaml").write_text("trainer:\n  callbacks:\n  - diffvision.training.checkpoints.StepGuard\n")
+    (tmp_path / "words.txt").write_text("some words\n")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
     (tmp_path / "photos/cat").mkdir(parents=True)

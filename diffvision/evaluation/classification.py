@@ -9,7 +9,8 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.sources import class_prompts
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.zero_shot import classification_metrics
+from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.zero_shot import classification_metrics, classification_samples
 
 
 def classification(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
@@ -19,6 +20,16 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
         ValueError: a model without a linear classifier (OpenCLIP's classify by text: zero_shot), or whose classes are
             fewer than the labels of the folder.
     """
+    return classification_metrics(*_logits(features, folder, options))
+
+
+def classifier_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
+    """Return the metrics of `classification` image by image."""
+    return classification_samples(*_logits(features, folder, options))
+
+
+def _logits(features: Features, folder: EvaluationFolder, options: Options) -> tuple[Tensor, Tensor]:
+    """Return logits [N, C] of a split's images, and their labels [N]."""
     head = features.model.get_classifier() if hasattr(features.model, "get_classifier") else None
     if not isinstance(head, nn.Linear):
         raise ValueError(
@@ -34,7 +45,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
         )
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         batches = images.to(features.device, head.weight.dtype).split(features.batch_size)
-        return classification_metrics(torch.cat([head(batch).float().cpu() for batch in batches]), labels)
+        return torch.cat([head(batch).float().cpu() for batch in batches]), labels
 
 
 def _numbered_as(model: nn.Module, folder: EvaluationFolder, labels: Tensor) -> Tensor:

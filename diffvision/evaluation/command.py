@@ -1,4 +1,4 @@
-"""`diffvision evaluate`: a model on any number of folders. What is measured is in `suite`."""
+"""`diffvision evaluate`: one or several models on any number of folders. What is measured is in `suite`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from diffvision.evaluation.options import Options, Precision
 
 
 def run(
-    model: str,
+    model: str | list[str],
     *,
     data: str | list[str],
     checkpoint: str | None = None,
@@ -19,14 +19,16 @@ def run(
     precision: Precision = "fp32",
     preprocess: dict[str, Any] | None = None,
     options: Options = Options(),  # noqa: B008  frozen
-) -> dict[str, float]:
+) -> dict[str, float] | dict[str, dict[str, float]]:
     """Evaluate a model on folders, print a table and write records as CLIP_benchmark does.
 
-    Under torchrun the images are shared among the processes.
+    Several models have a column each; `diffvision compare` adds intervals of their differences. Under torchrun the
+    images are shared among the processes.
 
     Args:
         model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or any other
             (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
+            Several come one after the other, each with LABEL= before it if wanted.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
         tasks: zero_shot, retrieval, composition, classification (by its classifier), linear_probe, few_shot
@@ -42,41 +44,74 @@ def run(
         precision: fp32, bf16 or fp16.
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's.
         options: the evaluations' settings.
+
+    Returns:
+        {metric: value} of one model, given as a string; {label: {metric: value}} of a list of models.
+
+    Raises:
+        ValueError: a checkpoint with several models, or two models with one label; what the evaluations raise.
     """
     from diffvision.data.images.folders import find_folders
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.output import bar, check_folder, listed
-    from diffvision.evaluation.suite import check_output, evaluate, expand, plan, report
-    from diffvision.opening import open_model
+    from diffvision.evaluation.suite import Evaluated, check_output, evaluate, expand, plan, report
+    from diffvision.opening import Model, check_spec, open_model
 
     if output is not None:
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
+    specs: list[tuple[str, Any]] = [_named(one) for one in model] if isinstance(model, list) else [("", model)]
+    for _, spec in specs[1:]:
+        if isinstance(spec, str):
+            check_spec(spec)  # before the first is evaluated
+    _check_models([label for label, _ in specs], checkpoint)
     feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
-    metrics: dict[str, float] = {}
+    results: dict[str, dict[str, float]] = {}
+    evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
-        opened = open_model(model, checkpoint, preprocess=preprocess, device=device).for_images()
-        for folder, names in planned:
-            metrics |= evaluate(
-                opened.module,
-                folder,
-                names,
-                transform=opened.transform,
-                tokenizer=opened.tokenizer,
-                batch_size=batch_size,
-                num_workers=num_workers,
-                device=device,
-                precision=precision,
-                options=options,
-                progress=bar,
-                cache=feature_cache,
-            )
+        for label, spec in specs:
+            if isinstance(spec, Model):
+                opened, spec = spec.for_images(), spec.weights or spec.name
+            else:
+                opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
+            results[label] = {}
+            for folder, names in planned:
+                results[label] |= evaluate(
+                    opened.module,
+                    folder,
+                    names,
+                    transform=opened.transform,
+                    tokenizer=opened.tokenizer,
+                    batch_size=batch_size,
+                    num_workers=num_workers,
+                    device=device,
+                    precision=precision,
+                    options=options,
+                    progress=bar,
+                    cache=feature_cache,
+                )
+            evaluated[label] = Evaluated(opened.name, opened.weights, spec)
         if rank_and_world()[0] == 0:
-            report(metrics, opened, model, checkpoint, output)
+            report(results, evaluated, checkpoint, output)
             if feature_cache is not None:
                 print(feature_cache)
-    return metrics
+    return results if isinstance(model, list) else results[""]
+
+
+def _named(model: Any) -> tuple[str, Any]:
+    """Return the label of one of several models, and the model: a spec, or opened already."""
+    from diffvision.opening import Model, labelled
+
+    return (model.name, model) if isinstance(model, Model) else labelled(model)
+
+
+def _check_models(labels: list[str], checkpoint: str | None) -> None:
+    if checkpoint is not None and len(labels) > 1:
+        raise ValueError(f"checkpoint is {checkpoint!r}, and {len(labels)} models are given: name each by its file")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.samples import PerSample, each
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
     """Return acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
+    return {name: samples.mean() for name, samples in composition_samples(features, folder, options).items()}
+
+
+def composition_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
+    """Return the metric of `composition` image by image."""
     pairs = features.pairs(folder, options.split)
     single = pairs.owner.bincount(minlength=len(pairs.images)) < 2
     if single.any():
@@ -18,7 +25,7 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
             f"evaluation folder {folder.name!r}: image {int(single.nonzero()[0, 0])} of split {options.split!r} has "
             "fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
         )
-    return {"acc": selection_accuracy(pairs.images, pairs.texts, pairs.owner)}
+    return {"acc": each(selections(pairs.images, pairs.texts, pairs.owner))}
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
@@ -27,9 +34,14 @@ def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
     Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending. An exact tie counts as right,
     as in CLIP_benchmark, where this is `acc` and `text_acc`. Its `image_acc` is always 1 with one image to choose from.
     """
-    right, start = 0, 0
+    return selections(images, texts, owner).sum().item() / len(images)
+
+
+def selections(images: Tensor, texts: Tensor, owner: Tensor) -> Tensor:
+    """Return which images score highest with the first of their captions, bool [N]; see `selection_accuracy`."""
+    right, start = [], 0
     for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):
         captions = texts[start : start + count]
-        right += int((image[None] @ captions.T).argmax()) == 0
+        right.append(int((image[None] @ captions.T).argmax()) == 0)
         start += count
-    return right / len(images)
+    return torch.tensor(right)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from diffvision.evaluation.distributed import rank_and_world
 from diffvision.progress import track
 
 
-def listed(names: str | list[str]) -> list[str]:
-    """Return a list as the command line gives it: itself, or names separated by commas."""
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+def listed(names: str | Path | Sequence[str | Path]) -> list[str]:
+    """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths."""
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",")]
+    return [str(name) for name in ([names] if isinstance(names, Path) else names)]
 
 
 def bar(batches: Any, description: str) -> Iterable:

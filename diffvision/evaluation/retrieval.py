@@ -10,12 +10,18 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.samples import PerSample, each
 
 
 def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
     """Return image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`."""
+    return {name: samples.mean() for name, samples in retrieval_samples(features, folder, options).items()}
+
+
+def retrieval_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
+    """Return the metrics of `retrieval` query by query."""
     pairs = features.pairs(folder, options.split)
-    return recalls(
+    return recall_samples(
         pairs.images, pairs.texts, pairs.owner, options.recall_k, chunk=options.chunk, device=features.device
     )
 
@@ -39,14 +45,28 @@ def recalls(
         chunk: queries at a time; never more than `chunk` rows of scores exist.
         device: where the scores are sorted.
     """
+    samples = recall_samples(images, texts, owner, recall_k, chunk=chunk, device=device)
+    return {name: each_query.mean() for name, each_query in samples.items()}
+
+
+def recall_samples(
+    images: Tensor,
+    texts: Tensor,
+    owner: Tensor,
+    recall_k: Sequence[int],
+    *,
+    chunk: int,
+    device: torch.device | str,
+) -> dict[str, PerSample]:
+    """Return the metrics of `recalls` query by query; the captions of an image are one unit."""
     found_images = _best(texts, images, recall_k, chunk, device)
     found_texts = _best(images, texts, recall_k, chunk, device)
-    metrics = {}
+    samples = {}
     for k in recall_k:
-        metrics[f"image_retrieval_recall@{k}"] = _share((found_images[k] == owner[:, None]).any(dim=1))
+        samples[f"image_retrieval_recall@{k}"] = PerSample((found_images[k] == owner[:, None]).any(dim=1), owner)
         of_images = owner[found_texts[k]] == torch.arange(len(images))[:, None]
-        metrics[f"text_retrieval_recall@{k}"] = _share(of_images.any(dim=1))
-    return metrics
+        samples[f"text_retrieval_recall@{k}"] = each(of_images.any(dim=1))
+    return samples
 
 
 def _best(
@@ -59,7 +79,3 @@ def _best(
         for k in recall_k:  # one topk for each K: among equal scores the first of ten need not be the first of one
             best[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
     return {k: torch.cat(parts) for k, parts in best.items()}
-
-
-def _share(hits: Tensor) -> float:
-    return hits.sum().item() / len(hits)

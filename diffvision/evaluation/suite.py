@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.cache import Cache
-from diffvision.evaluation.classification import classification
-from diffvision.evaluation.composition import composition
+from diffvision.evaluation.classification import classification, classifier_samples
+from diffvision.evaluation.composition import composition, composition_samples
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import check_folder, write_json
-from diffvision.evaluation.retrieval import retrieval
-from diffvision.evaluation.zero_shot import zero_shot
-from diffvision.opening import Model
+from diffvision.evaluation.retrieval import retrieval, retrieval_samples
+from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
 from diffvision.tables import show
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Evaluation(NamedTuple):
     record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
     probe: bool = False  # fitted on a training split; reads no text
     asked: bool = False  # runs only if it is named in `tasks`, as the probes do
+    # The same metrics sample by sample; None where they are not means over samples of the split.
+    samples: Callable[[Features, Any, Options], dict[str, PerSample]] | None = None
 
     @property
     def by_default(self) -> bool:
@@ -43,10 +45,10 @@ class Evaluation(NamedTuple):
 
 
 EVALUATIONS = {
-    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification"),
-    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval"),
-    "composition": Evaluation(composition, "composition", "image_caption_selection"),
-    "classification": Evaluation(classification, "zero_shot", "classification", asked=True),
+    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification", samples=zero_shot_samples),
+    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval", samples=retrieval_samples),
+    "composition": Evaluation(composition, "composition", "image_caption_selection", samples=composition_samples),
+    "classification": Evaluation(classification, "zero_shot", "classification", asked=True, samples=classifier_samples),
     "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
@@ -126,14 +128,39 @@ def expand(tasks: Iterable[str]) -> list[str]:
     return names
 
 
-def report(metrics: dict[str, float], opened: Model, spec: str, checkpoint: str | None, output: str | None) -> None:
-    """Print the table, and write the records. A file of weights is recorded as the checkpoint of its model's name."""
-    model, weights = spec, checkpoint or ""
-    if checkpoint is None and opened.weights == spec and Path(spec).is_file():
-        model, weights = opened.name, spec
-    shown = weights or ("untrained weights" if opened.weights is None else "the model's weights")
-    rows = records(metrics, model=model, pretrained=weights)
-    show(table(metrics, f"{model}, {shown}"), data=rows)
+class Evaluated(NamedTuple):
+    """A model that was evaluated: its name, the origin of its weights, and what was given for it."""
+
+    name: str
+    weights: str | None
+    spec: str
+
+
+def report(
+    results: Mapping[str, dict[str, float]], models: Mapping[str, Evaluated], checkpoint: str | None, output: str | None
+) -> None:
+    """Print the table, with a column for each of several models, and write the records.
+
+    A file of weights is recorded as the checkpoint of its model's name.
+
+    Args:
+        results: metrics by the model's label.
+        models: by label.
+        checkpoint: of a single model, as it was given.
+        output: as `write_records`; None writes nothing.
+    """
+    rows: list[dict[str, Any]] = []
+    title = ""
+    for label, metrics in results.items():
+        name, origin, spec = models[label]
+        model, weights = spec, checkpoint or ""
+        if checkpoint is None and origin == spec and Path(spec).is_file():
+            model, weights = name, spec
+        shown = weights or ("untrained weights" if origin is None else "the model's weights")
+        title += f"{label}: {model}, {shown}\n" if len(results) > 1 else f"{model}, {shown}"
+        rows += records(metrics, model=model, pretrained=weights)
+    several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)
+    show(several, data=rows)
     if output is not None:
         write_records(rows, output)
 
@@ -211,30 +238,43 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
     if output.suffix == ".json":
         write_json(output, rows)
         return
+    names: list[str] = []
     for row in rows:
         shots = f"_fewshot_k{row['metrics']['fewshot_k']:g}" if "fewshot_k" in row["metrics"] else ""
         weights = Path(row["pretrained"]).name
         model = row["model"].replace("/", "-")
         name = f"{row['dataset']}_{weights}_{model}_{row['language']}_{row['task']}{shots}.json"
+        if name in names:  # two runs' last.ckpt
+            name = name.replace(f"_{weights}_", f"_{row['pretrained'].strip('./').replace('/', '-')}_", 1)
+        names.append(name)
         write_json(output / name, row)
 
 
 def table(metrics: dict[str, float], title: str = "") -> Table:
     """Return the metrics as a table for the terminal, one row for each metric."""
+    return side_by_side({"value": metrics}, title)
+
+
+def side_by_side(results: Mapping[str, Mapping[str, float]], title: str = "") -> Table:
+    """Return the metrics of several models as a table for the terminal, one column for each model."""
     from rich.table import Table
 
-    printed = Table(title=title or None, title_justify="left")
+    printed = Table(title=title.rstrip() or None, title_justify="left")
     for column in ("task", "dataset", "metric"):
         printed.add_column(column)
-    printed.add_column("value", justify="right")
+    for label in results:
+        printed.add_column(label, justify="right", overflow="fold")
     previous: list[str] = []
-    for key, value in metrics.items():
+    for key in dict.fromkeys(key for metrics in results.values() for key in metrics):
         names = key.split("/", 2)
         # Task and dataset are printed in the first row of their section only.
         if previous and previous[:2] != names[:2]:
             printed.add_section()
         cells = names if previous[:2] != names[:2] else ["", "", names[2]]
-        printed.add_row(*cells, f"{value:.4f}" if isinstance(value, float) and value < 1000 else f"{value:g}")
+        values = [metrics.get(key, "") for metrics in results.values()]
+        printed.add_row(
+            *cells, *(f"{v:.4f}" if isinstance(v, float) and v < 1000 else f"{v:g}" if v != "" else "" for v in values)
+        )
         previous = names
     return printed
 

@@ -12,6 +12,9 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import local_labels, prompts_of
+from diffvision.evaluation.samples import PerSample, each
+
+METRICS = ("acc1", "acc5", "mean_per_class_recall")
 
 
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
@@ -20,6 +23,16 @@ def zero_shot(features: Features, folder: EvaluationFolder, options: Options) ->
     A class's vector is the normalised mean of its prompts' unit vectors; an image's logits are 100 times its cosine
     similarities to these vectors.
     """
+    return classification_metrics(*_logits(features, folder, options))
+
+
+def zero_shot_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
+    """Return the metrics of `zero_shot` image by image."""
+    return classification_samples(*_logits(features, folder, options))
+
+
+def _logits(features: Features, folder: EvaluationFolder, options: Options) -> tuple[Tensor, Tensor]:
+    """Return logits [N, C] of a split's images, and their labels [N]."""
     prompts = prompts_of(folder)
     classifier = features.classes(prompts.texts()).to(features.device).T
     images, labels = features.images(folder, options.split)
@@ -31,7 +44,7 @@ def zero_shot(features: Features, folder: EvaluationFolder, options: Options) ->
             (100.0 * F.normalize(batch.to(features.device), dim=-1) @ classifier).cpu()
             for batch in images.split(features.batch_size)
         ]
-    return classification_metrics(torch.cat(logits), labels)
+    return torch.cat(logits), labels
 
 
 def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -40,13 +53,14 @@ def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     acc5 is NaN with fewer than five classes. Recall is averaged over the classes that occur among the labels. Among
     equal logits the order is torch.topk's, and for the recall torch.argmax's.
     """
+    samples = classification_samples(logits, labels)
+    return {name: samples[name].mean() if name in samples else math.nan for name in METRICS}
+
+
+def classification_samples(logits: Tensor, labels: Tensor) -> dict[str, PerSample]:
+    """Return the metrics of `classification_metrics` sample by sample; no acc5 with fewer than five classes."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    right = logits.argmax(dim=1) == labels
-    count = torch.bincount(labels, minlength=logits.shape[1])
-    hits = torch.bincount(labels[right], minlength=logits.shape[1])
-    recall = hits[count > 0].double() / count[count > 0]
-    return {
-        "acc1": top[:, 0].sum().item() / len(labels),
-        "acc5": top.sum().item() / len(labels) if logits.shape[1] >= 5 else math.nan,
-        "mean_per_class_recall": recall.mean().item(),
-    }
+    samples = {"acc1": each(top[:, 0]), "mean_per_class_recall": each(logits.argmax(dim=1) == labels, labels)}
+    if logits.shape[1] >= 5:
+        samples["acc5"] = each(top.any(dim=1))
+    return {name: samples[name] for name in METRICS if name in samples}

@@ -20,14 +20,9 @@ from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import page, sections
 from diffvision.inspection.summary import as_json
 from diffvision.opening import Model, labelled, open_model
+from diffvision.opening.model import KINDS
 
 MOST = 8  # pictures, and captions or texts
-KIND = {
-    "open_clip": "an image-text model",
-    "timm": "an image model",
-    "language": "a language model",
-    "transformers": "a language model",
-}
 
 
 def inspect_models(
@@ -105,8 +100,8 @@ def open_models(
         models = [
             dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
         ]
-    if len({KIND[one.host] for one in models}) > 1:
-        kinds = " and ".join(f"{one.name} is {KIND[one.host]}" for one in models)
+    if len({KINDS[one.host] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KINDS[one.host]}" for one in models)
         raise ValueError(f"{kinds}: models of one kind are compared")
     for one in models:
         check_model(one)
@@ -167,7 +162,7 @@ def pictures_and_passages(
         return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
         raise ValueError(
-            f"answers are given, and {first.name} is {KIND[first.host]}: they are for language models' texts"
+            f"answers are given, and {first.name} is {KINDS[first.host]}: they are for language models' texts"
         )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
@@ -196,7 +191,7 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 
 def _about(models: Sequence[Model]) -> list[str]:
     lines = [
-        f"{one.name}: {KIND[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        f"{one.name}: {KINDS[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
         for one in models
     ]
     return [

@@ -10,6 +10,12 @@ from torch import nn
 
 Host = Literal["open_clip", "timm", "language", "transformers"]
 """The library that builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""
+KINDS: dict[Host, str] = {
+    "open_clip": "an image-text model",
+    "timm": "an image model",
+    "language": "a language model",
+    "transformers": "a language model",
+}
 
 
 @dataclass(frozen=True)

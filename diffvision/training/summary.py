@@ -1,35 +1,45 @@
 """What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end.
 
-What is shown in between is in `progress`.
+The end is also kept in the run's directory, as summary.txt, with a picture of all curves, curves.png. What is shown in
+between is in `progress`.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import time
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
+from diffvision.analysis.curves import read_metrics
+from diffvision.analysis.figures import png, run_overview
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import duration, total_steps
+
+SUMMARY, CURVES = "summary.txt", "curves.png"
 
 
 class RunSummary(pl.Callback):
     """Prints the model before training, and afterwards metrics, checkpoints and the command to evaluate the best one.
 
     Before: name, parameters and device. Afterwards: the metrics of the last evaluation, and the paths of the best and
-    the last checkpoint.
+    the last checkpoint. With Lightning's CSVLogger all this is kept in summary.txt, and the curves in curves.png.
     """
 
     def __init__(self) -> None:
@@ -56,17 +66,36 @@ class RunSummary(pl.Callback):
         self._measured |= {name: None for name in trainer.callback_metrics if name not in self._before}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the metrics, the checkpoints and the next command."""
+        """Print the metrics, the checkpoints and the next command, and keep them with the curves."""
         if not trainer.is_global_zero:
             return
         total = total_steps(trainer)
         steps = f"{trainer.global_step:,}" + (f" of {total:,}" if total not in (None, trainer.global_step) else "")
-        print(f"trained to step {steps} in {duration(time.monotonic() - self._start)}")
+        trained = f"trained to step {steps} in {duration(time.monotonic() - self._start)}"
         metrics = {name: float(trainer.callback_metrics[name]) for name in self._measured}
+        final = table(metrics, "last evaluation") if metrics else ""
+        paths = "\n".join(kept(trainer, pl_module))
+        print(trained)
         if metrics:
-            Console().print(table(metrics, "last evaluation"))
-        for text in kept(trainer, pl_module):
-            print(text, flush=True)
+            Console().print(final)
+        if paths:
+            print(paths, flush=True)
+        keep(trainer, [described(trainer, pl_module), trained, final, paths])
+
+
+def keep(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
+    """Write a run's last words and its curves into its directory; a failure is a warning, since the run is done."""
+    logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
+    if logger is None or "://" in logger.log_dir:
+        return
+    directory, text = Path(logger.log_dir), io.StringIO()
+    Console(file=text, width=100, soft_wrap=True).print(*parts, sep="\n")
+    try:
+        logger.save()  # rows that are not in the file yet
+        write_bytes(directory / SUMMARY, text.getvalue().encode())
+        write_bytes(directory / CURVES, png(run_overview(read_metrics(directory))))
+    except Exception as error:  # a library's, while it draws, may be of any class
+        warnings.warn(f"{directory / CURVES} could not be written: {error}", stacklevel=2)
 
 
 def described(trainer: pl.Trainer, module: pl.LightningModule) -> str:

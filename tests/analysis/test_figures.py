@@ -1,6 +1,7 @@
 """Figures: what is in them, as far as a test can see; how they look was judged by eye."""
 
 import io
+import math
 
 import matplotlib as mpl
 import numpy as np
@@ -39,6 +40,17 @@ def test_run_curves_draw_every_run_in_its_colour():
     pixels = opened(figures.run_curves({"loss": by_name, "accuracy": by_name})).reshape(-1, 3)
     for colour in figures.COLOURS[:2]:
         assert (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum() > 200
+
+
+def test_a_run_has_a_panel_for_each_metric_that_says_something():
+    curve, nothing = Curve([0, 1], [0.8, 0.7]), Curve([0, 1], [0.0, 0.0])
+    layers = {f"lambda/blocks.{depth}.attn": curve for depth in range(3)}
+    none = {"train/skipped_steps": nothing, "zero_shot/x/acc5": Curve([1], [math.nan]), "data/seen": curve}
+    figure = figures.run_overview({"val/acc1": curve, "train/loss": curve, "lambda": curve, **layers, **none})
+    titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
+    assert titles == ["train/loss", "val/acc1", "λ, a line a layer"]
+    assert len(figure.axes[2].lines) == 3
+    assert opened(figures.run_overview({})).size  # a run that logged nothing
 
 
 def test_lambda_curves_part_the_towers():

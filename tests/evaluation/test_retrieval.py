@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.retrieval import recalls
+from diffvision.evaluation.retrieval import recall_samples, recalls
 from diffvision.evaluation.suite import evaluate
 
 
@@ -84,3 +84,13 @@ def test_retrieval_of_a_known_model(circle, to_tensor, numbers, captioned, batch
         "retrieval/memory/image_retrieval_recall@10": 1.0,
         "retrieval/memory/text_retrieval_recall@10": 1.0,
     }
+
+
+def test_queries_of_one_image_are_one_unit():
+    images, texts = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    samples = recall_samples(images, texts, torch.tensor([0, 0, 1]), [1], chunk=2, device="cpu")
+    image_retrieval = samples["image_retrieval_recall@1"]
+    assert image_retrieval.values.tolist() == [True, False, True]
+    assert image_retrieval.units.tolist() == [0, 0, 1]
+    assert samples["text_retrieval_recall@1"].units.tolist() == [0, 1]
+    assert recalls(images, texts, torch.tensor([0, 0, 1]), [1])["image_retrieval_recall@1"] == image_retrieval.mean()

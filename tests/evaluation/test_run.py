@@ -114,6 +114,32 @@ def _torchrun_rank(rank, port, settings, results):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need not import everything again")
+@pytest.mark.filterwarnings("ignore:.*does not record its architecture")
+def test_several_models_have_a_column_each(data, tmp_path, capsys):
+    paths = []
+    for number in range(2):
+        torch.manual_seed(number)
+        paths.append(tmp_path / str(number) / "last.ckpt")
+        paths[-1].parent.mkdir()
+        state = {f"model.{name}": value for name, value in open_clip.create_model("CLIP-debug").state_dict().items()}
+        about = {"pytorch-lightning_version": "2.6.6", "state_dict": state, "diffvision": {"model": "CLIP-debug"}}
+        torch.save(about, paths[-1])
+    models = [f"first={paths[0]}", f"second={paths[1]}"]
+    settings = {"data": str(data / "zero_shot"), "num_workers": 0, "device": "cpu"}
+    both = run(models, **settings, output=str(tmp_path / "records"))
+    assert list(both) == ["first", "second"]
+    assert both["second"] == run(str(paths[1]), **settings)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "acc1" in line and line.count("0.") + line.count("1.") == 2]
+    assert f"{both['first']['zero_shot/colours/acc1']:.4f}" in row
+    written = [json.loads(path.read_text()) for path in sorted((tmp_path / "records").iterdir())]
+    assert sorted(record["pretrained"] for record in written) == [str(path) for path in paths]
+    with pytest.raises(ValueError, match="two models are named 'last': write LABEL=MODEL"):
+        run([str(path) for path in paths], **settings)
+    with pytest.raises(ValueError, match=r"checkpoint is 'x.pt', and 2 models are given"):
+        run(models, **settings, checkpoint="x.pt")
+
+
 def test_under_torchrun(data, checkpoint, tmp_path):
     settings = {
         "model": "DiffCLIP-debug",

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from diffvision.cli import main
+from diffvision.comparison.entries import best_checkpoint
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.training.fit import fit
@@ -91,6 +92,11 @@ def test_a_run_from_its_first_line_to_the_command_it_ends_with(
     best = "runs/fit/version_0/checkpoints/best.ckpt"
     assert any(re.fullmatch(rf"best {monitor} [01]\.\d{{4}}: {best}", text) for text in lines)
     (command,) = [text.partition(": ")[2] for text in lines if text.startswith("evaluate it: ")]
+    written = (tmp_path / "runs/fit/version_0/summary.txt").read_text()
+    assert lines[0] in written
+    assert [text.rstrip() for text in written.splitlines()[1:]] == lines[-len(written.splitlines()) + 1 :]
+    assert (tmp_path / "runs/fit/version_0/curves.png").read_bytes().startswith(b"\x89PNG")
+    assert best_checkpoint(Path("runs/fit/version_0"))[0] == Path(best)
     measured = float(re.search(rf"^best {monitor} ([\d.]+)", out, re.M)[1])
     words = shlex.split(command)
     assert words[0] == "diffvision"
@@ -114,3 +120,13 @@ def test_a_bar_that_is_asked_for_stays(data, tmp_path):
     flags = ["--trainer.callbacks+=RichProgressBar", "--trainer.limit_train_batches=1"]
     cli = run(data, tmp_path, *CONTRASTIVE, *flags)
     assert type(cli.trainer.progress_bar_callback) is RichProgressBar
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_warning(data, tmp_path, monkeypatch, capfd):
+    def fail(curves):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("diffvision.training.summary.run_overview", fail)
+    with pytest.warns(UserWarning, match=r"curves.png could not be written: no font"):
+        run(data, tmp_path, *CONTRASTIVE, "--trainer.limit_train_batches=1")
+    assert "trained to step 2" in (tmp_path / "fit" / "version_0" / "summary.txt").read_text()

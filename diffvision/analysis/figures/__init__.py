@@ -12,7 +12,7 @@ from diffvision.analysis.figures.images import (
     difference_of_maps,
     retrieved_images,
 )
-from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves
+from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves, run_overview
 from diffvision.analysis.figures.style import COLOURS, colours_of, png
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "png",
     "retrieved_images",
     "run_curves",
+    "run_overview",
 ]

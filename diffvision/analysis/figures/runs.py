@@ -3,38 +3,75 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.style import colours_of, draw_bars, legend_below, panels, styled
+from diffvision.analysis.figures.style import COLOURS, colours_of, draw_bars, legend_below, panels, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @styled
-def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]]) -> Figure:
+def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]], xlabel: str = "step") -> Figure:
     """Return a figure that compares runs over their steps, one panel per metric.
 
     Each run is the mean over its seeds, with a band of one standard deviation around it where there are several.
 
     Args:
         metrics: {metric: {run: [one curve per seed]}}.
+        xlabel: what the curves are over.
     """
     colours = colours_of(run for runs in metrics.values() for run in runs)
     figure, axes = panels(len(metrics), width=3.6, height=2.8)
     for ax, (metric, runs) in zip(axes, metrics.items(), strict=True):
         for run, curves in runs.items():
             steps, mean, spread = _over_seeds(curves)
-            ax.plot(steps, mean, color=colours[run], linewidth=1.8, label=run)
+            ax.plot(steps, mean, color=colours[run], linewidth=1.8, label=run, marker="o" if len(steps) == 1 else None)
             if len(curves) > 1:
                 ax.fill_between(steps, mean - spread, mean + spread, color=colours[run], alpha=0.18, linewidth=0)
-        ax.set(title=metric, xlabel="step")
+        ax.set(title=metric, xlabel=xlabel)
         ax.margins(x=0.02)
     return legend_below(figure, axes[0], columns=len(colours))
+
+
+@styled
+def run_overview(curves: Mapping[str, Curve]) -> Figure:
+    """Return a figure of one run: a panel for each metric over the steps, and one for lambda of all layers.
+
+    Args:
+        curves: as `curves.read_metrics` returns them; the counts of samples (`data/...`) are left out.
+    """
+    import matplotlib as mpl
+
+    from diffvision.analysis.figures.figure import StyledFigure
+
+    layers = {name: curve for name, curve in curves.items() if name.startswith("lambda/")}
+    shown = [name for name in curves if not name.startswith(("data/", "lambda")) and _says_something(curves[name])]
+    shown.sort(key=lambda name: (not name.endswith("loss"), name.startswith("train/"), name))
+    count = len(shown) + bool(layers)
+    columns = min(4, max(count, 1))
+    rows = math.ceil(count / columns) or 1
+    figure = StyledFigure(figsize=(2.7 * columns, 2.1 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax, name in zip(axes, shown, strict=False):
+        dots = "o" if len(curves[name].steps) < 20 else None
+        ax.plot(*curves[name], color=COLOURS[0], linewidth=1.4, marker=dots, markersize=3)
+        ax.set_title(name, fontsize=9)
+    if layers:
+        shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
+        for curve, shade in zip(layers.values(), shades, strict=True):
+            axes[count - 1].plot(*curve, color=shade, linewidth=1.2)
+        axes[count - 1].set_title("λ, a line a layer", fontsize=9)
+    for ax in axes[count:]:
+        ax.set_axis_off()
+    for ax in axes[max(count - columns, 0) : count]:
+        ax.set_xlabel("step")
+    return figure
 
 
 @styled
@@ -82,6 +119,11 @@ def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str 
         draw_bars(ax, metrics, lambda mean: f"{mean:.3g}")
     ax.set_ylabel(unit)
     return legend_below(figure, ax, columns=len(names))
+
+
+def _says_something(curve: Curve) -> bool:
+    """Return whether a value is finite and not 0, unlike the accuracy of five of three classes, or skipped steps."""
+    return any(math.isfinite(value) and value for value in curve.values)
 
 
 def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -47,7 +47,7 @@ def associative_recall(
         raise ValueError("no document has two tokens: a bigram needs them")
     totals, counts = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     with evaluating(model):
-        for losses, scored, tokens in scored_windows(model, pieces, batch_size, progress, "associative recall"):
+        for _, losses, scored, tokens in scored_windows(model, pieces, batch_size, progress, "associative recall"):
             hits = repeated_bigrams(tokens)
             if frequent is not None:
                 hits &= ~torch.isin(_codes(tokens), frequent)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diffvision.evaluation.language.scoring import Progress, padded_batches, token_losses, unseen
+from diffvision.evaluation.samples import PerSample
 from diffvision.models.modes import evaluating
 
 
@@ -75,7 +76,7 @@ def perplexity(
         raise ValueError("no document has two tokens: perplexity needs one to read and one to predict")
     total, count = 0.0, 0
     with evaluating(model):
-        for losses, scored, _ in scored_windows(model, pieces, batch_size, progress, "perplexity"):
+        for _, losses, scored, _ in scored_windows(model, pieces, batch_size, progress, "perplexity"):
             total += losses[scored].double().sum().item()
             count += int(scored.sum())
     metrics = {"nll": total / count, "perplexity": exponential(total / count), "tokens": float(count)}
@@ -84,16 +85,47 @@ def perplexity(
     return metrics
 
 
+def perplexity_samples(
+    model: Any,
+    documents: Sequence[Tensor],
+    *,
+    window: int,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, PerSample]:
+    """Return nll and perplexity window by window; the windows of a document are one unit.
+
+    Args:
+        model, documents, batch_size, progress: as `perplexity`.
+        window: as `windows`.
+
+    Raises:
+        ValueError: as `perplexity`.
+    """
+    cut = [(piece, number) for number, document in enumerate(documents) for piece in windows(document, window)]
+    if not cut:
+        raise ValueError("no document has two tokens: perplexity needs one to read and one to predict")
+    pieces = [piece for piece, _ in cut]
+    sums = torch.zeros(len(cut), dtype=torch.float64)
+    counts = torch.zeros(len(cut), dtype=torch.int64)
+    with evaluating(model):
+        for numbers, losses, scored, _ in scored_windows(model, pieces, batch_size, progress, "perplexity"):
+            sums[numbers] = losses.double().where(scored, 0.0).sum(dim=1)
+            counts[numbers] = scored.sum(dim=1)
+    nll = PerSample(sums, torch.tensor([number for _, number in cut]), weights=counts)
+    return {"nll": nll, "perplexity": nll._replace(exponential=True)}
+
+
 def scored_windows(
     model: Any, pieces: Sequence[Window], batch_size: int, progress: Progress, description: str
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield by batches on the CPU: losses [B, N - 1], which of them count [B, N - 1], and the tokens [B, N]."""
+) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
+    """Yield by batches on the CPU: windows' numbers [B], losses and which count [B, N - 1], and tokens [B, N]."""
     batches = list(padded_batches([piece.tokens.tolist() for piece in pieces], batch_size))
     for numbers, tokens, lengths in progress(batches, description):
         target = torch.arange(1, tokens.shape[1])
         first = torch.tensor([pieces[number].first for number in numbers])
         scored = (target >= first[:, None]) & (target < lengths[:, None])
-        yield token_losses(model, tokens).cpu(), scored, tokens
+        yield numbers, token_losses(model, tokens).cpu(), scored, tokens
 
 
 def exponential(nll: float) -> float:

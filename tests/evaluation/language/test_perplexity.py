@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
-from diffvision.evaluation.language.perplexity import perplexity, windows
+from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples, windows
 from diffvision.evaluation.language.position_nll import position_nll
 
 NEXT = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]
@@ -20,6 +20,17 @@ def test_perplexity_weighs_tokens_not_documents(table):
     assert metrics["nll"] == pytest.approx(7 / 4 * LN2, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(2 ** (7 / 4), rel=1e-6)
     assert metrics["bits_per_byte"] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_perplexity_window_by_window(table):
+    documents = [torch.randint(3, (9,)), torch.tensor([1]), torch.randint(3, (31,)), torch.tensor([2, 0])]
+    samples = perplexity_samples(table(NEXT), documents, window=4, batch_size=3)
+    whole = perplexity(table(NEXT), documents, window=4)
+    assert samples["nll"].mean() == pytest.approx(whole["nll"], rel=1e-6)
+    assert samples["perplexity"].mean() == pytest.approx(whole["perplexity"], rel=1e-6)
+    assert samples["nll"].units.tolist() == [0] * 2 + [2] * 8 + [3]  # documents; one token alone is no sample
+    assert samples["nll"].weights.tolist() == [4, 4] + [4] * 7 + [2] + [1]
+    assert samples["nll"].values[-1].item() == pytest.approx(3 * LN2)
 
 
 @pytest.mark.parametrize(("window", "stride"), [(4, None), (4, 4), (4, 3), (4, 1), (1, 1), (100, 7)])

@@ -1,0 +1,83 @@
+"""`diffvision compare`: models next to each other. Its steps are in `comparing`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffvision.evaluation.options import Options, Precision
+
+if TYPE_CHECKING:
+    from diffvision.comparison.result import Comparison
+
+
+def compare(
+    models: str | list[str],
+    *,
+    data: str | list[str] | None = None,
+    tasks: str | list[str] | None = None,
+    output: str | list[str] | None = None,
+    cache: str | None = None,
+    rounds: int = 5,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    device: str = "auto",
+    precision: Precision = "fp32",
+    options: Options = Options(),  # noqa: B008  frozen
+) -> Comparison:
+    """Compare two or more models of one kind: metrics with intervals of their differences, cost, curves and lambda.
+
+    Prints tables. Differences are from the first model. Runs that differ in their seeds alone are one model, with mean
+    and standard deviation.
+
+    Args:
+        models: directories of training runs (their best checkpoint, or the last), checkpoints, folders of models and
+            names, one after the other, as `diffvision.open_model` takes them; LABEL= before one names it in tables.
+        data: evaluation folders, or folders that hold some (a list, or separated by commas); text for language models.
+            By default what the runs were evaluated on.
+        tasks: zero_shot, retrieval, composition, classification and the other evaluations of `diffvision evaluate`;
+            by default those that fit. Language models are compared by perplexity.
+        output: files to write: .html for a page with figures, .json, .csv (a list, or separated by commas).
+        cache: folder that features are kept in, as `diffvision evaluate` has it.
+        rounds: how often each model's speed is measured; 0 for no speed.
+        batch_size: images a batch.
+        num_workers: processes that read and decode images.
+        device: auto, cpu, cuda, cuda:1, ...
+        precision: fp32, bf16 or fp16.
+        options: the evaluations' settings.
+
+    Raises:
+        ValueError, FileNotFoundError: one model only; models of several kinds, or with one label; no data; an output
+            of another ending.
+    """
+    from diffvision.comparison.comparing import compare_models
+    from diffvision.comparison.measuring import Settings
+    from diffvision.comparison.output import check_outputs, write_outputs
+    from diffvision.evaluation.cache import Cache
+    from diffvision.evaluation.distributed import resolve_device
+    from diffvision.evaluation.output import check_folder, listed
+    from diffvision.tables import show
+
+    outputs = [] if output is None else listed(output)
+    check_outputs(outputs)
+    if cache is not None:
+        check_folder(cache, "cache")
+    if rounds < 0:
+        raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
+    settings = Settings(
+        batch_size=batch_size,
+        num_workers=num_workers,
+        device=resolve_device(device),
+        precision=precision,
+        cache=None if cache is None else Cache(cache),
+        options=options,
+    )
+    comparison = compare_models(
+        [models] if isinstance(models, str) else [str(model) for model in models],
+        None if data is None else listed(data),
+        None if tasks is None else listed(tasks),
+        settings,
+        rounds,
+    )
+    show(comparison.show, data=comparison.to_dict())
+    write_outputs(comparison, outputs)
+    return comparison

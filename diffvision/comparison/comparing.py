@@ -1,0 +1,204 @@
+"""The steps of a comparison: open the models, measure each, and put the numbers next to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from diffvision.analysis.curves import Curve, over_seconds, read_metrics
+from diffvision.analysis.lambdas import layer_lambdas
+from diffvision.comparison.costs import Cost, costs
+from diffvision.comparison.entries import Entry, Group, grouped, read_entries
+from diffvision.comparison.intervals import difference
+from diffvision.comparison.measuring import (
+    Documents,
+    Measured,
+    Planned,
+    Settings,
+    data_of,
+    few_images,
+    image_plan,
+    measure_images,
+    measure_text,
+    read_text,
+    shared_window,
+)
+from diffvision.comparison.result import Comparison, Contestant, Row
+from diffvision.opening import Model, open_model
+from diffvision.opening.model import KINDS
+
+Seeds = list[dict[str, Measured]]
+
+
+def compare_models(
+    specs: Sequence[str],
+    data: Sequence[str] | None,
+    tasks: Sequence[str] | None,
+    settings: Settings,
+    rounds: int,
+) -> Comparison:
+    """Compare models; the arguments are those of `compare`.
+
+    Raises:
+        ValueError, FileNotFoundError: fewer than two models, models of several kinds or of one label, no data; what
+            opening and the evaluations raise.
+    """
+    entries = read_entries(specs)
+    groups = grouped(entries)
+    data = data_of(entries) if data is None else data
+    opened = {entry.model: open_model(entry.model, device=settings.device) for entry in entries}
+    kind = _one_kind(groups, opened)
+    models = [dataclasses.replace(opened[group.entries[0].model], name=group.label) for group in groups]
+    window = shared_window(list(opened.values()), entries)
+    if models[0].is_language:
+        if tasks not in (None, ["perplexity"]):
+            raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
+                             "`diffvision evaluate-language` has the others")  # fmt: skip
+        documents = {name: read_text(model.for_text(), data) for name, model in opened.items()}
+        measured = _measured_text(groups, opened, documents, window, settings)
+        seen = {
+            name: {"tokens": texts.tokens[0][None, :window].to(settings.device)} for name, texts in documents.items()
+        }
+    else:
+        planned = image_plan(data, tasks, models[0].host, settings.options)
+        measured = _measured_images(groups, opened, planned, settings)
+        seen = {name: few_images(model, planned, settings) for name, model in opened.items()}
+    by_model = costs(models, settings, window, rounds)
+    contestants = [_contestant(group, opened, seen, cost) for group, cost in zip(groups, by_model, strict=True)]
+    metrics = _rows(measured)
+    unit = {"open_clip": "pairs", "timm": "images"}.get(models[0].host, "tokens")
+    return Comparison(kind, contestants, metrics, unit, _notes(metrics, models[0], window, rounds, settings))
+
+
+def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
+    """Return what all models are; raise a ValueError where they are not of one kind."""
+    kinds = {group.label: KINDS[opened[entry.model].host] for group in groups for entry in group.entries}
+    if len(set(kinds.values())) > 1:
+        named = ", ".join(f"{label} is {kind}" for label, kind in kinds.items())
+        raise ValueError(f"{named}: models of one kind are compared")
+    return next(iter(kinds.values()))
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+
+def _measured_images(
+    groups: Sequence[Group], opened: Mapping[str, Model], planned: Planned, settings: Settings
+) -> dict[str, Seeds]:
+    return {
+        group.label: [
+            measure_images(dataclasses.replace(opened[entry.model], name=group.label), planned, settings)
+            for entry in group.entries
+        ]
+        for group in groups
+    }
+
+
+def _measured_text(
+    groups: Sequence[Group],
+    opened: Mapping[str, Model],
+    documents: Mapping[str, Documents],
+    window: int,
+    settings: Settings,
+) -> dict[str, Seeds]:
+    same_tokens = len({text.digest for text in documents.values()}) == 1
+    return {
+        group.label: [
+            measure_text(
+                dataclasses.replace(opened[entry.model], name=group.label),
+                documents[entry.model],
+                window,
+                same_tokens=same_tokens,
+                batch_size=min(settings.batch_size, 8),
+            )
+            for entry in group.entries
+        ]
+        for group in groups
+    }
+
+
+def _rows(measured: Mapping[str, Seeds]) -> list[Row]:
+    """Return the metrics that all models have, with the differences from the first model."""
+    first, *others = measured
+    rows = []
+    for metric in measured[first][0]:
+        if not all(metric in seed for seeds in measured.values() for seed in seeds):
+            continue
+        values = {label: [seed[metric].value for seed in seeds] for label, seeds in measured.items()}
+        samples = {label: seeds[0][metric].samples for label, seeds in measured.items()}
+        differences = {
+            label: difference(values[first], values[label], (samples[first], samples[label])) for label in others
+        }
+        of_first = samples[first]
+        if of_first is None:
+            count = None
+        else:
+            count = len(of_first.values) if of_first.weights is None else int(of_first.weights.sum())
+        rows.append(Row(metric, count, values, differences))
+    return rows
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def _contestant(
+    group: Group, opened: Mapping[str, Model], seen: Mapping[str, Mapping[str, Tensor]], cost: Cost
+) -> Contestant:
+    """Return one model's part of the comparison; `seen` is a batch for each file, over which V2's lambda is a mean."""
+    lambdas: dict[str, list[float]] = {}
+    for entry in group.entries:
+        for name, value in layer_lambdas(opened[entry.model].module, seen[entry.model]).items():
+            lambdas.setdefault(name, []).append(value)
+    curves, timed = _curves(group.entries)
+    specs = [entry.model for entry in group.entries]
+    which = ["new weights" if opened[entry.model].weights is None else entry.which for entry in group.entries]
+    return Contestant(group.label, specs, which, cost, lambdas, curves, timed)
+
+
+def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str, list[Curve]]]:
+    """Return the curves of the runs over steps, and over seconds."""
+    over_steps: dict[str, list[Curve]] = {}
+    over_time: dict[str, list[Curve]] = {}
+    for entry in entries:
+        try:
+            curves = read_metrics(entry.run) if entry.run is not None else {}
+        except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
+            continue
+        size = entry.setting("data", "init_args", "batch_size")
+        batches = entry.setting("trainer", "accumulate_grad_batches") or 1
+        timed = over_seconds(curves, size * batches) if isinstance(size, int) else {}
+        for kept, of_run in ((over_steps, curves), (over_time, timed)):
+            for name, curve in of_run.items():
+                kept.setdefault(name, []).append(curve)
+    return over_steps, over_time
+
+
+def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings: Settings) -> list[str]:
+    methods = {one.method for row in rows for one in row.differences.values()}
+    notes = []
+    if "paired" in methods:
+        notes.append(
+            "Paired: both models saw the same samples. Intervals are a bootstrap's of 10,000 draws of images or "
+            "documents; a difference is marked if its interval excludes zero and McNemar's p is below 0.05. One run of "
+            "each says nothing about other seeds."
+        )
+    if "seeds" in methods:
+        notes.append(
+            "Over seeds: mean ± standard deviation; intervals are Welch's of the difference of two means, and a "
+            "difference is marked if its interval excludes zero."
+        )
+    what = f"a row of {window} tokens" if first.is_language else "an image"
+    what += " and a caption" if first.tokenizer is not None and not first.is_language else ""
+    counted = f"FLOPs: a forward pass of {what}; products of matrices and convolutions, 2 a multiply-add, attention "
+    notes.append(f"{counted}by its formula.")
+    if rounds:
+        on_gpu, threads = settings.device.startswith("cuda"), torch.get_num_threads()
+        machine = torch.cuda.get_device_name() if on_gpu else f"a CPU, {threads} thread{'s' * (threads > 1)}"
+        notes.append(
+            f"Speed: forward passes on {machine}, {settings.precision}, all models in turns, {rounds} rounds; the "
+            "ratio is the median over the rounds."
+        )
+    return notes

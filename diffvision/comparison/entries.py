@@ -1,0 +1,229 @@
+"""The models of a comparison: which file each argument stands for, and which of them are seeds of one model.
+
+A run's directory stands for its best checkpoint, or the last one where it watched no metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from diffvision.models.checkpoint import harmless
+from diffvision.opening import labelled
+from diffvision.opening.weights import run_of
+
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_MAX_DEPTH = 4
+# Settings that do not change which model a run trains.
+_INCIDENTAL = ("seed_everything", "data.init_args.seed", "ckpt_path", "weights_only", "resume", "resume_ranks")
+_INCIDENTAL_TRAINER = ("logger", "default_root_dir", "callbacks", "enable_progress_bar", "log_every_n_steps")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One argument of a comparison.
+
+    Attributes:
+        spec: as it was given, without a label.
+        model: for `open_model`.
+        which: what the model is, in words: "best zero_shot/digits/acc1 0.9521", "last, step 786", "as given".
+        given_label: before the =; None where there was none.
+        run: the directory of the training run; None where the model is not a file of one.
+        config: of the run; empty without one.
+    """
+
+    spec: str
+    model: str
+    which: str
+    given_label: str | None = None
+    run: Path | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def setting(self, *path: str) -> Any:
+        """Return the value of the run's configuration at a path of keys, or None."""
+        value: Any = self.config
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def seed(self) -> Any:
+        """The seeds of the run: of everything, and of its data."""
+        return self.setting("seed_everything"), self.setting("data", "init_args", "seed")
+
+    @property
+    def label(self) -> str:
+        """The label as given, or the model's name in the run, or the last part of the path."""
+        if self.given_label is not None:
+            return self.given_label
+        trained = self.setting("model", "init_args", "model")
+        return labelled(trained if isinstance(trained, str) else self.spec)[0]
+
+
+@dataclass
+class Group:
+    """One model of a comparison, with one entry for each of its seeds."""
+
+    label: str
+    entries: list[Entry]
+
+
+def read_entries(models: Sequence[str]) -> list[Entry]:
+    """Return what each argument stands for.
+
+    Raises:
+        ValueError: fewer than two; one given twice; the directory of several runs, or of a run without checkpoints.
+    """
+    if len(models) < 2:
+        raise ValueError(f"{len(models) or 'no'} model{'' if models else 's'} to compare: give two or more")
+    entries = [_read(spec) for spec in models]
+    for number, entry in enumerate(entries):
+        if entry.model in [other.model for other in entries[:number]]:
+            raise ValueError(f"{entry.spec} is given twice: a comparison takes each model once")
+    return entries
+
+
+def grouped(entries: Sequence[Entry]) -> list[Group]:
+    """Return the models in order; runs whose configurations differ in their seeds alone are one.
+
+    Raises:
+        ValueError: two models have the same given label, and are not seeds of one.
+    """
+    groups: list[Group] = []
+    for entry in entries:
+        same = next((group for group in groups if group.entries[0].given_label == entry.given_label
+                     and _is_seed(entry, group.entries)), None)  # fmt: skip
+        if same is not None:
+            same.entries.append(entry)
+            continue
+        twin = next((group for group in groups if entry.given_label in (group.label,)), None)
+        if twin is not None:
+            reason = _difference(twin.entries[0], entry)
+            raise ValueError(f"two models have the label {twin.label!r}, and are no seeds of one run ({reason})")
+        groups.append(Group(entry.label, [entry]))
+    _make_unique(groups)
+    return groups
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def _read(given: str) -> Entry:
+    label, spec = labelled(given)
+    given_label = label if spec != given else None
+    path = Path(spec)
+    if not path.is_dir():
+        run = run_of(path)
+        return Entry(spec, spec, "as given", given_label, run, _config(run))
+    runs = [path] if _is_run(path) else list(_runs_below(path, _MAX_DEPTH))
+    if len(runs) > 1:
+        names = ", ".join(str(run) for run in runs[:4])
+        raise ValueError(
+            f"{spec} has {len(runs)} runs in it: name those to compare ({names}{', ...' if runs[4:] else ''})"
+        )
+    if not runs:
+        return Entry(spec, spec, "as given", given_label)
+    checkpoint, which = best_checkpoint(runs[0])
+    return Entry(spec, str(checkpoint), which, given_label, runs[0], _config(runs[0]))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    for child in sorted(path.iterdir()) if depth else []:
+        if child.is_dir() and not child.name.startswith("."):
+            if _is_run(child):
+                yield child
+            else:
+                yield from _runs_below(child, depth - 1)
+
+
+def best_checkpoint(run: Path) -> tuple[Path, str]:
+    """Return a run's best checkpoint by the metric that it watched, or its last one, and which it is.
+
+    Raises:
+        ValueError: the run has no checkpoint, or a damaged one.
+    """
+    files = sorted((run / CHECKPOINTS).glob("*.ckpt"), key=lambda file: (file.stat().st_mtime, file.name))
+    if not files:
+        raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
+    # The newest one says which was the best.
+    newest = {file: _content(file) for file in files[-1:]}
+    last, content = next(iter(newest.items()))
+    for name, state in content.get("callbacks", {}).items():
+        if str(name).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
+            best = run / CHECKPOINTS / Path(state["best_model_path"]).name
+            if best.is_file():
+                score = state.get("best_model_score")
+                shown = "" if score is None else f" {float(score):.4f}"
+                return best, f"best {state['monitor']}{shown}"
+    return last, f"last, step {content.get('global_step', 0):,}"
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds besides its weights; the scores of its callbacks are small tensors."""
+    try:
+        with harmless():
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch's reader raises errors of any class for a file that is not a checkpoint
+        raise ValueError(f"{file} cannot be read: name another checkpoint of the run ({error})") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _config(run: Path | None) -> dict[str, Any]:
+    if run is None or not (run / CONFIG).is_file():
+        return {}
+    try:
+        content = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{run / CONFIG} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+# ---- seeds ---------------------------------------------------------------------------------------------------------
+
+
+def _is_seed(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Return whether a run differs from others in its seeds, and in nothing else."""
+    if not entry.config or entry.seed in [other.seed for other in others]:
+        return False
+    return _lasting(entry.config) == _lasting(others[0].config)
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide which model is trained and how, by their full names."""
+    incidental = (*_INCIDENTAL, *(f"trainer.{name}" for name in _INCIDENTAL_TRAINER))
+    return {name: value for name, value in _flat(config) if not name.startswith(incidental)}
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _flat(part, f"{name}.{key}" if name else str(key))
+
+
+def _difference(first: Entry, second: Entry) -> str:
+    if not first.config or not second.config:
+        return "they are not two runs of `diffvision fit`"
+    a, b = _lasting(first.config), _lasting(second.config)
+    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    return f"they differ in {', '.join(names[:3])}" if names else "their seeds are the same"
+
+
+def _make_unique(groups: list[Group]) -> None:
+    """Add to labels that occur twice the run's directory, or else the whole argument."""
+    for longer in (lambda e: e.run.name if e.run is not None else e.spec, lambda e: e.spec):
+        labels = [group.label for group in groups]
+        for group in groups:
+            if labels.count(group.label) > 1 and group.entries[0].given_label is None:
+                entry = group.entries[0]
+                group.label = f"{entry.label} {longer(entry)}"

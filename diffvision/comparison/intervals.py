@@ -1,0 +1,120 @@
+"""Differences between two models with 95% intervals: paired over samples, or over seeds.
+
+Paired: both models saw the same samples. The interval is a bootstrap's over the units that the samples belong to
+(images, documents), and McNemar's exact test says how likely it is that two equally good models disagree so unevenly.
+Over seeds: Welch's t interval of the difference of two means.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from diffvision.comparison.result import LEVEL, Difference
+from diffvision.evaluation.samples import PerSample
+
+RESAMPLES, SEED = 10_000, 0
+_CELLS = 4_000_000  # of one table of draws
+
+
+def difference(
+    first: Sequence[float], other: Sequence[float], samples: tuple[PerSample | None, PerSample | None] = (None, None)
+) -> Difference:
+    """Return the difference of two models' metrics.
+
+    Args:
+        first: the metric of each of the first model's runs.
+        other: of the other model's.
+        samples: the metric sample by sample, of models with one run each.
+    """
+    value = statistics.mean(other) - statistics.mean(first)
+    if len(first) > 1 and len(other) > 1:
+        return Difference(value, *welch_interval(first, other), "seeds")
+    if len(first) > 1 or len(other) > 1:
+        return Difference(value, method="one of the two has a single seed")
+    a, b = samples
+    if a is None or b is None:
+        return Difference(value, method="no result by sample")
+    if not a.is_like(b):
+        return Difference(value, method="not the same samples")
+    return Difference(value, *bootstrap_interval(a, b), "paired", mcnemar(a, b))
+
+
+def mcnemar(first: PerSample, other: PerSample) -> float | None:
+    """Return the two-sided p of McNemar's exact test; None for losses, and where several samples are of one unit.
+
+    Source: McNemar 1947; the exact test is the sign test of the samples on which one of the two is right.
+    """
+    if first.values.dtype.is_floating_point or len(first.units.unique()) < len(first.units):
+        return None
+    only_first = int((first.values & ~other.values).sum())
+    only_other = int((other.values & ~first.values).sum())
+    from scipy.stats import binomtest
+
+    trials = only_first + only_other
+    return 1.0 if not trials else float(binomtest(only_other, trials, 0.5).pvalue)
+
+
+def bootstrap_interval(
+    first: PerSample, other: PerSample, *, resamples: int = RESAMPLES, seed: int = SEED
+) -> tuple[float, float]:
+    """Return the percentile interval of the difference of two metrics, over units drawn with replacement.
+
+    Where the metric is a mean over classes, units are drawn within each class.
+
+    Source: Efron and Tibshirani 1993, chapter 13; Koehn 2004 for the pairing.
+    """
+    generator = np.random.default_rng(seed)
+    a, b = first.values.double().numpy(), other.values.double().numpy()
+    counts = np.ones(len(a)) if first.weights is None else first.weights.double().numpy()
+    classes = np.zeros(len(a), dtype=int) if first.classes is None else first.classes.numpy()
+    means = np.zeros((2, resamples))
+    present = np.unique(classes)
+    for label in present:
+        members = classes == label
+        units = np.unique(first.units.numpy()[members], return_inverse=True)[1]
+        sums = np.stack([np.bincount(units, values[members]) for values in (a, b, counts)])
+        means += _drawn(sums, generator, resamples) / len(present)
+    if first.exponential:
+        means = np.exp(np.minimum(means, 700))
+    low, high = np.quantile(means[1] - means[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _drawn(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
+    """Return both models' means over drawn units, [2, resamples].
+
+    Args:
+        sums: of the two models' values, and of the weights, of each unit: [3, units]. Equal units are drawn together.
+    """
+    kinds, repeats = np.unique(sums, axis=1, return_counts=True)
+    share, total = repeats / repeats.sum(), int(repeats.sum())
+    rows = max(1, _CELLS // len(repeats))
+    means = []
+    for start in range(0, resamples, rows):
+        draws = generator.multinomial(total, share, size=min(rows, resamples - start))
+        value_a, value_b, count = kinds @ draws.T
+        means.append(np.stack([value_a, value_b]) / count)
+    return np.concatenate(means, axis=1)
+
+
+def welch_interval(first: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return Welch's t interval of the difference of two means over seeds.
+
+    Source: Welch 1947; the degrees of freedom are Satterthwaite's.
+    """
+    from scipy.stats import t
+
+    parts = [statistics.variance(values) / len(values) for values in (first, other)]
+    value = statistics.mean(other) - statistics.mean(first)
+    error = math.sqrt(sum(parts))
+    if not error:
+        return value, value
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (first, other), strict=True)
+    )
+    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
+    return value - half, value + half

@@ -1,0 +1,320 @@
+"""The result of a comparison: numbers by model, their differences, and both as tables, plain values and CSV rows."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from diffvision.analysis.curves import Curve
+
+FACTOR = 100  # accuracies and recalls are shown in percent
+IN_NATS = ("nll", "perplexity", "bits_per_byte")
+_SHORT = {"mean_per_class_recall": "mean class recall"}
+_WIDTH = 80
+LEVEL = 0.95  # of all intervals
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a model has more than the first one.
+
+    Attributes:
+        value: the model's metric minus the first one's.
+        low, high: 95% interval; None where none can be given.
+        method: "paired" (over samples), "seeds", or why there is no interval.
+        p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    method: str = ""
+    p: float | None = None
+
+    @property
+    def word(self) -> str:
+        """Say "higher", "lower" or "level", or nothing where there is no interval.
+
+        A difference is marked only if its interval excludes zero, and McNemar's p, where there is one, is below 0.05:
+        the bootstrap of few samples is too sure.
+        """
+        if self.low is None or self.high is None:
+            return ""
+        if (self.p is not None and self.p >= 1 - LEVEL) or self.low <= 0 <= self.high:
+            return "level"
+        return "higher" if self.low > 0 else "lower"
+
+
+@dataclass
+class Cost:
+    """What one model costs.
+
+    Attributes:
+        parameters: of the whole model.
+        flops: of a forward pass of one sample (an image, with a caption for image-text models; a row of tokens).
+        per_second: samples or tokens a second in each round.
+    """
+
+    parameters: int
+    flops: int
+    per_second: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float | None:
+        """The median over the rounds, in samples or tokens a second."""
+        return statistics.median(self.per_second) if self.per_second else None
+
+    def ratio(self, first: Cost) -> tuple[float, float, float] | None:
+        """Return the speed over the first model's: median, lowest and highest over the rounds."""
+        if not self.per_second or not first.per_second:
+            return None
+        ratios = [own / other for own, other in zip(self.per_second, first.per_second, strict=True)]
+        return statistics.median(ratios), min(ratios), max(ratios)
+
+
+@dataclass
+class Row:
+    """One metric of all models.
+
+    Attributes:
+        metric: its full name, such as "zero_shot/digits/acc1".
+        count: samples that it is a mean over; None where that is not known.
+        values: by model, one for each seed.
+        differences: by model but the first, from the first.
+    """
+
+    metric: str
+    count: int | None
+    values: dict[str, list[float]]
+    differences: dict[str, Difference]
+
+    @property
+    def factor(self) -> int:
+        """What the values are shown times: 100 for shares, 1 for losses."""
+        return 1 if self.metric.rpartition("/")[2] in IN_NATS else FACTOR
+
+    @property
+    def name(self) -> str:
+        """The metric without task and dataset, in the words of the field: "image R@1"."""
+        last = self.metric.rpartition("/")[2]
+        return _SHORT.get(last, last.replace("_retrieval_recall@", " R@"))
+
+
+@dataclass
+class Contestant:
+    """One model: what its seeds are, what it costs, and what training logged.
+
+    Attributes:
+        label: in tables and figures.
+        models: for each seed the file or name that was opened.
+        which: for each seed, what that is: "best val/acc1 0.9521", "last, step 786", "as given", "new weights".
+        cost: of the first seed.
+        lambdas: by layer, one value for each seed; empty without differential layers.
+        curves: by metric over steps, one for each seed that has them.
+        timed: the same over seconds of training.
+    """
+
+    label: str
+    models: list[str]
+    which: list[str]
+    cost: Cost
+    lambdas: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[Curve]] = field(default_factory=dict)
+    timed: dict[str, list[Curve]] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    """Models next to each other; `print(comparison)` shows the tables.
+
+    Attributes:
+        kind: of the models: "an image-text model", ...
+        contestants: the models; differences are from the first.
+        rows: metrics.
+        unit: what speed is counted in: "pairs" of an image and a caption, "images" or "tokens".
+        notes: sentences on how the numbers were made.
+    """
+
+    kind: str
+    contestants: list[Contestant]
+    rows: list[Row]
+    unit: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def labels(self) -> list[str]:
+        """The models' labels, in order."""
+        return [one.label for one in self.contestants]
+
+    def __str__(self) -> str:
+        console = Console(record=True, width=_WIDTH, file=io.StringIO())
+        self.show(console)
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the tables, on the terminal by default."""
+        console = console or Console()
+        for one in self.contestants:
+            for model, which in zip(one.models, one.which, strict=True):
+                console.print(f"{one.label}: {model} ({which})", highlight=False, soft_wrap=True)
+        for title, rows in self.sections():
+            console.print("", self._metrics(title, rows), sep="\n")
+        console.print("", self._costs(), sep="\n")
+        if any(one.lambdas for one in self.contestants):
+            console.print("", self._lambdas(), sep="\n")
+        console.print()
+        for note in self.notes:
+            console.print(note, style="dim", highlight=False)
+
+    def sections(self) -> Iterator[tuple[str, list[Row]]]:
+        """Yield the metrics of each task and dataset, with a title."""
+        names = dict.fromkeys(row.metric.rpartition("/")[0] for row in self.rows)
+        for name in names:
+            yield name, [row for row in self.rows if row.metric.rpartition("/")[0] == name]
+
+    def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
+        unit = "%" if rows[0].factor == FACTOR else "nats a token" if rows[0].name == "nll" else ""
+        counts = {row.count for row in rows if row.count is not None}
+        over = f", {' and '.join(f'{count:,}' for count in sorted(counts))} samples" if counts else ""
+        table = _table(f"{title}{over}")
+        table.add_column("", no_wrap=True)
+        table.add_column("model", overflow="fold")
+        table.add_column(unit, justify="right", no_wrap=True)
+        table.add_column(f"from {self.labels[0]} [95% interval]", overflow="fold")
+        for row in rows:
+            for number, label in enumerate(self.labels):
+                if label in row.values:
+                    cells = [label, shown(row.values[label], row.factor), difference_text(row, label)]
+                    table.add_row(row.name if not number else "", *cells)
+        return table
+
+    def _costs(self) -> Table:
+        table = _table("cost")
+        timed = any(one.cost.per_second for one in self.contestants)
+        speed = (f"{self.unit}/s", "of the first [lowest, highest]") if timed else ()
+        for name in ("model", "parameters", "GFLOPs", *speed):
+            table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
+        for one in self.contestants:
+            cells = [one.label, f"{one.cost.parameters:,}", f"{one.cost.flops / 1e9:,.3g}"]
+            if timed:
+                ratio = one.cost.ratio(self.contestants[0].cost)
+                is_first = ratio is None or one is self.contestants[0]
+                cells += [f"{one.cost.speed:,.0f}", "" if is_first else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)]
+            table.add_row(*cells)
+        return table
+
+    def _lambdas(self) -> Table:
+        table = _table("lambda by layer, from the first")
+        table.add_column("model", overflow="fold")
+        table.add_column("tower")
+        table.add_column("", overflow="fold")
+        for one in self.contestants:
+            for tower, layers in towers(one.lambdas).items():
+                table.add_row(one.label, tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
+        return table
+
+    # ---- plain values ----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the curves as plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "models": [self._contestant(one) for one in self.contestants],
+            "metrics": [
+                {
+                    "metric": row.metric,
+                    "samples": row.count,
+                    "values": row.values,
+                    "differences": {label: _plain(one) for label, one in row.differences.items()},
+                }
+                for row in self.rows
+            ],
+            "notes": self.notes,
+        }
+
+    def _contestant(self, one: Contestant) -> dict[str, Any]:
+        ratio = one.cost.ratio(self.contestants[0].cost)
+        return {
+            "label": one.label,
+            "models": [{"model": model, "which": which} for model, which in zip(one.models, one.which, strict=True)],
+            "parameters": one.cost.parameters,
+            "flops": one.cost.flops,
+            f"{self.unit}_per_second": one.cost.per_second,
+            "speed_ratio": None if ratio is None else dict(zip(("median", "lowest", "highest"), ratio, strict=True)),
+            "lambda": one.lambdas,
+        }
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """Return a row for each metric, or cost, and model; values and differences are not in percent."""
+        rows = [
+            {"metric": row.metric, "model": label, **_moments(values), **_plain(row.differences.get(label))}
+            for row in self.rows
+            for label, values in row.values.items()
+        ]
+        for one in self.contestants:
+            speeds = {f"{self.unit}_per_second": one.cost.speed} if one.cost.speed is not None else {}
+            numbers = {"parameters": one.cost.parameters, "flops": one.cost.flops, **speeds}
+            numbers |= {f"lambda/{name}": statistics.mean(values) for name, values in one.lambdas.items()}
+            rows += [
+                {"metric": name, "model": one.label, **_moments([value]), **_plain(None)}
+                for name, value in numbers.items()
+            ]
+        return rows
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def shown(values: Sequence[float], factor: int) -> str:
+    """Return the mean, and over several seeds the standard deviation."""
+    digits = 1 if factor == FACTOR else 3
+    mean = f"{factor * statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {factor * statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def difference_text(row: Row, label: str) -> str:
+    """Return a difference with its interval and its word, such as "-2.1 [-3.0, -1.2] lower"."""
+    one = row.differences.get(label)
+    if one is None:
+        return ""
+    digits = 1 if row.factor == FACTOR else 3
+    value = f"{row.factor * one.value:+.{digits}f}"
+    if one.low is None or one.high is None:
+        return f"{value} ({one.method})"
+    return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.word}"
+
+
+def towers(lambdas: Mapping[str, Sequence[float]]) -> dict[str, list[Sequence[float]]]:
+    """Return the lambdas of each tower in the order of its layers."""
+    by_tower: dict[str, list[Sequence[float]]] = {}
+    for name, values in lambdas.items():
+        tower = "image" if name.startswith("visual") or name.startswith("blocks") else "text"
+        by_tower.setdefault(tower, []).append(values)
+    return by_tower
+
+
+def _moments(values: Iterable[float]) -> dict[str, Any]:
+    values = list(values)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"seeds": len(values), "mean": statistics.mean(values), "standard_deviation": deviation}
+
+
+def _plain(one: Difference | None) -> dict[str, Any]:
+    if one is None:
+        return dict.fromkeys(("difference", "low", "high", "word", "method", "mcnemar_p"))
+    return {
+        "difference": one.value,
+        "low": one.low,
+        "high": one.high,
+        "word": one.word,
+        "method": one.method,
+        "mcnemar_p": one.p,
+    }

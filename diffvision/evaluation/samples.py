@@ -1,0 +1,48 @@
+"""A metric sample by sample, from which two models are compared on the same samples. The evaluations make them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PerSample(NamedTuple):
+    """What a metric is the mean of: whether a model is right on each sample, or its loss there.
+
+    Attributes:
+        values: of the samples [N]: bool, or sums of losses.
+        units: int64 [N]: the image or document that a sample belongs to. Samples of one unit are not independent.
+        classes: int64 [N]: the metric is the mean of the classes' means; None: the mean of all samples.
+        weights: [N]: what the values are divided by, such as the tokens of each sum; None: 1 each.
+        exponential: the metric is exp of the mean.
+    """
+
+    values: Tensor
+    units: Tensor
+    classes: Tensor | None = None
+    weights: Tensor | None = None
+    exponential: bool = False
+
+    def mean(self) -> float:
+        """Return the metric."""
+        if self.classes is not None:
+            count = self.classes.bincount()
+            hits = self.classes[self.values].bincount(minlength=len(count))
+            return (hits[count > 0].double() / count[count > 0]).mean().item()
+        total = self.values.sum().item() / (len(self.values) if self.weights is None else self.weights.sum().item())
+        return math.exp(min(total, 700)) if self.exponential else total
+
+    def is_like(self, other: PerSample) -> bool:
+        """Return whether another model's samples are the same ones, in the same order."""
+        return all(
+            (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in ((self.units, other.units), (self.classes, other.classes), (self.weights, other.weights))
+        )
+
+
+def each(right: Tensor, classes: Tensor | None = None) -> PerSample:
+    """Return the samples of a metric that counts every image once."""
+    return PerSample(right, torch.arange(len(right)), classes)

@@ -1,0 +1,141 @@
+"""`diffvision compare`: trained runs next to each other, seeds, other models, its files, and what it refuses."""
+
+import csv
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffvision.cli import main
+from diffvision.comparison import compare
+from diffvision.evaluation.command import run as evaluate
+
+ARCHIVE = Path(__file__).parents[1] / "assets" / "runs_0_1.tar.xz"
+QUIET = {"rounds": 0, "num_workers": 0, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of an earlier version's runs, and two models made from one of them, as of two seeds each."""
+    root = tmp_path_factory.mktemp("trained")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(root, filter="data")
+    text = (root / "runs" / "vision" / "config.yaml").read_text()
+    checkpoint = torch.load(root / "runs" / "vision" / "checkpoints" / "epoch=0.ckpt", weights_only=True)
+    generator = torch.Generator().manual_seed(0)
+    for lr in ("0.001", "0.004"):
+        for seed in ("0", "1"):
+            run = root / "runs" / f"lr{lr}-{seed}"
+            shutil.copytree(root / "runs" / "vision", run)
+            seeded = re.sub(r"(seed(_everything)?): \d+", rf"\g<1>: {seed}", text).replace("lr: 0.001", f"lr: {lr}")
+            (run / "config.yaml").write_text(seeded)
+            weights = checkpoint["state_dict"]
+            changed = {
+                name: value + 0.3 * float(lr) / 0.001 * value.std() * torch.randn(value.shape, generator=generator)
+                if value.is_floating_point() and value.numel() > 1 and "lambda" not in name
+                else value
+                for name, value in weights.items()
+            }
+            torch.save(checkpoint | {"state_dict": changed}, run / "checkpoints" / "epoch=0.ckpt")
+    return root
+
+
+@pytest.fixture
+def here(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_seeds_of_two_models(here, tmp_path, capsys):
+    files = [str(tmp_path / name) for name in ("page.html", "numbers.json", "numbers.csv")]
+    runs = [f"slow=runs/lr0.001-{seed}" for seed in (0, 1)] + [f"fast=runs/lr0.004-{seed}" for seed in (0, 1)]
+    arguments = ["--rounds", "1", "--num_workers", "0", "--device", "cpu", "--output", ",".join(files)]
+    assert main(["compare", *runs, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "slow: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
+    assert "classification/images, 9 samples" in out
+    assert re.search(r"acc1 +slow +\d+\.\d ± \d+\.\d", out)
+    assert max(map(len, out.splitlines())) <= 120  # paths alone are wider than 80
+
+    numbers = json.loads(Path(files[1]).read_text())
+    (acc1,) = [row for row in numbers["metrics"] if row["metric"] == "classification/images/acc1"]
+    for label, lr in (("slow", "0.001"), ("fast", "0.004")):
+        each = [evaluate(f"runs/lr{lr}-{seed}/checkpoints/epoch=0.ckpt", data="data/images", tasks="classification",
+                         num_workers=0, device="cpu")["classification/images/acc1"] for seed in (0, 1)]  # fmt: skip
+        assert acc1["values"][label] == each
+    assert acc1["differences"]["fast"]["method"] == "seeds"
+    fast = numbers["models"][1]
+    assert fast["parameters"] == sum(p.numel() for p in opened("runs/lr0.004-0/checkpoints/epoch=0.ckpt").parameters())
+    assert set(fast["lambda"]) == {"blocks.0.attn", "blocks.1.attn"}
+    assert len(fast["lambda"]["blocks.0.attn"]) == 2
+    assert fast["speed_ratio"]["lowest"] <= fast["speed_ratio"]["highest"]
+
+    with open(files[2], newline="") as file:
+        rows = {(row["metric"], row["model"]): row for row in csv.DictReader(file)}
+    assert float(rows["classification/images/acc1", "fast"]["mean"]) == pytest.approx(sum(acc1["values"]["fast"]) / 2)
+    assert int(rows["flops", "slow"]["mean"]) == fast["flops"]
+    page = Path(files[0]).read_text()
+    assert page.count("<svg") == 2  # curves over steps, lambda; these runs have no rates, so no seconds
+    assert "Over seeds: mean ± standard deviation" in page
+
+
+def opened(path):
+    from diffvision import open_model
+
+    return open_model(path).module
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_and_what_became_of_it(here, capsys):
+    """The run's checkpoint of the first epoch and the exported end, on the data that the run names."""
+    comparison = compare(["runs/clip", "exported/openclip"], **QUIET)
+    assert comparison.labels == ["start", "openclip"]
+    assert [row.metric for row in comparison.rows] == [
+        "zero_shot/images/acc1",
+        "zero_shot/images/mean_per_class_recall",
+    ]
+    acc1 = comparison.rows[0].differences["openclip"]
+    assert acc1.method == "paired"
+    assert acc1.low <= acc1.value <= acc1.high
+    assert comparison.contestants[0].timed["train/loss"][0].steps[-1] > 0  # the run logged its rates
+    assert not comparison.contestants[1].curves
+    assert str(comparison).strip() in re.sub(r"[ \t]+$", "", capsys.readouterr().out, flags=re.M)
+    assert max(map(len, str(comparison).splitlines())) <= 80
+    again = compare(["runs/clip", "exported/openclip"], data="data/images", tasks="zero_shot", **QUIET)
+    assert again.to_dict()["metrics"] == comparison.to_dict()["metrics"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_language_models(here):
+    comparison = compare(["runs/text", "end=exported/language"], **QUIET)
+    assert [row.name for row in comparison.rows] == ["nll", "perplexity"]
+    nll, perplexity = comparison.rows
+    assert torch.tensor(nll.values["end"][0]).exp().item() == pytest.approx(perplexity.values["end"][0])
+    assert nll.differences["end"].word == "lower"  # it was trained three times as long
+    assert perplexity.differences["end"].low < perplexity.differences["end"].value < perplexity.differences["end"].high
+
+
+def test_what_is_refused(here):
+    for models, settings, message in (
+        (["runs/clip"], {}, "1 model to compare"),
+        ("runs/clip", {}, "1 model to compare"),
+        (["runs/clip", "runs/vision"], {}, "start is an image-text model, .* is an image model: models of one kind"),
+        (["CLIP-debug", "DiffCLIP-debug"], {}, "no data to compare on: .* give --data FOLDERS"),
+        (["runs/clip", "CLIP-debug"], {"output": "page.pdf"}, r"output is page.pdf: end it in .html, .json, .csv"),
+        (["runs/clip", "CLIP-debug"], {"rounds": -1}, "rounds is -1"),
+        (["runs/text", "exported/language"], {"tasks": "needle"}, "tasks are needle, and language models"),
+        (["runs/clip", "CLIP-debug"], {"tasks": "retrieval"}, "no folder fits retrieval"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(models, **(QUIET | settings))
+
+
+def test_data_that_has_moved_is_named(here, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the runs were evaluated on data/images/zero_shot, which is not here: give"):
+        compare([str(here / "runs" / "clip"), str(here / "exported" / "openclip")], **QUIET)

@@ -1,0 +1,100 @@
+"""Intervals and tests against hand-computed cases, scipy's bootstrap and Welch's test, and their coverage."""
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from diffvision.comparison.intervals import bootstrap_interval, difference, mcnemar, welch_interval
+from diffvision.comparison.result import Difference
+from diffvision.evaluation.samples import PerSample, each
+
+
+def right(text: str) -> PerSample:
+    return each(torch.tensor([letter == "x" for letter in text]))
+
+
+def test_mcnemar_by_hand():
+    """Of 6 samples on which one alone is right, one is the first's: p = 2 (C(6,0) + C(6,1)) / 2^6."""
+    first, other = right("xxx.x......."), right("xxxx.xxxx...")
+    assert mcnemar(first, other) == pytest.approx(2 * (1 + 6) / 2**6)
+    assert mcnemar(first, first) == 1.0
+    losses = PerSample(torch.rand(12), torch.arange(12), weights=torch.ones(12))
+    assert mcnemar(losses, losses) is None
+    captions = PerSample(first.values, torch.arange(12) // 2)  # two captions of an image are not independent
+    assert mcnemar(captions, captions) is None
+
+
+def test_paired_bootstrap_as_scipy_computes_it():
+    generator = np.random.default_rng(1)
+    a, b = generator.random(300) < 0.6, generator.random(300) < 0.7
+    ours = bootstrap_interval(each(torch.tensor(a)), each(torch.tensor(b)))
+    theirs = scipy.stats.bootstrap(
+        (b.astype(float) - a,), np.mean, n_resamples=10_000, method="percentile", rng=generator
+    ).confidence_interval
+    assert ours == pytest.approx(tuple(theirs), abs=0.006)
+    assert ours == bootstrap_interval(each(torch.tensor(a)), each(torch.tensor(b)))  # seeded
+
+
+def test_losses_are_drawn_by_document_with_their_tokens():
+    """The interval of a ratio of sums, against a plain loop over drawn documents."""
+    generator = np.random.default_rng(2)
+    units, weights = np.arange(60) // 3, generator.integers(1, 50, 60)
+    a, b = (generator.gamma(3.0, 1.0, 60) * weights for _ in range(2))
+    samples = [PerSample(torch.tensor(v), torch.tensor(units), weights=torch.tensor(weights)) for v in (a, b)]
+    drawn = generator.integers(0, 20, (4000, 20))
+    sums = [np.bincount(units, v)[drawn].sum(axis=1) for v in (a, b, weights)]
+    for exponential in (False, True):
+        means = [sums[0] / sums[2], sums[1] / sums[2]]
+        means = [np.exp(mean) for mean in means] if exponential else means
+        expected = np.quantile(means[1] - means[0], [0.025, 0.975])
+        low, high = bootstrap_interval(*(one._replace(exponential=exponential) for one in samples))
+        assert (low, high) == pytest.approx(tuple(expected), abs=0.1 * (expected[1] - expected[0]))
+
+
+def test_a_mean_over_classes_draws_within_each_class():
+    """A class of two samples that differ in every draw alike has no spread; the other class has all of it."""
+    classes = torch.tensor([0, 0, 1, 1, 1, 1])
+    first = each(torch.tensor([False, False, True, False, True, False]), classes)
+    other = each(torch.tensor([True, True, False, True, True, False]), classes)
+    assert other.mean() - first.mean() == pytest.approx(0.5)
+    low, high = bootstrap_interval(first, other)
+    assert low == pytest.approx((1 - 0.75) / 2, abs=0.13)
+    assert high == pytest.approx((1 + 0.75) / 2, abs=0.13)
+
+
+def test_welch_as_scipy_computes_it():
+    first, other = [0.91, 0.94, 0.9], [0.95, 0.99, 0.97, 0.96]
+    expected = scipy.stats.ttest_ind(other, first, equal_var=False).confidence_interval(0.95)
+    assert welch_interval(first, other) == pytest.approx((expected.low, expected.high))
+
+
+def test_nine_in_ten_intervals_of_equal_models_hold_zero():
+    generator = np.random.default_rng(3)
+    hits = 0
+    for _ in range(200):
+        a, b = (each(torch.tensor(generator.random(200) < 0.7)) for _ in range(2))
+        low, high = bootstrap_interval(a, b, resamples=500)
+        hits += low <= 0 <= high
+    assert 182 <= hits <= 199  # of 95%
+
+
+def test_what_a_difference_is_called():
+    assert Difference(0.1, 0.01, 0.2).word == "higher"
+    assert Difference(-0.1, -0.2, -0.01).word == "lower"
+    assert Difference(0.1, 0.0, 0.2).word == "level"
+    assert Difference(0.1).word == ""
+    few = difference([0.0], [1.0], (right("..."), right("xxx")))
+    assert few.low == 1.0  # the bootstrap of three samples
+    assert few.p == 0.25
+    assert few.word == "level"
+
+
+def test_where_no_interval_can_be_given():
+    assert difference([0.1, 0.2], [0.3]).method == "one of the two has a single seed"
+    assert difference([0.1], [0.3]).method == "no result by sample"
+    unequal = difference([0.5], [0.5], (right("x."), right("x..x")))
+    assert (unequal.method, unequal.low) == ("not the same samples", None)
+    seeds = difference([0.1, 0.2], [0.3, 0.35])
+    assert seeds.method == "seeds"
+    assert seeds.value == pytest.approx(0.175)
