@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import mean, median, variance
+from statistics import mean, median
 from typing import Any
 
 import rich.table
-from scipy.stats import t
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
+from diffvision.comparison.intervals import difference
+from diffvision.comparison.result import Difference
 
 
 @dataclass
@@ -139,32 +139,6 @@ def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics
         "level": f"{other} and {first} are level within the spread between seeds",
     }
     return " ".join(f"{title}: {', '.join(words[word])}." for word, title in titles.items() if words[word])
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference of two means over seeds, and its 95% interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def word(self) -> str:
-        """Say "higher", "lower" or "level"."""
-        if self.low is None or self.high is None:
-            return ""
-        return "level" if self.low <= 0 <= self.high else "higher" if self.low > 0 else "lower"
-
-
-def difference(first: Sequence[float], other: Sequence[float]) -> Difference:
-    """Return the difference of two means with Welch's interval."""
-    value, parts = mean(other) - mean(first), [variance(values) / len(values) for values in (first, other)]
-    if not sum(parts):
-        return Difference(value, value, value)
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(first) - 1) + parts[1] ** 2 / (len(other) - 1))
-    half = float(t.ppf(0.975, freedom)) * sqrt(sum(parts))
-    return Difference(value, value - half, value + half)
 
 
 def _difference(first: Sequence[float], other: Sequence[float], factor: float, digits: int) -> str:

@@ -55,8 +55,8 @@ def inspect_models(
         }
         drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
     title = " and ".join(one.name for one in models)
-    files = {f"{figure.name}.png": figure.png for section in drawn for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _about(models), drawn).encode()
+    files = {f"{figure.name}.png": figure.png() for section in drawn for figure in section.figures}
+    files["index.html"] = page(f"Inside of {title}", _lead(models), _NOTE, drawn).encode()
     write(folder, files, as_json(measurements))
     print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
 
@@ -189,18 +189,19 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 # ---- output --------------------------------------------------------------------------------------------------------
 
 
-def _about(models: Sequence[Model]) -> list[str]:
-    lines = [
-        f"{one.name}: {KINDS[one.host]}, {sum(p.numel() for p in one.module.parameters()):,} parameters"
+def _lead(models: Sequence[Model]) -> str:
+    kinds = [
+        f"{one.name} is {KINDS[one.host]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
         for one in models
     ]
-    return [
-        *lines,
-        "“Difference” is what multiplies the values in differential layers, map 1 − λ map 2; “attention” is the one "
-        "map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of their sum. In "
-        "brackets: map 1, map 2. Where models are compared, maps are on one scale of colours, and differences on one. "
-        "All numbers by head are in statistics.json.",
-    ]
+    return "; ".join(kinds) + "."
+
+
+_NOTE = (
+    "Means over layers and heads. “Difference” is what multiplies the values in differential layers, map 1 − λ map 2; "
+    "“attention” is the one map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of "
+    "their sum. In brackets: map 1, map 2. All numbers by head are in statistics.json."
+)
 
 
 @contextmanager

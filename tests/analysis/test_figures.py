@@ -10,7 +10,8 @@ from PIL import Image
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import ImageAttention, runs
+from diffvision.analysis.figures import ImageAttention, Retrieved, colours_of, runs
+from diffvision.analysis.figures.style import scale
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_run_curves_draw_every_run_in_its_colour():
     steps = list(range(50))
     by_name = {"CLIP": [Curve(steps, [1.0] * 50)], "DiffCLIP": [Curve(steps, [2.0] * 50), Curve(steps, [3.0] * 50)]}
     pixels = opened(figures.run_curves({"loss": by_name, "accuracy": by_name})).reshape(-1, 3)
-    for colour in figures.COLOURS[:2]:
+    for colour in colours_of(by_name).values():
         assert (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum() > 200
 
 
@@ -63,18 +64,80 @@ def test_lambda_curves_part_the_towers():
     assert two.shape[1] == pytest.approx(2 * one.shape[1], abs=2)
 
 
-def test_the_differences_colours_are_centred_at_zero():
-    flat = np.full((2, 4, 4), 0.01)
-    zero = np.zeros((1, 4, 4))
-    zero[0, 0, 0] = 0.5  # a positive outlier alone must not turn zero blue
-    row = ImageAttention(np.zeros((8, 8, 3)), np.concatenate([flat, zero]), "seven")
-    pixels = opened(figures.attention_panels([row], "layer 3")).reshape(-1, 3).astype(int)
-    white = np.asarray(mpl.colormaps["RdBu_r"](0.5)[:3]) * 255
-    assert (np.abs(pixels - white).max(axis=1) <= 2).sum() > 5000
-    one_map = ImageAttention(np.zeros((8, 8, 3)), flat[:1])
-    assert (
-        opened(figures.attention_panels([one_map, one_map])).shape[1] < opened(figures.attention_panels([row])).shape[1]
-    )
+def attention(maps, label=""):
+    return ImageAttention(np.zeros((8, 8, 3)), np.asarray(maps), label)
+
+
+def test_zero_is_dark_and_what_is_high_is_bright_in_maps_and_differences():
+    signed, plain = (scale(signed, 1.0) for signed in (True, False))
+    colours = mpl.colormaps["magma"]
+    normed = mpl.colors.Normalize(signed["vmin"], signed["vmax"])
+    bright = [sum(signed["cmap"](normed(value))[:3]) for value in (-1.0, 0.0, 0.5, 1.0)]
+    assert bright[1] < 0.1
+    assert bright[1] < bright[0] < bright[3]
+    assert bright[1] < bright[2] < bright[3]
+    for value in (0.25, 0.5, 0.9):  # the same colours above zero
+        assert np.allclose(signed["cmap"](normed(value)), colours(value), atol=0.02)
+    assert plain["cmap"] == "magma"
+
+
+def test_attention_panels_have_a_column_for_each_map_of_each_model():
+    rng = np.random.default_rng(0)
+    diff, plain = rng.random((3, 4, 4)), rng.random((1, 4, 4))
+    one = figures.attention_panels({"CLIP": [attention(plain)]}, "layer 3")
+    both = figures.attention_panels({"CLIP": [attention(plain)] * 2, "DiffCLIP": [attention(diff)] * 2})
+    assert opened(one).shape[1] < opened(both).shape[1]
+    titles = [ax.get_title().strip() for ax in both.axes[:5]]
+    assert titles == ["image", "attention", "map 1", "map 2", "difference"]
+    maps = [ax.images[1] for ax in both.axes if len(ax.images) == 2]
+    assert len(maps) == 2 * 4
+    assert len({picture.norm.vmax for picture in maps}) == 1  # one scale of colours
+    assert {picture.get_interpolation() for picture in maps} == {"bicubic"}
+
+
+def test_difference_of_maps_says_lambda():
+    figure = figures.difference_of_maps(attention(np.random.default_rng(0).random((3, 4, 4))), 0.234)
+    assert "− 0.23 ×" in [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert opened(figure).size
+
+
+def test_retrieved_images_frame_the_right_one():
+    images = [np.zeros((8, 8, 3), np.uint8)] * 3
+    rows = {
+        "CLIP": Retrieved("a $ sign", images, [False, True, False]),
+        "V1": Retrieved("a $ sign", images, [False] * 3),
+    }
+    figure = figures.retrieved_images(rows)
+    framed = [bool(ax.patches) for ax in figure.axes]
+    assert framed == [False, True, False, False, False, False]
+    assert opened(figure).size
+
+
+def test_a_model_has_one_colour_in_every_figure():
+    demo = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2"])
+    lesson = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2", "DiffCLIP-debug"])
+    alone = colours_of(["DiffCLIP-debug"])
+    assert lesson == demo | alone
+    text = colours_of(["Transformer", "V1", "V2"])
+    assert text["Transformer"] == demo["CLIP-debug"]
+    assert text["V1"] == alone["DiffCLIP-debug"]
+    assert colours_of(["V2"])["V2"] == text["V2"]
+    assert colours_of(["V2", "Transformer"]) == {name: text[name] for name in ("V2", "Transformer")}
+
+
+def test_other_names_get_colours_that_no_other_has():
+    names = ["DiffCLIP-a", "DiffCLIP-b", "mine", "yours", "CLIP"]
+    colours = colours_of(names)
+    assert list(colours) == names
+    assert len(set(colours.values())) == 5
+    assert len(colours_of(map(str, range(20)))) == 20  # more than there are colours
+
+
+def test_a_notebook_shows_a_figure_as_a_picture(tmp_path):
+    figure = figures.metric_bars({"top-1": {"CLIP": [0.8, 0.9]}})
+    assert figure._repr_png_() == figures.png(figure)
+    figure.savefig(tmp_path / "bars.png")
+    assert Image.open(tmp_path / "bars.png").size == Image.open(io.BytesIO(figures.png(figure))).size
 
 
 def test_metric_bars_take_seeds_and_single_values():

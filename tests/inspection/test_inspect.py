@@ -25,7 +25,7 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.sources, self.references, self.words = [], [], [], []
+        self.open, self.drawings, self.references, self.words = [], 0, [], []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -33,8 +33,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag not in VOID:
             self.open.append(tag)
-        self.sources += [value for name, value in attrs if name == "src"]
-        self.references += [value for name, value in attrs if name in ("href", "action", "data", "srcset")]
+        self.drawings += tag == "svg"
+        refer = ("src", "href", "xlink:href", "action", "data", "srcset")
+        self.references += [value for name, value in attrs if name in refer and not value.startswith(("#", "data:"))]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -49,8 +50,7 @@ def written(folder):
     content = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
     assert sorted(file.name for file in folder.iterdir()) == sorted([*content["files"], "statistics.json"])
     pictures = [name for name in content["files"] if name.endswith(".png")]
-    assert len(page.sources) == len(pictures)
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert page.drawings == len(pictures)
     assert page.references == []
     for name in pictures:
         with Image.open(folder / name) as image:
@@ -84,7 +84,10 @@ def pair(tmp_path_factory, photo):
 def test_a_pair_of_models_of_images_and_texts(pair):
     page, models = written(pair)
     assert list(models) == ["DiffCLIP-debug", "CLIP-debug"]
-    assert "- a yellow square, on <black>" in "".join(page.words)
+    words = "".join(page.words)
+    assert "- a yellow square, on <black>" in words
+    titles = ("Image: square.png", "Text tower: - a yellow square", "Image tower, layer by layer", "All numbers")
+    assert sorted(titles, key=words.index) == list(titles)  # pictures first, the tables last
     (image, caption), (plain, _) = models["DiffCLIP-debug"], models["CLIP-debug"]
     assert [look["tower"] for look in (image, caption)] == ["image", "caption"]
     assert len(image["layers"]) == 4

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.analysis.figures.style import RIGHT, colour_bar, colours_of, pictures, scale, styled, without_frame
+from diffvision.analysis.figures.style import RIGHT, colours_of, pictures, scale, scale_below, styled, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
 
     figure = StyledFigure(figsize=(5.4, 1.75), layout="compressed")
     axes = figure.subplots(1, 6, width_ratios=[1, 1, 0.62, 1, 0.3, 1])
-    limit = 100 * _limit(row.maps)
+    limit = _limit([row.maps])
     panels = axes[[0, 1, 3, 5]]
     for ax, head, values in zip(panels, ("image", "map 1", "map 2", "difference"), [None, *row.maps], strict=True):
         drawn = _draw(ax, row.image, values, limit)
@@ -64,7 +64,7 @@ def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
         ax.text(0.5, 0.5, sign, ha="center", va="center", fontsize=11)
     for ax in axes:
         without_frame(ax)
-    _bar_below(figure, drawn, axes, 100 * float(np.min(row.maps)))
+    scale_below(figure, drawn, axes, 100 * float(np.min(row.maps)))
     return figure
 
 
@@ -84,7 +84,7 @@ def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str 
     # Room for the name of a model with one map
     width = max([1.02, *(0.1 * len(name) for name, rows in models.items() if several and len(rows[0].maps) == 1)])
     figure, grid = pictures(len(first), 1 + len(columns), width=width, height=1.02, margin=(0.3, 0.75 + 0.2 * several))
-    limit = 100 * max(_limit(row.maps) for rows in models.values() for row in rows)
+    limit = _limit([row.maps for rows in models.values() for row in rows])
     colours = colours_of(models)
     for index, axes in enumerate(grid):
         _draw(axes[0], first[index].image, None, limit)
@@ -99,7 +99,7 @@ def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str 
         if several and kind == 0:
             _name_above(ax, name, colours[name], 20)
     lowest = min(float(np.min(row.maps)) for rows in models.values() for row in rows)
-    _bar_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
+    scale_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -158,19 +158,18 @@ def compared_models(image: Any, models: Mapping[str, ModelAttention], region: An
     """
     widest = max(len(model.maps) for model in models.values())
     figure, grid = pictures(len(models), 1 + widest, width=1.35, height=1.5, margin=(0.4, 0.75))
-    limit = 100 * max(_limit(values) for model in models.values() for values in model.maps.values())
-    colours = colours_of(models)
+    limit = _limit([values for model in models.values() for values in model.maps.values()])
     for axes, (name, model) in zip(grid, models.items(), strict=True):
         _draw(axes[0], image, None, limit)
         if region is not None and 0 < float(np.mean(region)) < 1:
             axes[0].contour(np.asarray(region), levels=[0.5], colors="white", linewidths=0.9)
-        axes[0].set_ylabel(name, color=colours[name], fontweight="bold")
+        axes[0].set_ylabel(name, fontweight="bold")
         for ax, (kind, values) in zip(axes[1:], model.maps.items(), strict=False):
             drawn = _draw(ax, image, values, limit)
             ax.set_title(kind)
     grid[0, 0].set_title("image")
     lowest = min(float(np.min(values)) for model in models.values() for values in model.maps.values())
-    _bar_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
+    scale_below(figure, drawn, grid.ravel().tolist(), 100 * lowest)
     return figure
 
 
@@ -185,24 +184,32 @@ def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure
         models: by name; at least one has relevance.
     """
     captions = list(dict.fromkeys(caption for model in models.values() for caption in model.relevance))
-    figure, grid = pictures(len(models), len(captions), width=1.6, height=1.8, margin=(0.4, 0.9))
-    limit = 100 * max(_limit(values) for model in models.values() for values, _ in model.relevance.values())
-    colours = colours_of(models)
-    for axes, (name, model) in zip(grid, models.items(), strict=True):
-        axes[0].set_ylabel(name, color=colours[name], fontweight="bold")
+    size: Any = {"width": 1.6, "height": 1.8, "margin": (0.4, 0.9)}
+    one = len(captions) == 1  # models are then next to each other
+    figure, grid = pictures(*((1, len(models)) if one else (len(models), len(captions))), **size)
+    limit = _limit([values for model in models.values() for values, _ in model.relevance.values()])
+    for axes, (name, model) in zip(grid.T if one else grid, models.items(), strict=True):
+        if one:
+            axes[0].set_title(name, fontweight="bold")
+        else:
+            axes[0].set_ylabel(name, fontweight="bold")
         for ax, caption in zip(axes, captions, strict=True):
             if caption in model.relevance:
                 values, cosine = model.relevance[caption]
                 drawn = _draw(ax, image, values, limit, signed=False)
                 ax.set_xlabel(f"cosine {cosine:.2f}")
-    for ax, caption in zip(grid[0], captions, strict=True):
-        ax.set_title(_wrapped(caption), fontsize=9)
-    _bar_below(figure, drawn, grid.ravel().tolist(), 0, "% of the caption's relevance")
+    if one:
+        figure.suptitle(_wrapped(f"“{captions[0]}”", 60), fontsize=9)
+    else:
+        for ax, caption in zip(grid[0], captions, strict=True):
+            ax.set_title(_wrapped(caption), fontsize=9)
+    scale_below(figure, drawn, grid.ravel().tolist(), 0, "% of the caption's relevance")
     return figure
 
 
-def _limit(values: Any) -> float:
-    return max(float(np.abs(values).max()), 1e-9)
+def _limit(maps: Sequence[Any]) -> float:
+    """Return the top of a scale in percent; the few highest values are above it, so that the others are not dark."""
+    return max(100 * float(np.percentile(np.concatenate([np.abs(values).ravel() for values in maps]), 95)), 1e-7)
 
 
 def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -> Any:
@@ -217,15 +224,6 @@ def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -
     ax.imshow(0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest", **whole)
     opacity = np.clip(0.35 + 0.65 * np.abs(percent) / limit, 0, 1)
     return ax.imshow(percent, alpha=opacity, interpolation="bicubic", **whole, **scale(signed, limit))
-
-
-def _bar_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: str = "% of a row of attention") -> None:
-    """Draw the scale of colours below the pictures, from the lowest value that they have."""
-    bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6)
-    if bar.solids is not None:
-        bar.solids.set_alpha(1)
-    bar.ax.set_xlim(min(lowest, 0), picture.norm.vmax)
-    bar.set_label(label, fontsize=8)
 
 
 def _wrapped(text: str, width: int = 24) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffvision.analysis.figures.style import COLOURS, colour_bar, scale, styled, without_frame
+from diffvision.analysis.figures.style import COLOURS, scale, scale_below, styled, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,6 @@ class Block:
     """Rows and columns of small maps of one size: a picture in a mosaic."""
 
     title: str
-    signed: bool
     cells: Sequence[Sequence[Any]]  # [rows][columns] of [h, w]
     rows: Sequence[str] = field(default_factory=list)
 
@@ -41,20 +40,19 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
     from diffvision.analysis.figures.figure import StyledFigure
 
     tiled = [_tiled(block.cells) for block in blocks]
-    width = min(10.5, 1.7 * len(columns))
+    width = min(8.0, 1.15 * len(columns))
     heights = [max(0.55, width * picture.shape[0] / picture.shape[1]) for picture in tiled]
     if (total := sum(heights)) > 26:
         heights = [26 * height / total for height in heights]
-    figure = StyledFigure(figsize=(width + 1.9, sum(heights) + 0.6 * len(blocks) + 0.4), layout="compressed")
+    figure = StyledFigure(figsize=(width + 0.7, sum(heights) + 0.5 * len(blocks) + 0.7), layout="compressed")
     axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
-    limit = _limit(tiled)
+    colours = scale(True, _limit(tiled))
     for ax, block, picture in zip(axes, blocks, tiled, strict=True):
-        image = ax.imshow(100 * picture, interpolation="nearest", **scale(block.signed, limit))
+        image = ax.imshow(100 * picture, interpolation="nearest", **colours)
         without_frame(ax)
         _label_cells(ax, block, picture.shape, columns)
-        bar = colour_bar(figure, image, ax, fraction=0.02, pad=0.01, extend="both" if block.signed else "max")
-        bar.ax.set_title("%", fontsize=8)
     axes[-1].set_xlabel(across)
+    scale_below(figure, image, axes, min(100 * float(np.nanmin(picture)) for picture in tiled))
     return figure
 
 
@@ -99,10 +97,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
             _words_below(ax, words, start, answer)
         else:
             ax.set_xticks([])
-    bar = colour_bar(figure, image, list(axes), location="bottom", shrink=0.5, aspect=40, pad=0.02, extend="max")
-    lowest = min(0.0, *(float(values.min()) for _, values in rows))
-    bar.ax.set_xlim(max(lowest, image.norm.vmin), image.norm.vmax)
-    bar.set_label("% of a row of attention", fontsize=8)
+    scale_below(figure, image, axes, min(float(values.min()) for _, values in rows))
     return figure
 
 

@@ -108,7 +108,7 @@ def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str 
         unit: "%" shows fractions of 1 as percent; anything else is a label, and values are not scaled.
     """
     names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
-    figure, (ax,) = panels(1, width=max(4.0, 0.55 * len(metrics) * (len(names) + 0.8)), height=3.2)
+    figure, (ax,) = panels(1, width=max(4.0, 0.42 * len(metrics) * (len(names) + 0.8)), height=3.2)
     if unit == "%":
         percent = {
             metric: {run: [100 * value for value in values] for run, values in runs.items()}

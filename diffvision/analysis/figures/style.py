@@ -216,3 +216,12 @@ def colour_bar(figure: Figure, picture: Any, axes: Any, **layout: Any) -> Any:
     bar.ax.tick_params(labelsize=7, length=2)
     bar.ax.locator_params(nbins=4)
     return bar
+
+
+def scale_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: str = "% of a row of attention") -> None:
+    """Draw the scale of a figure's maps below them, from the lowest value that they have; above its end are a few."""
+    bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6, extend="max")
+    if bar.solids is not None:
+        bar.solids.set_alpha(1)
+    bar.ax.set_xlim(max(min(lowest, 0), picture.norm.vmin), picture.norm.vmax)
+    bar.set_label(label, fontsize=8)
