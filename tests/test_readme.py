@@ -114,7 +114,7 @@ def test_commands_of_a_page(page, parsers):
             assert name in COMMANDS, f"{page.name}: no command {name!r}"
             known = {text for action in parsers[name]._actions for text in action.option_strings}
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= known | {"--allow", "--help"}, f"{page.name}: {shlex.join(words)}"
+            assert options <= known | {"--allow", "--help", "--json"}, f"{page.name}: {shlex.join(words)}"
 
 
 def _check_trainer_options(words: list[str]) -> None:
