@@ -1,7 +1,8 @@
-"""What README and the documentation show runs as it stands: Python blocks are executed, commands are parsed."""
+"""What README and the documentation show runs: Python blocks are executed, commands looked up, links followed."""
 
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -113,7 +114,7 @@ def test_commands_of_a_page(page, parsers):
             assert name in COMMANDS, f"{page.name}: no command {name!r}"
             known = {text for action in parsers[name]._actions for text in action.option_strings}
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= known | {"--allow", "--help"}, f"{page.name}: {shlex.join(words)}"
+            assert options <= known | {"--allow", "--help", "--json"}, f"{page.name}: {shlex.join(words)}"
 
 
 def _check_trainer_options(words: list[str]) -> None:
@@ -139,3 +140,15 @@ def test_links_of_the_readme_lead_somewhere():
     ):
         path = next(filter(None, target))
         assert (ROOT / path).exists(), path
+
+
+def test_the_numbers_under_the_picture_are_those_of_its_file():
+    about = json.loads((ROOT / "docs/images/photographs.json").read_text())
+    digit, layer = about["share of the digit"], about["layer drawn"]
+    of_maps = digit["of magnitude, by layer"][layer]
+    lines = (ROOT / "README.md").read_text(), (ROOT / "docs/images/photographs.md").read_text()
+    for text in (" ".join(page.split()) for page in lines):
+        assert f"the digit covers {digit['of all patches']:.0%} of the patches" in text
+        assert f"{of_maps['map 1']:.0%} of map 1, {of_maps['map 2']:.0%} of map 2" in text
+        assert f"{of_maps['difference']:.0%} of their difference (λ = {about['lambda'][layer]:.2f})" in text
+        assert f"{about['test']['acc1']:.0%} of {about['test']['pictures']} test pictures" in text

@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import auto_cli, capture_parser
 
 from diffvision.allow import Parser
-from diffvision.cli import COMMANDS, RUN, TRAINER_COMMANDS
+from diffvision.cli import COMMANDS, RUN, TABLES, TRAINER_COMMANDS
 from diffvision.training.fit import FitCLI
 
 PAGE = "reference/commands.md"
@@ -23,6 +23,7 @@ HEAD = """# Commands and options
 parsers when the site is built. Every command also takes `--config FILE` (its options from a YAML file),
 `--print_config`, and `--allow PREFIX`
 ([which classes a configuration may name](../guides/reliability.md#your-own-classes)).
+Of those that print a table (TABLES), `--json` prints the numbers instead.
 """
 LEFT_OUT = {"help", "config", "print_config"}
 
@@ -57,7 +58,7 @@ def command_parser(name: str) -> ArgumentParser:
 def page() -> str:
     """Return the whole page as Markdown."""
     fit = fit_parser()  # before the others, whose capture replaces jsonargparse's parsing
-    parts = [HEAD, _summary()]
+    parts = [HEAD.replace("TABLES", ", ".join(f"`{name}`" for name in TABLES)), _summary()]
     parts += [_command("fit", TRAINER_COMMANDS["fit"], fit, FIT)]
     for name in ("validate", "test"):
         parts.append(f"## {name}\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS[name]}.\n")
