@@ -56,7 +56,18 @@ def here(trained, monkeypatch):
 def test_seeds_of_two_models(here, tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("page.html", "numbers.json", "numbers.csv")]
     runs = [f"[slow]=runs/lr0.001-{seed}" for seed in (0, 1)] + [f"fast=runs/lr0.004-{seed}" for seed in (0, 1)]
-    arguments = ["--rounds", "1", "--num_workers", "0", "--device", "cpu", "--output", ",".join(files)]
+    arguments = [
+        "--rounds",
+        "1",
+        "--batch_size",
+        "4",
+        "--num_workers",
+        "0",
+        "--device",
+        "cpu",
+        "--output",
+        ",".join(files),
+    ]
     assert main(["compare", *runs, *arguments]) == 0
     out = capsys.readouterr().out
     assert "[slow]: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
