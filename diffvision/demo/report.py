@@ -115,7 +115,7 @@ def comparison(
 
 def as_text(table: Table) -> str:
     """Return the table in plain characters."""
-    console = Console(record=True, width=100, file=io.StringIO(), force_jupyter=False)
+    console = Console(record=True, width=100, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
