@@ -88,7 +88,7 @@ def _of_function(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]
     parameters = inspect.signature(function).parameters
     # Without the result's, which may be imported for type checkers alone.
     annotated = SimpleNamespace(__annotations__={name: one.annotation for name, one in parameters.items()})
-    hints = get_type_hints(annotated, function.__globals__)  # type: ignore[attr-defined]  # of a plain function
+    hints = get_type_hints(annotated, function.__globals__)
     for number, (name, parameter) in enumerate(parameters.items()):
         hint = hints[name]
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
