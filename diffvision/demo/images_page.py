@@ -87,8 +87,6 @@ def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 def _explained(shown: Shown, run: Run) -> Section:
     lam = 0.0 if shown.lam is None else shown.lam
-    curves = [curve for name, curve in run.curves.items() if name.startswith("lambda/visual")]
-    start = f" after a start at {curves[-1].values[0]:.2f}" if curves else ""
     row = shown.attention[1]
     figure = figures.difference_of_maps(row, lam)
     text = (
@@ -99,7 +97,7 @@ def _explained(shown: Shown, run: Run) -> Section:
     )
     caption = (
         f"A test image, and where {run.model} looks on it: the class token's row in the image tower's last layer, "
-        f"mean over heads. λ is {lam:.2f} there{start}. Dark is zero, bright is high, blue is below zero."
+        f"mean over heads. λ is {lam:.2f} there. Dark is zero, bright is high, blue is below zero."
     )
     alt = f"An image of a {row.label}, map 1, minus {lam:.2f} times map 2, equals their difference."
     return Section("Differential attention", [Text(text), Picture(figure, alt, caption, most=1.7)])
@@ -140,13 +138,14 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     seeds = max(len(values) for parts in bars.values() for values in parts.values())
     made = lesson["made"]
     if made:
-        words = {key: f"`{value}`" if key == "command" else value for key, value in made.items()}
-        source = "Made before; " + ", ".join(f"{key}: {value}" for key, value in words.items())
+        facts = {key: f"`{value}`" if key == "command" else value for key, value in made.items()}
+        source = "Made before; " + ", ".join(f"{key}: {value}" for key, value in facts.items())
         source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
     else:
         source = "Made from the runs of this demo."
     text = (
-        "DiffCLIP starts λ at 0.8; the differential model above starts at 0.2. Rows of the difference sum to 1 − λ. "
+        "DiffCLIP starts λ near 0.8 (lambda_init); the differential model above starts it near 0.2. Rows of the "
+        "difference sum to 1 − λ. "
         "So what all patches share, as the colours of ink and paper are, passes multiplied by 1 − λ, a fifth at 0.8, "
         "while what differs from patch to patch, as the digit's shape does, passes whole. The figure asks the first "
         "image that a caption retrieves for its digit, its ink and its paper."
