@@ -248,7 +248,7 @@ def text_maps(model: str) -> list[str]:
     return ["attention"] if model.startswith("transformer") else ["map 1", "map 2", "difference"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
     """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

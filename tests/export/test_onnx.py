@@ -37,6 +37,7 @@ def largest_difference(own, model, batches=(1, 3)):
     return worst
 
 
+@pytest.mark.slow
 def test_a_vit_agrees_and_says_what_it_is(tmp_path):
     model = timm.create_model("diff_vit_debug", depth=1).eval()
     own = session(graphs(model, name="diff_vit_debug")["model"], tmp_path / "model.onnx")
