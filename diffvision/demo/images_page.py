@@ -138,20 +138,16 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     models: Mapping[str, Mapping[str, Sequence[float]]] = lesson["models"]
     bars = {part: {name: values[f"colours/{part}"] for name, values in models.items()} for part in PARTS}
     seeds = max(len(values) for parts in bars.values() for values in parts.values())
-    made = lesson["made"]
-    if made:
-        facts = {key: f"`{value}`" if key == "command" else value for key, value in made.items()}
-        source = "Made before; " + ", ".join(f"{key}: {value}" for key, value in facts.items())
-        source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
-    else:
-        source = "Made from the runs of this demo."
+    made = {key: f"`{value}`" if key == "command" else value for key, value in lesson["made"].items()}
+    source = "From other runs than those above; " + ", ".join(f"{key}: {value}" for key, value in made.items())
+    source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
     plain, *_, largest = models
     text = (
         f"DiffCLIP starts λ near 0.8 (lambda_init), as {largest} does; the differential model above starts it near "
         "0.2. Rows of the difference sum to 1 − λ. So what all patches share, as the colours of ink and paper are, "
         "passes multiplied by 1 − λ, a fifth at 0.8, while what differs from patch to patch, as the digit's shape "
-        "does, passes whole. Whether a model then misses colours is asked here: does the first image that a caption "
-        "retrieves have its digit, its ink, its paper?"
+        "does, passes whole. Does a model then learn colours in time, where training is short and few captions name "
+        "them? The figure asks the first image that a caption retrieves for its digit, its ink and its paper."
     )
     answer = verdict(models, plain, largest, {part: (f"colours/{part}", 100, 1) for part in PARTS})
     words = "; ".join(
