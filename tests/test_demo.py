@@ -1,4 +1,5 @@
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -42,9 +43,9 @@ def run(model: str, seed: int) -> report.Run:
 
 
 def page(seeds: int, lesson: bool = False) -> str:
-    models = [*images.MODELS, images.LESSON_MODEL] if lesson else [*images.MODELS]
-    all_runs = [run(model, seed) for seed in range(seeds) for model in models]
-    content = images.lesson_of(all_runs) if lesson else images.read_lesson()
+    trained = [run(model, seed) for seed in range(seeds) for model in (*images.MODELS, images.LESSON_MODEL)]
+    content = images.lesson_of(trained) if lesson else images.read_lesson()
+    all_runs = [one for one in trained if one.model in images.MODELS]
     return images.page(all_runs, content, Path("runs/demo"))
 
 
@@ -62,14 +63,36 @@ def test_report_holds_the_table_and_its_pictures():
 
 def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
     shipped, anew = page(seeds=1), page(seeds=1, lesson=True)
-    assert "Made before" in shipped
-    assert images.LESSON_MODEL + ": digit" in shipped
-    assert "Made from the runs of this demo" not in shipped
+    assert f"{images.LESSON_MODEL}: digit" in shipped
+    assert images.read_lesson()["made"]["command"] in shipped
     assert f"{images.LESSON_MODEL}: digit 50%, ink 50%, paper 50%" in anew
+    assert "diffvision demo --lesson --seeds 1" in anew
 
 
 def test_one_seed_has_no_spread():
     assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
+
+
+def test_nothing_is_called_better_whose_interval_includes_zero():
+    values = {
+        "CLIP": {"a": [0.5, 0.7, 0.6], "b": [0.1, 0.11, 0.12]},
+        "V1": {"a": [0.6, 0.5, 0.8], "b": [0.8, 0.81, 0.8]},
+    }
+    rows = {"retrieval": ("a", 100, 1), "zero-shot": ("b", 100, 1)}
+    said = report.verdict(values, "CLIP", "V1", rows)
+    assert re.search(r"Higher with V1 than with CLIP: zero-shot \(\+69\.3 \[67\.\d, 7\d\.\d\]\)\.", said)
+    assert re.search(r"V1 and CLIP are level within the spread between seeds: retrieval \(\+3\.3 \[−", said)
+    one_seed = {name: {key: of_key[:1] for key, of_key in metrics.items()} for name, metrics in values.items()}
+    assert "neither model is called better" in report.verdict(one_seed, "CLIP", "V1", rows)
+
+
+def test_what_is_shown_is_read_back_from_json():
+    content = run("DiffCLIP-debug-0.2", 0).shown
+    shown = Shown.from_json(json.loads(json.dumps(content)))
+    assert shown.as_json() == content
+    assert shown.attention[0].maps.shape == (3, 4, 4)
+    assert shown.attention[0].image.shape == (32, 32, 3)
+    assert list(shown.retrieved[0].right) == [False, True, False, False]
 
 
 def test_the_recipe_is_the_debug_configuration():
@@ -100,21 +123,20 @@ def test_a_folder_with_another_demo_is_refused(tmp_path):
         claim(digit_only=0.5)
 
 
-def test_an_unfinished_dataset_is_made_anew(tmp_path, monkeypatch):
+def test_an_unfinished_dataset_is_made_anew(tmp_path):
     made = []
 
-    def make(name: str, folder: str) -> None:
+    def make(folder: str) -> None:
         Path(folder).mkdir()
-        made.append(name)
+        made.append(folder)
         if len(made) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "make", make)
     with pytest.raises(KeyboardInterrupt):
-        runs.prepare("digits", tmp_path / "digits")
+        runs.prepare(tmp_path / "digits", make)
     assert not (tmp_path / "digits").exists()
     for _ in range(2):
-        runs.prepare("digits", tmp_path / "digits")
+        runs.prepare(tmp_path / "digits", make)
     assert (tmp_path / "digits").is_dir()
     assert len(made) == 2
 
