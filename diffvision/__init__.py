@@ -8,17 +8,21 @@ OpenCLIP is imported. The libraries that build models (timm, OpenCLIP, transform
 from typing import TYPE_CHECKING
 
 from diffvision.lazy import lazy_names
+from diffvision.progress import import_tqdm
 from diffvision.registration import register
 
 if TYPE_CHECKING:
     from diffvision import models
+    from diffvision.comparison.command import compare
+    from diffvision.evaluation.from_python import evaluate
     from diffvision.models.adapt import adapt
     from diffvision.models.replace import replace_attention
     from diffvision.opening import Model, open_model
+    from diffvision.training.from_python import fit
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "__version__", "adapt", "models", "open_model", "replace_attention"]
+__all__ = ["Model", "__version__", "adapt", "compare", "evaluate", "fit", "models", "open_model", "replace_attention"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -26,11 +30,15 @@ if not TYPE_CHECKING:
         {
             "Model": "opening",
             "adapt": "models.adapt",
+            "compare": "comparison.command",
+            "evaluate": "evaluation.from_python",
+            "fit": "training.from_python",
             "models": None,
             "open_model": "opening",
             "replace_attention": "models.replace",
         },
     )
 
+import_tqdm()
 register("timm")
 register("open_clip")

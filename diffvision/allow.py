@@ -9,7 +9,6 @@ jsonargparse's private names are in `jsonargparse_internals`; if they are missin
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -20,7 +19,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
-from diffvision.mistakes import in_short, see_help
+from diffvision.mistakes import Mistake, in_short, see_help
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -60,7 +59,7 @@ class _Refused(ValueError):
 
 
 class Refusing:
-    """Mixin for parsers that report a mistake in one line instead of a page of usage.
+    """Mixin for parsers that raise a `Mistake` of one line, instead of printing a page of usage and exiting.
 
     A refused import is raised as an error of another class.
     """
@@ -75,8 +74,7 @@ class Refusing:
             super().error(message, ex)  # type: ignore[misc]
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        print(f"diffvision: error: {see_help(in_short(message, parser, self.classes), program)}", file=sys.stderr)
-        raise SystemExit(2)
+        raise Mistake(see_help(in_short(message, parser, self.classes), program)) from ex
 
     def classes(self, setting: str) -> Iterable[str]:
         """Return the names of the classes that a setting takes; the message for a mistyped one names the nearest."""

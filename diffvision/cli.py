@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 
@@ -56,7 +57,12 @@ COMMANDS = {
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
+    "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
+TABLES = ("models", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
+"""Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
+
+JSON = "--json"
 TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config clip/debug.yaml",
     "validate": "run a configuration's evaluations",
@@ -134,12 +140,18 @@ def _command(name: str, args: list[str]) -> Any:
     from jsonargparse import auto_cli
 
     from diffvision.allow import Parser, limited_imports
+    from diffvision.tables import as_json
 
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(module), function)
+    epilog = f"With {JSON}: the results as JSON, and nothing else on standard output." if name in TABLES else None
+    output: AbstractContextManager[None] = nullcontext()
+    if name in TABLES and JSON in args:
+        args, output = [arg for arg in args if arg != JSON], as_json()
     args = _models_first(name, command, args)
-    with limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(command, args=limited, prog=f"diffvision {name}", as_positional=True, parser_class=Parser)
+    about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
+    with output, limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
+        return auto_cli(command, args=limited, as_positional=True, **about)
 
 
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
@@ -194,12 +206,13 @@ def _one_text(value: str) -> str:
 def _reported(call: Callable[[], Any]) -> int:
     """Run a command and return its exit status; bad input is reported in one line instead of a traceback."""
     from diffvision.data.shards.report import BadDataError
+    from diffvision.mistakes import Mistake
 
     try:
         result = call()
     except (ValueError, OSError, BadDataError, FloatingPointError) as error:
         print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, Mistake) else 1
     return result if isinstance(result, int) else 0
 
 

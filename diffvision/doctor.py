@@ -6,16 +6,22 @@ PyTorch, timm and the like are imported inside its functions, so versions are re
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from diffvision.tables import show
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 DEVELOPMENT = ("dev", "docs")  # extras of contributors
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"  # of a clone
 MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")
 
 # name -> (heads, kv heads, tokens, D, V, shared keys, causal); heads are differential ones
@@ -47,26 +53,49 @@ class Finding(NamedTuple):
     text: str
 
 
+class Attention(NamedTuple):
+    """What PyTorch says: devices, models registered by host, and the backend for each usual shape."""
+
+    devices: list[str]
+    backends: list[dict[str, str]]
+    models: dict[str, int]
+
+    @classmethod
+    def measured(cls) -> "Attention":
+        """Return what holds on this machine."""
+        from diffvision.models import clip, vision
+
+        rows = [dict(zip(("attention", "on", "backend", "why"), row, strict=True)) for row in backends()]
+        return cls(devices(), rows, {"timm": len(vision.model_names()), "OpenCLIP": len(clip.model_names())})
+
+
 def needs() -> dict[str, Need]:
-    """Return the packages that diffvision needs by name, read from its installed metadata.
+    """Return the packages that diffvision needs by name: those of a clone's pyproject.toml, or of installed metadata.
+
+    The metadata of an editable installation are as old as the installation, and the clone may have been updated since.
 
     Raises:
         PackageNotFoundError: diffvision itself is not installed, only its files are here.
     """
-    provided = importlib.metadata.metadata("diffvision").get_all("Provides-Extra") or []
-    extras = ["", *(extra for extra in provided if extra not in DEVELOPMENT)]
+    importlib.metadata.version("diffvision")
     packages: dict[str, Need] = {}
-    for text in importlib.metadata.requires("diffvision") or ():
-        requirement = Requirement(text)
-        extra = next((extra for extra in extras if _applies(requirement, extra)), None)
-        if extra is not None and requirement.name not in packages:
-            packages[requirement.name] = Need(requirement, extra or None)
+    for extra, texts in _declared().items():
+        for requirement in map(Requirement, texts):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            if applies and extra not in DEVELOPMENT and requirement.name not in packages:
+                packages[requirement.name] = Need(requirement, extra or None)
     return packages
 
 
-def _applies(requirement: Requirement, extra: str) -> bool:
-    """Return whether a requirement applies to this platform and extra; "" stands for no extra."""
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+def _declared() -> dict[str, list[str]]:
+    """Return the requirements of each extra, and under "" those of all installations."""
+    if PYPROJECT.is_file():
+        project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "diffvision":
+            return {"": project["dependencies"], **project["optional-dependencies"]}
+    requirements = importlib.metadata.requires("diffvision") or []
+    provided = importlib.metadata.metadata("diffvision").get_all("Provides-Extra") or []
+    return dict.fromkeys(("", *provided), requirements)
 
 
 def versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
@@ -196,51 +225,61 @@ def doctor() -> int:
     Returns:
         1 if diffvision cannot work, else 0.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
     try:
         packages = needs()
     except importlib.metadata.PackageNotFoundError:
-        console.print("[red]broken:[/] diffvision is not installed, only its files are here: pip install -e .")
-        return 1
+        packages = {}
     installed = versions(packages)
-    table = Table("package", "installed", "needed", title=f"Python {platform.python_version()} on {platform.system()}")
-    for name, need in packages.items():
-        missing = "[red]missing[/]" if need.extra is None else "-"
-        wanted = f"{need.versions or 'any'}{f' for diffvision[{need.extra}]' if need.extra else ''}"
-        table.add_row(name, installed[name] or missing, escape(wanted))
-    console.print(table)
     findings = unmet(packages, installed) + conflicts(installed) + private_names()
-    missing_packages = any(installed[name] is None for name, need in packages.items() if need.extra is None)
-    if not missing_packages:
+    if not packages:
+        findings = [Finding(True, "diffvision is not installed, only its files are here: pip install -e .")]
+    attention = Attention([], [], {})
+    if packages and not any(installed[name] is None for name, need in packages.items() if need.extra is None):
         try:
-            _print_devices_and_backends(console)
+            attention = Attention.measured()
         except Exception as error:  # whatever a broken package raises when it is imported
             findings.append(Finding(True, f"a package is installed and cannot be imported: {error!r}"))
-    for finding in findings:
-        kind = "[red]broken:[/]" if finding.broken else "[yellow]note:[/]"
-        console.print(kind, escape(finding.text), highlight=False)
     broken = any(finding.broken for finding in findings)
-    console.print("[red]not ready[/]" if broken else "[green]ready[/]")
+    data = {
+        "python": platform.python_version(),
+        "packages": {
+            name: {"installed": installed[name], "needed": need.versions, "extra": need.extra}
+            for name, need in packages.items()
+        },
+        **attention._asdict(),
+        "findings": [finding._asdict() for finding in findings],
+        "ready": not broken,
+    }
+    show(*_tables(packages, installed, attention, findings), data=data)
     return int(broken)
 
 
-def _print_devices_and_backends(console: "Console") -> None:
-    """Print the devices, the number of registered models, and the backend that is chosen for each usual shape."""
+def _tables(
+    packages: Mapping[str, Need], installed: Mapping[str, str | None], attention: "Attention", findings: list[Finding]
+) -> "Iterator[Table | Text]":
     from rich.table import Table
+    from rich.text import Text
 
-    from diffvision.models import clip, vision
-
-    for line in devices():
-        console.print(line, highlight=False)
-    console.print(f"registered: {len(vision.model_names())} models in timm, {len(clip.model_names())} in OpenCLIP")
-    table = Table("attention of", "on", "backend", "why", title='What backend="auto" chooses')
-    for row in backends():
-        table.add_row(*row)
-    console.print(table)
+    if packages:
+        table = Table(
+            "package", "installed", "needed", title=f"Python {platform.python_version()} on {platform.system()}"
+        )
+        for name, need in packages.items():
+            missing = "[red]missing[/]" if need.extra is None else "-"
+            wanted = f"{need.versions or 'any'}{f' for diffvision[{need.extra}]' if need.extra else ''}"
+            table.add_row(name, installed[name] or missing, Text(wanted))
+        yield table
+    yield from map(Text, attention.devices)
+    if attention.backends:
+        yield Text("registered: " + ", ".join(f"{count} models in {host}" for host, count in attention.models.items()))
+        table = Table("attention of", "on", "backend", "why", title='What backend="auto" chooses')
+        for row in attention.backends:
+            table.add_row(*row.values())
+        yield table
+    for finding in findings:
+        kind = ("broken: ", "red") if finding.broken else ("note: ", "yellow")
+        yield Text.assemble(kind, finding.text)
+    yield Text("not ready", "red") if any(finding.broken for finding in findings) else Text("ready", "green")
 
 
 def _at_least(installed: Mapping[str, str | None], name: str, floor: str) -> bool:

@@ -48,13 +48,16 @@ def generate_text(
     import torch
 
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.models.language.generation import generate
+    from diffvision.models.language.generation import Sampling, generate
     from diffvision.opening import open_model
 
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed is {seed}: it must be -2**63 to 2**64 - 1, as torch's generators take it")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":

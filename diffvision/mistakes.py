@@ -19,6 +19,10 @@ _LITERAL = "typing.Literal["
 _PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
 
 
+class Mistake(ValueError):
+    """The command line itself is wrong: an unknown option, or a value of another type. The exit status is 2."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 0.0) -> list[str]:
     """Return the known names that are most similar to a name, the most similar first.
 
@@ -70,7 +74,7 @@ def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iter
     other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
     value = re.search("Given value: (.*)", given)
     if other or value is None or not faults:
-        return f"{name}: {'; '.join(_of_classes(other or [' '.join(inner.split())]))}"
+        return f"{name}: {'; '.join(dict.fromkeys(_of_classes(other or [' '.join(inner.split())])))}"
     kinds = re.findall(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", tried, re.MULTILINE)
     return _expected(name, value[1], kinds, classes)
 
@@ -141,6 +145,8 @@ def _of_class(path: str, fault: str) -> str:
         known = getattr(sys.modules.get(match[1]), "__all__", None) or dir(sys.modules.get(match[1]))
         if name in known:  # a class that was moved to another module, and that the package still offers
             return f"there is no {path}; did you mean {match[1]}.{name}?"
+        if moved := _homes(name):
+            return f"there is no {path}; did you mean {moved[0]}.{name}?"
         return f"there is no {path}{did_you_mean(match[2], known)}"
     cls = getattr(sys.modules.get(module), name, None)
     if isinstance(cls, type) and (
@@ -149,6 +155,13 @@ def _of_class(path: str, fault: str) -> str:
         unknown = match[1] or match[2].split()[0].partition("=")[0].removeprefix("--")
         return f"{name} takes no {unknown}{did_you_mean(unknown, _settings(cls))}"
     return f"{name}: {fault}"
+
+
+def _homes(name: str) -> list[str]:
+    """Return the imported modules of this package that define a class of that name."""
+    package = __name__.partition(".")[0]
+    ours = [module for module in sys.modules if module.startswith(f"{package}.")]
+    return [module for module in ours if getattr(vars(sys.modules[module]).get(name), "__module__", None) == module]
 
 
 def _settings(cls: type[Any]) -> Iterator[str]:

@@ -16,9 +16,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-all", action="store_true", help="with -m faults: every cell of the resume matrix")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that train in forked processes come first: what some others start (compiled graphs, threads of autograd)
-    does not survive a fork, and autograd then refuses to work there."""
+    """Mark as slow the cases that `quick` leaves out, and sort tests that train in forked processes to the front.
+
+    What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
+    work there.
+    """
+    collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) is not None:
+            case = item.callspec.id  # type: ignore[attr-defined]
+            collected.setdefault(item.nodeid.partition("[")[0], set()).add(case)
+            if case not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    for item in items:
+        quick, cases = item.get_closest_marker("quick"), collected.get(item.nodeid.partition("[")[0], set())
+        if quick is not None and len(cases) > len(quick.args) and not cases.issuperset(quick.args):
+            raise pytest.UsageError(f"{item.nodeid}: quick names cases that do not exist: {set(quick.args) - cases}")
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
 
 

@@ -78,7 +78,8 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         ("evaluate --model CLIP-debug --data .", 1, "give the model first, without --model: diffvision evaluate MODEL"),
         ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),
         ("evaluate --data .", 2, "the following arguments are required: model; see diffvision evaluate --help"),
-        ("models --filter nope*", 1, "none of our models matches 'nope*'; give a pattern"),
+        ("models --filter nope*", 1, "none of our models matches 'nope*': leave out --filter to see all"),
+        ("models --filter zzz_vit_bas*", 1, "matches 'zzz_vit_bas*': the nearest names are diff_vit_base"),
         (
             "evaluate CLIP-debug --data . --precision fp8",
             2,
@@ -143,6 +144,16 @@ def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch, tmp_path):
     assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 1
     assert "huggingface needs transformers: pip install 'diffvision[hf]'" in capsys.readouterr().err
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "package", "extra"),
+    [("onnx", "onnx", "export"), ("int8", "torchao", "export"), ("huggingface", "transformers", "hf")],
+)
+def test_a_missing_package_is_named_before_a_model_is_looked_for(form, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["export", "nowhere.ckpt", "folder", "--to", form]) == 1
+    assert f"{form} needs {package}: pip install 'diffvision[{extra}]'" in capsys.readouterr().err
 
 
 def test_run_hands_over(tmp_path, capsys, monkeypatch):

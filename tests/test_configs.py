@@ -47,6 +47,15 @@ class Parsed(FitCLI):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.quick(
+    "clip/debug",
+    "clip/cc3m_diffclip",
+    "clip/cc12m_diffclip_v2",
+    "language/debug",
+    "language/3b",
+    "vision/debug",
+    "vision/imagenet_diff_vit_base",
+)
 def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, tmp_path):
     text = head(path)
     assert "Hardware:" in text

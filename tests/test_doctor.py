@@ -48,7 +48,10 @@ def notes(findings):
     return [finding.text for finding in findings if not finding.broken]
 
 
-def test_needs_are_those_of_the_metadata():
+@pytest.mark.parametrize("installed_from", ["clone", "wheel"])
+def test_needs_are_those_of_the_project(installed_from, monkeypatch, tmp_path):
+    if installed_from == "wheel":
+        monkeypatch.setattr(doctor, "PYPROJECT", tmp_path / "pyproject.toml")
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     core = {Requirement(text).name for text in pyproject["dependencies"]}
     needs = doctor.needs()
@@ -58,6 +61,16 @@ def test_needs_are_those_of_the_metadata():
     assert ">=4.53" in needs["jsonargparse"].versions
     assert needs["transformers"].extra == "hf"
     assert "pytest" not in needs
+
+
+def test_a_clone_that_was_updated_after_its_installation(monkeypatch, tmp_path):
+    """An editable installation keeps the metadata of the day it was made."""
+    file = tmp_path / "pyproject.toml"
+    file.write_text('[project]\nname = "diffvision"\ndependencies = ["torch>=99"]\n[project.optional-dependencies]\n')
+    monkeypatch.setattr(doctor, "PYPROJECT", file)
+    assert [(name, need.versions) for name, need in doctor.needs().items()] == [("torch", ">=99")]
+    file.write_text('[project]\nname = "another"\n')  # site-packages of somebody's project
+    assert "timm" in doctor.needs()
 
 
 def test_unmet_needs_are_reported():
@@ -106,10 +119,10 @@ def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkey
 
 
 def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch, capsys):
-    def fails(console):
+    def fails():
         raise OSError("libtorch_cuda.so: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "_print_devices_and_backends", fails)
+    monkeypatch.setattr(doctor, "devices", fails)
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
     assert "cannot be imported" in printed

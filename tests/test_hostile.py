@@ -235,7 +235,7 @@ def test_allow_adds_a_prefix_for_that_command_alone(module, shards, trace, capsy
 def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
     hostile = tmp_path / "hostile.yaml"
     hostile.write_text(f"allow: {module}\nmodel:\n  class_path: {module}.Thing\n")
-    with pytest.raises((SystemExit, ValueError)):
+    with pytest.raises(ValueError, match="allow"):
         fit(["fit", f"--config={hostile}"])
     assert module not in sys.modules
 
@@ -250,12 +250,11 @@ def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("flag", ["--config={0}", "--model={0}"])
-def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path, capsys):
+def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path):
     hostile = tmp_path / "hostile.yaml"
     hostile.write_text(text.format(trace))
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="could not determine a constructor for the tag"):
         fit(["fit", flag.format(hostile)])
-    assert "could not determine a constructor for the tag" in capsys.readouterr().err
     assert module not in sys.modules
 
 
@@ -269,11 +268,9 @@ def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:{0}/c.yaml", "memory://c.yaml", "simplecache::http://127.0.0.1:{0}/c"]
 )
-def test_configurations_are_not_fetched(url, server, capsys):
-    with pytest.raises((SystemExit, FileNotFoundError)) as refusal:
+def test_configurations_are_not_fetched(url, server):
+    with pytest.raises((ValueError, FileNotFoundError), match=r"no configuration file|not exist"):
         fit(["fit", "--config", url.format(server.server_port)])
-    message = f"{refusal.value}{capsys.readouterr().err}"
-    assert "no configuration file" in message or "not exist" in message
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -640,8 +637,7 @@ LAUGHS += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9
 def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
     hostile = tmp_path / "hostile.yaml"
     hostile.write_text(text + "\n")
-    with pytest.raises(SystemExit):
-        cli.main([*command, f"--config={hostile}"])
+    assert cli.main([*command, f"--config={hostile}"]) == 2
     assert "stands for more than 100,000 values" in capsys.readouterr().err
 
 
@@ -655,8 +651,7 @@ DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, capsys):
     hostile = tmp_path / f"hostile.{suffix}"
     hostile.write_text("a: " + "[" * 5000 + "]" * 5000 if suffix == "yaml" else DEEP)
-    with pytest.raises(SystemExit):
-        cli.main([*command, f"--config={hostile}"])
+    assert cli.main([*command, f"--config={hostile}"]) == 2
     error = capsys.readouterr().err
     assert "nested too deeply" in error
     assert "Traceback" not in error

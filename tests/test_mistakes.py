@@ -55,7 +55,7 @@ MISTAKES = [
     ("evaluate CLIP-debug --data x --precision fp8", "fp32, bf16, fp16"),
     ("evaluate CLIP-debug --data x --batch_size many", "batch_size is 'many'"),
     ("generate x --prompt hi --temperature warm", "temperature is 'warm'"),
-    ("models --filter diff_vit_bse", "diff_vit_base?"),
+    ("models --filter diff_vit_bse", "diff_vit_base"),
     ("fit CLIP --trainer.precision 17", "bf16-mixed"),
     ("fit CLIP --trainer.precision bf16-mxed", "bf16-mixed?"),
     ("fit CLIP --trainer.accelerator gpu", "trainer.accelerator is gpu"),
@@ -93,14 +93,30 @@ MISTAKES = [
     # files
     ("fit --config nope.yaml", "nope.yaml"),
     ("fit --config clip/debgu.yaml", "clip/debug.yaml"),
+    ("fit --config last.ckpt", "last.ckpt is not YAML: --config takes YAML, and --ckpt_path a checkpoint"),
+    ("fit --config empty.yaml", "empty.yaml is empty"),
     ("fit --config broken.yaml", "broken.yaml, line 3"),
     ("fit --config list.yaml", "list.yaml"),
     ("fit --config misspelt.yaml", "trainer.max_epocs; did you mean trainer.max_epochs?"),
     ("fit --config class.yaml", "trainer.callbacks: there is no class StepGaurd; did you mean StepGuard?"),
     ("evaluate-language x --tasks needle --options nope.yaml", "no configuration file nope.yaml"),
+    # inputs, which are checked before a model is loaded
+    ("export nowhere.ckpt out --tokenizer nothing.json", "no tokenizer nothing.json"),
+    ("convert nowhere.pt out.bin --to timm", "out.bin ends in '.bin'"),
+    ("generate nowhere.ckpt --prompt hi --temperature -1", "temperature is -1"),
+    ("generate nowhere.ckpt --prompt hi --max_new_tokens 0", "max_new_tokens is 0"),
+    ("generate nowhere.ckpt --prompt hi --tokenizer nothing.json", "nothing.json"),
+    ("inspect nowhere.ckpt --output new --image nope.jpg", "nope.jpg"),
+    ("evaluate-language nowhere.ckpt --tasks perplexity --data nothing.txt", "nothing.txt"),
+    ("evaluate-language diff-debug nowhere.ckpt --tasks perplexity --data words.txt", "nowhere.ckpt"),
     # classes that were moved
     ("fit --data diffvision.data.modules.ImageTextData", "did you mean diffvision.data.ImageTextData?"),
     ("fit CLIP --trainer.callbacks+=diffvision.training.finite.StepGuard", "mean diffvision.training.StepGuard?"),
+    (
+        "fit CLIP --trainer.callbacks+=diffvision.training.preemption.Preemption",
+        "training.durable.preemption.Preemption?",
+    ),
+    ("fit --config moved.yaml", "did you mean diffvision.training.StepGuard?"),
     # models and their preprocessing
     ("evaluate CLIP-debug --data photos --preprocess.mean 3", "preprocess.mean is 3: give three numbers"),
     ("evaluate CLIP-debug --data photos --preprocess.interpolation x", "choose one of bicubic, bilinear, random"),
@@ -128,6 +144,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "misspelt.yaml").write_text("trainer:\n  max_epocs: 3\n")
     (tmp_path / "class.yaml").write_text("trainer:\n  callbacks:\n  - class_path: StepGaurd\n")
+    (tmp_path / "moved.yaml").write_text("trainer:\n  callbacks:\n  - diffvision.training.checkpoints.StepGuard\n")
+    (tmp_path / "words.txt").write_text("some words\n")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
     (tmp_path / "photos/cat").mkdir(parents=True)
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (8, 8)).save(tmp_path / "photos/cat/1.png")

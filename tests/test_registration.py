@@ -52,6 +52,7 @@ def test_diffvision_before_its_hosts():
     run("-c", DIFFVISION_FIRST)
 
 
+@pytest.mark.slow
 def test_diffvision_after_its_hosts():
     run("-c", f"import open_clip, timm\nassert not timm.is_model('diff_vit_base')\nimport diffvision\n{REGISTERED}")
 

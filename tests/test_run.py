@@ -59,6 +59,7 @@ def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
     assert done.stdout.splitlines() == lines, done.stderr
 
 
+@pytest.mark.slow
 def test_exported_folders_need_no_trust(tmp_path):
     pytest.importorskip("transformers")
     language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")

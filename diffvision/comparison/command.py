@@ -55,6 +55,7 @@ def compare(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.output import check_folder, listed
+    from diffvision.tables import show
 
     outputs = [] if output is None else listed(output)
     check_outputs(outputs)
@@ -71,12 +72,12 @@ def compare(
         options=options,
     )
     comparison = compare_models(
-        [models] if isinstance(models, str) else models,
+        [models] if isinstance(models, str) else [str(model) for model in models],
         None if data is None else listed(data),
         None if tasks is None else listed(tasks),
         settings,
         rounds,
     )
-    comparison.show()
+    show(comparison.show, data=comparison.to_dict())
     write_outputs(comparison, outputs)
     return comparison

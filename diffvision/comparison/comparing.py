@@ -6,18 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from diffvision.analysis.curves import Curve, over_seconds, read_metrics
 from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.comparison.costs import Cost, costs, one_sample
+from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, grouped, read_entries
 from diffvision.comparison.intervals import difference
 from diffvision.comparison.measuring import (
-    WINDOW,
+    Documents,
     Measured,
     Planned,
     Settings,
     data_of,
+    few_images,
     image_plan,
     measure_images,
     measure_text,
@@ -25,7 +27,7 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import Comparison, Contestant, Row
-from diffvision.opening import Model, open_model
+from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 
 Seeds = list[dict[str, Measured]]
@@ -47,6 +49,8 @@ def compare_models(
     entries = read_entries(specs)
     groups = grouped(entries)
     data = data_of(entries) if data is None else data
+    for entry in entries:
+        check_spec(entry.model)  # before the first is opened
     opened = {entry.model: open_model(entry.model, device=settings.device) for entry in entries}
     kind = _one_kind(groups, opened)
     models = [dataclasses.replace(opened[group.entries[0].model], name=group.label) for group in groups]
@@ -55,17 +59,20 @@ def compare_models(
         if tasks not in (None, ["perplexity"]):
             raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
                              "`diffvision evaluate-language` has the others")  # fmt: skip
-        measured = _measured_text(groups, opened, data, window, settings)
+        documents = {name: read_text(model.for_text(), data) for name, model in opened.items()}
+        measured = _measured_text(groups, opened, documents, window, settings)
+        seen = {
+            name: {"tokens": texts.tokens[0][None, :window].to(settings.device)} for name, texts in documents.items()
+        }
     else:
         planned = image_plan(data, tasks, models[0].host, settings.options)
         measured = _measured_images(groups, opened, planned, settings)
+        seen = {name: few_images(model, planned, settings) for name, model in opened.items()}
     by_model = costs(models, settings, window, rounds)
-    contestants = [
-        _contestant(group, opened, cost, settings, window) for group, cost in zip(groups, by_model, strict=True)
-    ]
-    rows = _rows(measured)
-    unit = "tokens" if models[0].is_language else "images"
-    return Comparison(kind, contestants, rows, unit, _notes(rows, models[0], window, rounds, settings))
+    contestants = [_contestant(group, opened, seen, cost) for group, cost in zip(groups, by_model, strict=True)]
+    metrics = _rows(measured)
+    unit = {"open_clip": "pairs", "timm": "images"}.get(models[0].host, "tokens")
+    return Comparison(kind, contestants, metrics, unit, _notes(metrics, models[0], window, rounds, settings))
 
 
 def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
@@ -93,11 +100,12 @@ def _measured_images(
 
 
 def _measured_text(
-    groups: Sequence[Group], opened: Mapping[str, Model], data: Sequence[str], window: int, settings: Settings
+    groups: Sequence[Group],
+    opened: Mapping[str, Model],
+    documents: Mapping[str, Documents],
+    window: int,
+    settings: Settings,
 ) -> dict[str, Seeds]:
-    for model in opened.values():
-        model.for_text()
-    documents = {name: read_text(model, data) for name, model in opened.items()}
     same_tokens = len({text.digest for text in documents.values()}) == 1
     return {
         group.label: [
@@ -138,15 +146,18 @@ def _rows(measured: Mapping[str, Seeds]) -> list[Row]:
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
-def _contestant(group: Group, opened: Mapping[str, Model], cost: Cost, settings: Settings, window: int) -> Contestant:
+def _contestant(
+    group: Group, opened: Mapping[str, Model], seen: Mapping[str, Mapping[str, Tensor]], cost: Cost
+) -> Contestant:
+    """Return one model's part of the comparison; `seen` is a batch for each file, over which V2's lambda is a mean."""
     lambdas: dict[str, list[float]] = {}
     for entry in group.entries:
-        model = opened[entry.model]
-        for name, value in layer_lambdas(model.module, one_sample(model, min(window, WINDOW), settings.device)).items():
+        for name, value in layer_lambdas(opened[entry.model].module, seen[entry.model]).items():
             lambdas.setdefault(name, []).append(value)
     curves, timed = _curves(group.entries)
     specs = [entry.model for entry in group.entries]
-    return Contestant(group.label, specs, [entry.which for entry in group.entries], cost, lambdas, curves, timed)
+    which = ["new weights" if opened[entry.model].weights is None else entry.which for entry in group.entries]
+    return Contestant(group.label, specs, which, cost, lambdas, curves, timed)
 
 
 def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str, list[Curve]]]:

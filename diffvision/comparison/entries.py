@@ -21,7 +21,7 @@ CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _MAX_DEPTH = 4
 # Settings that do not change which model a run trains.
 _INCIDENTAL = ("seed_everything", "data.init_args.seed", "ckpt_path", "weights_only", "resume", "resume_ranks")
-_INCIDENTAL_TRAINER = ("logger", "default_root_dir", "callbacks", "enable_progress_bar", "log_every_n_steps")
+_INCIDENTAL_TRAINER = ("logger", "default_root_dir", "enable_progress_bar", "log_every_n_steps")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         spec: as it was given, without a label.
         model: for `open_model`.
-        which: what the model is, in words: "best zero_shot/digits/acc1 0.9521", "last, step 786", "given".
+        which: what the model is, in words: "best zero_shot/digits/acc1 0.9521", "last, step 786", "as given".
         given_label: before the =; None where there was none.
         run: the directory of the training run; None where the model is not a file of one.
         config: of the run; empty without one.
@@ -119,7 +119,7 @@ def _read(given: str) -> Entry:
     path = Path(spec)
     if not path.is_dir():
         run = run_of(path)
-        return Entry(spec, spec, "given" if path.is_file() else "a name", given_label, run, _config(run))
+        return Entry(spec, spec, "as given", given_label, run, _config(run))
     runs = [path] if _is_run(path) else list(_runs_below(path, _MAX_DEPTH))
     if len(runs) > 1:
         names = ", ".join(str(run) for run in runs[:4])
@@ -127,7 +127,7 @@ def _read(given: str) -> Entry:
             f"{spec} has {len(runs)} runs in it: name those to compare ({names}{', ...' if runs[4:] else ''})"
         )
     if not runs:
-        return Entry(spec, spec, "folder", given_label)
+        return Entry(spec, spec, "as given", given_label)
     checkpoint, which = best_checkpoint(runs[0])
     return Entry(spec, str(checkpoint), which, given_label, runs[0], _config(runs[0]))
 
@@ -200,14 +200,19 @@ def _is_seed(entry: Entry, others: Sequence[Entry]) -> bool:
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which model is trained and how, by their full names."""
     incidental = (*_INCIDENTAL, *(f"trainer.{name}" for name in _INCIDENTAL_TRAINER))
-    return {name: value for name, value in _flat(config) if not name.startswith(incidental)}
+    return {
+        name: value
+        for name, value in _flat(config)
+        if not name.startswith(incidental) and not name.endswith(".dirpath")  # of checkpoints
+    }
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
+    parts = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(parts, dict):
         yield name, value
         return
-    for key, part in value.items():
+    for key, part in parts.items():
         yield from _flat(part, f"{name}.{key}" if name else str(key))
 
 
@@ -215,7 +220,9 @@ def _difference(first: Entry, second: Entry) -> str:
     if not first.config or not second.config:
         return "they are not two runs of `diffvision fit`"
     a, b = _lasting(first.config), _lasting(second.config)
-    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    names = sorted(
+        (name for name in {**a, **b} if a.get(name) != b.get(name)), key=lambda name: name.split(".")[0] != "model"
+    )
     return f"they differ in {', '.join(names[:3])}" if names else "their seeds are the same"
 
 

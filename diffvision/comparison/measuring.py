@@ -19,11 +19,13 @@ from diffvision.evaluation.language.perplexity import perplexity, perplexity_sam
 from diffvision.evaluation.language.suite import prepared
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import bar
+from diffvision.evaluation.prompts import prompts_of
 from diffvision.evaluation.samples import PerSample
 from diffvision.evaluation.suite import EVALUATIONS, expand, plan
 from diffvision.opening import Model
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
+_SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
 WINDOW = 2048  # tokens that a language model reads at a time, at most
 
 
@@ -105,9 +107,22 @@ def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[s
                 results = {metric: Measured(samples.mean(), samples) for metric, samples in by_sample.items()}
             else:
                 values = evaluation.function(features, folder, settings.options)
-                results = {metric: Measured(value) for metric, value in values.items() if math.isfinite(value)}
+                kept = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
+                results = {metric: Measured(value) for metric, value in kept.items() if math.isfinite(value)}
             measured |= {f"{name}/{folder.name}/{metric}": result for metric, result in results.items()}
     return measured
+
+
+def few_images(model: Model, planned: Planned, settings: Settings, count: int = 16) -> dict[str, Tensor]:
+    """Return a few images of the first folder, and texts of it for a model that reads them."""
+    folder = planned[0][0]
+    batch = next(iter(folder.batches(model.transform, split=settings.options.split, batch_size=count)))
+    inputs = {"image": batch["image"].to(settings.device)}
+    if model.tokenizer is not None:
+        captions = [text for of_image in batch.get("captions", []) for text in of_image]
+        texts = captions or [of_class[0] for of_class in prompts_of(folder).texts()]
+        inputs["text"] = model.tokenizer(texts[:count]).to(settings.device)
+    return inputs
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL.Image import Image
 from rich.console import Group
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -42,6 +41,7 @@ from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import MEMBER, check_tokens
+from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
 _LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is given
@@ -217,10 +217,10 @@ def shard_stats(source: Source, num_workers: int = 2) -> dict[Path, ShardStats]:
 def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
     workers = min(num_workers, len(jobs))
     if workers < 2:
-        yield from track(map(function, jobs), label, total=len(jobs), transient=True)
+        yield from track(map(function, jobs), label, total=len(jobs))
         return
     with ProcessPoolExecutor(workers) as pool:
-        yield from track(pool.map(function, jobs), label, total=len(jobs), transient=True)
+        yield from track(pool.map(function, jobs), label, total=len(jobs))
 
 
 def _is_directory(source: Source) -> bool:
@@ -421,6 +421,32 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
         for reason, count in result.bad.most_common():
             problems.add_row(name(result.path), reason, f"{count:,}", result.examples[reason])
     return Group(totals, problems) if problems.row_count else Group(totals)
+
+
+def stats_data(stats: dict[Path, ShardStats]) -> dict[str, dict[str, Any]]:
+    """Return the counts and quartiles of each directory as plain values."""
+
+    def quartiles(values: list[int]) -> list[float]:
+        return np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist() if values else []
+
+    return {
+        str(directory): {
+            "samples": one.samples,
+            "damaged_shards": one.damaged,
+            "bytes": one.bytes,
+            "members": one.members,
+            "images": one.modes,
+            "width": quartiles([size[0] for size in one.sizes.elements()]),
+            "height": quartiles([size[1] for size in one.sizes.elements()]),
+            "captions": len(one.caption_lengths),
+            "caption_characters": quartiles(one.caption_lengths),
+            "labels": dict(sorted(one.labels.items())),
+            "texts": len(one.texts),
+            "text_characters": quartiles(one.texts),
+            "tokens": sum(one.tokens),
+        }
+        for directory, one in stats.items()
+    }
 
 
 def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
+from diffvision.progress import track
+from diffvision.tables import show
 
 __all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
@@ -136,7 +137,8 @@ def check(
 
     keys = Keys(image_key or IMAGE_KEYS, caption_key, label_key, text_key)
     results = check_shards(source, num_workers, keys)
-    Console().print(check_tables(results, source))
+    checked = [{**vars(result), "ok": result.ok} for result in results]
+    show(check_tables(results, source), data=checked)
     return 0 if all(result.ok for result in results) else 1
 
 
@@ -147,9 +149,10 @@ def stats(source: str | list[str], num_workers: int = 2) -> int:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
     """
-    from diffvision.data.check import shard_stats, stats_table
+    from diffvision.data.check import shard_stats, stats_data, stats_table
 
-    Console().print(stats_table(shard_stats(source, num_workers), source))
+    measured = shard_stats(source, num_workers)
+    show(stats_table(measured, source), data=stats_data(measured))
     return 0
 
 
@@ -165,8 +168,6 @@ def tokenizer(
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
     """
-    from rich.progress import track
-
     from diffvision.data.shards.report import Limits
     from diffvision.data.shards.storage import ShardSet
     from diffvision.data.text.documents import DocumentAccount, TextMember
@@ -178,7 +179,7 @@ def tokenizer(
         raise ValueError(f"{target} is there already: remove it, or choose another path")
     account = DocumentAccount()
     documents = documents_of(ShardSet(source), TextMember(text_key), limits=Limits(max_bad_fraction), account=account)
-    trained = train_tokenizer(track(documents, "reading", transient=True), vocab_size)
+    trained = train_tokenizer(track(documents, "reading"), vocab_size)
     trained.save(target)
     print(f"trained {target}: {trained.vocab_size:,} tokens, of {account.summary()}")
     if trained.vocab_size < vocab_size:

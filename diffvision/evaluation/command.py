@@ -56,13 +56,16 @@ def run(
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.output import bar, check_folder, listed
     from diffvision.evaluation.suite import Evaluated, check_output, evaluate, expand, plan, report
-    from diffvision.opening import labelled, open_model
+    from diffvision.opening import Model, check_spec, open_model
 
     if output is not None:
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
-    specs = [("", model)] if isinstance(model, str) else [labelled(spec) for spec in model]
+    specs: list[tuple[str, Any]] = [_named(one) for one in model] if isinstance(model, list) else [("", model)]
+    for _, spec in specs[1:]:
+        if isinstance(spec, str):
+            check_spec(spec)  # before the first is evaluated
     _check_models([label for label, _ in specs], checkpoint)
     feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
@@ -71,7 +74,10 @@ def run(
     evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
         for label, spec in specs:
-            opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
+            if isinstance(spec, Model):
+                opened, spec = spec.for_images(), spec.weights or spec.name
+            else:
+                opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
             for folder, names in planned:
                 results[label] |= evaluate(
@@ -93,7 +99,14 @@ def run(
             report(results, evaluated, checkpoint, output)
             if feature_cache is not None:
                 print(feature_cache)
-    return results[""] if isinstance(model, str) else results
+    return results if isinstance(model, list) else results[""]
+
+
+def _named(model: Any) -> tuple[str, Any]:
+    """Return the label of one of several models, and the model: a spec, or opened already."""
+    from diffvision.opening import Model, labelled
+
+    return (model.name, model) if isinstance(model, Model) else labelled(model)
 
 
 def _check_models(labels: list[str], checkpoint: str | None) -> None:

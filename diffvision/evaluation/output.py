@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffvision.evaluation.distributed import rank_and_world
+from diffvision.progress import track
 
 
-def listed(names: str | list[str]) -> list[str]:
-    """Return a list as the command line gives it: itself, or names separated by commas."""
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+def listed(names: str | Path | Sequence[str | Path]) -> list[str]:
+    """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths."""
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",")]
+    return [str(name) for name in ([names] if isinstance(names, Path) else names)]
 
 
 def bar(batches: Any, description: str) -> Iterable:
-    """Return the batches under a progress bar in rank 0's terminal, gone when it is full."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    if rank_and_world()[0] or not console.is_terminal:
-        return batches
-    return track(batches, description=description, console=console, transient=True)
+    """Return the batches under a progress bar on rank 0."""
+    return batches if rank_and_world()[0] else track(batches, description)
 
 
 def check_folder(folder: str | Path, setting: str = "output") -> None:

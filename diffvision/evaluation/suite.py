@@ -22,6 +22,7 @@ from diffvision.evaluation.output import check_folder, write_json
 from diffvision.evaluation.retrieval import retrieval, retrieval_samples
 from diffvision.evaluation.samples import PerSample
 from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
+from diffvision.tables import show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -148,8 +149,6 @@ def report(
         checkpoint: of a single model, as it was given.
         output: as `write_records`; None writes nothing.
     """
-    from rich.console import Console
-
     rows: list[dict[str, Any]] = []
     title = ""
     for label, metrics in results.items():
@@ -160,7 +159,8 @@ def report(
         shown = weights or ("untrained weights" if origin is None else "the model's weights")
         title += f"{label}: {model}, {shown}\n" if len(results) > 1 else f"{model}, {shown}"
         rows += records(metrics, model=model, pretrained=weights)
-    Console().print(table(next(iter(results.values())), title) if len(results) == 1 else side_by_side(results, title))
+    several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)
+    show(several, data=rows)
     if output is not None:
         write_records(rows, output)
 

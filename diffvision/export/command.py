@@ -1,7 +1,7 @@
 """The commands `diffvision export` and `diffvision adapt`; formats are written in `formats`, `adapted` and others."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 To = Literal["openclip", "timm", "huggingface", "program", "onnx", "int8"]
 Method = Literal["v2", "dex", "v1"]
@@ -34,15 +34,21 @@ def export(
         FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are new
             or not finite, the format does not support it, or the destination exists.
     """
-    from diffvision.export.finite import open_finite
-    from diffvision.export.formats import DEFAULTS, FORMATS
-    from diffvision.export.options import Options
+    from diffvision.export.extras import check_installed
     from diffvision.models.files import check_free, written_whole
 
     target = Path(destination)
-    if to is not None and to not in FORMATS:
-        raise ValueError(f"to is {to!r}: choose one of {', '.join(FORMATS)}")
+    if to is not None and to not in get_args(To):
+        raise ValueError(f"to is {to!r}: choose one of {', '.join(get_args(To))}")
     check_free(target)
+    if to is not None:
+        check_installed(to)  # before PyTorch is imported and the model is loaded
+    if tokenizer is not None and not Path(tokenizer).exists():
+        raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
+    from diffvision.export.finite import open_finite
+    from diffvision.export.formats import DEFAULTS, FORMATS
+    from diffvision.export.options import Options
+
     opened = open_finite(model, checkpoint)
     if opened.host not in DEFAULTS:
         raise ValueError(
@@ -50,6 +56,7 @@ def export(
             "`diffvision convert --to language`"
         )
     name = to or DEFAULTS[opened.host]
+    check_installed(name)
     form = FORMATS[name]
     if opened.host not in form.hosts:
         possible = ", ".join(other for other, row in FORMATS.items() if opened.host in row.hosts)

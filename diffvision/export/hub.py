@@ -4,12 +4,9 @@ huggingface_hub's `upload_folder` uploads, and retries if the connection fails.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diffvision.models.files import FOLDER
-
-if TYPE_CHECKING:
-    from diffvision.opening import Model
 
 SENT = (".json", ".safetensors", ".md", ".png", ".txt", ".model", ".onnx", ".data")  # tensors, text and pictures
 _CODE = "modeling_diffvision.py"  # the one line by which transformers finds our classes
@@ -30,10 +27,13 @@ def push(model: str, repo_id: str, *, private: bool = False, message: str = "Add
             repo_id is not a valid name.
         ConnectionError: the Hub cannot be reached or refuses the upload; the message has the reason.
     """
+    from diffvision.export.finite import open_finite
+
     folder = Path(model.removeprefix(FOLDER))
-    files, opened = check(folder)
+    files = files_of(folder)
+    api, endpoint = _client(repo_id)  # before the model is loaded
+    opened = open_finite(folder)
     total = sum((folder / file).stat().st_size for file in files)
-    api, endpoint = _client(repo_id)
     print(f"{folder} is {opened.name}: {len(files)} files, {total / 1e6:,.1f} MB, go to {endpoint}/{repo_id}")
     try:
         made = str(api.create_repo(repo_id, private=private, repo_type="model", exist_ok=True).repo_id)
@@ -48,14 +48,12 @@ def push(model: str, repo_id: str, *, private: bool = False, message: str = "Add
     print(f"sent: {endpoint}/{made}")
 
 
-def check(folder: str | Path) -> "tuple[list[str], Model]":
-    """Return the names of the files that would be sent, and the model that they hold.
+def files_of(folder: str | Path) -> list[str]:
+    """Return the names of the files that would be sent.
 
     Raises:
-        FileNotFoundError, ValueError: as `push`.
+        FileNotFoundError, ValueError: as `push`; that the model loads is not checked.
     """
-    from diffvision.export.finite import open_finite
-
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"no folder {str(folder)!r}: give one that `diffvision export` wrote")
@@ -68,10 +66,9 @@ def check(folder: str | Path) -> "tuple[list[str], Model]":
             f"{folder} holds {', '.join(foreign[:3])} ({len(foreign)} files), of kinds that are not sent, such as "
             f"pickles, which could run code where they are loaded: keep {', '.join(SENT)}"
         )
-    model = open_finite(path)
     if "README.md" not in names:
         raise ValueError(f"{folder} has no README.md, the model card: write one, or export the folder anew")
-    return names, model
+    return names
 
 
 def _sent(name: str) -> bool:

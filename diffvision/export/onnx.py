@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from diffvision.export.extras import check_installed
 from diffvision.export.graphs import Graph, graphs
 from diffvision.export.options import Options
 from diffvision.export.program import export_program
 from diffvision.opening import Model
-
-NEEDED = ("onnx", "onnxscript")
 
 
 def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = None) -> None:
@@ -29,7 +28,7 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
     Raises:
         ValueError: onnx is not installed, the model cannot be exported, or onnx finds an error in the result.
     """
-    check_installed()
+    check_installed("onnx")
     import onnx
 
     # The plain formula: half of the products that V1 takes by scaled_dot_product_attention, which is not one node here.
@@ -46,18 +45,9 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
 
 def write_onnx(model: Model, destination: Path, options: Options) -> None:
     """Write the format "onnx": a folder with a .onnx file for each graph."""
-    check_installed()
     destination.mkdir()
     for name, graph in graphs(model.module, name=model.name, preprocess=model.preprocess).items():
         save_onnx(graph, destination / f"{name}.onnx")
-
-
-def check_installed() -> None:
-    """Raise a ValueError that names the packages to install if any is missing."""
-    from importlib.util import find_spec
-
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ValueError(f"ONNX needs {' and '.join(missing)}: pip install 'diffvision[export]'")
 
 
 def _describe(model: Any, graph: Graph) -> None:

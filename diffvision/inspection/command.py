@@ -41,6 +41,7 @@ def inspect(
             to look at.
     """
     from diffvision.evaluation.distributed import resolve_device
+    from diffvision.inspection.inputs import read_pictures
     from diffvision.inspection.inspecting import (
         check_counts,
         inspect_models,
@@ -54,6 +55,7 @@ def inspect(
     answers, masks = listed(answer), listed(mask)
     check_output(Path(output))
     check_counts(pictures, texts)
+    read_pictures(pictures, masks if pictures else [])  # what cannot be read is reported before a model is loaded
     models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
     shown = pictures_and_passages(models, pictures, texts, masks, answers)
     inspect_models(models, *shown, output)

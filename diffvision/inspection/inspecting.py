@@ -209,7 +209,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows progress: in a terminal on one changing line, elsewhere on one line per model."""
     from rich.console import Console
 
-    console, last = Console(file=sys.stderr), [""]
+    console, last = Console(file=sys.stderr, force_jupyter=False), [""]
     with console.status("reading") as status:
         count = [0]
 

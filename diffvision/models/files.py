@@ -90,6 +90,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def check_weights_name(path: Path) -> None:
+    """Raise a ValueError unless a path ends as a file of weights that is written does."""
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
+
+
 def check_free(target: Path) -> None:
     """Raise a ValueError if a destination exists already, or one of its parents is a file."""
     if target.is_symlink() or target.exists():

@@ -20,22 +20,21 @@ def models(filter: str = "*") -> None:
     Args:
         filter: shell pattern, e.g. "diff_vit_base*", "DiffCLIP*" or "*-3b".
     """
-    from rich.console import Console
     from rich.table import Table
 
-    from diffvision.mistakes import did_you_mean
+    from diffvision.mistakes import nearest
+    from diffvision.tables import show
 
     counts = recorded()
-    rows = [
-        (name, host, f"{counts[host][name]:,}") for host in counts for name in counts[host] if fnmatch(name, filter)
-    ]
+    rows = [(name, host, counts[host][name]) for host in counts for name in counts[host] if fnmatch(name, filter)]
     if not rows:
-        nearest = did_you_mean(filter, [name for host in counts for name in counts[host]])
-        raise ValueError(f"none of our models matches {filter!r}{nearest or '; give a pattern such as diff_vit*'}")
+        near = nearest(filter.strip("*"), [name for host in counts for name in counts[host]], 3, min_ratio=0.5)
+        remedy = f"the nearest names are {', '.join(near)}" if near else "leave out --filter to see all"
+        raise ValueError(f"none of our models matches {filter!r}: {remedy}")
     table = Table("model", "host", "parameters")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    for name, host, parameters in rows:
+        table.add_row(name, host, f"{parameters:,}")
+    show(table, data=[dict(zip(("model", "host", "parameters"), row, strict=True)) for row in rows])
 
 
 def recorded() -> dict[str, dict[str, int]]:

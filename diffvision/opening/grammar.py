@@ -72,6 +72,8 @@ def open_model(
             more than tensors and plain values; a model with code.
     """
     _check_preprocess(preprocess)
+    if tokenizer is not None:
+        texts.load_tokenizer(tokenizer)  # raises before the model is loaded
     model = _open(spec, checkpoint, dict(preprocess or {}))
     if model.is_language:
         if preprocess:
@@ -81,6 +83,19 @@ def open_model(
         raise ValueError(f"tokenizer is {tokenizer!r}: that is for language models; {spec} has its own")
     model.module.to(device).eval()
     return model
+
+
+def check_spec(spec: str | Path) -> None:
+    """Raise what `open_model` would for a model that is not there, without building one: for several, before the first.
+
+    Raises:
+        FileNotFoundError, ValueError: no such name, file or folder, or transformers is needed and not installed.
+    """
+    text = str(spec)
+    if text.startswith(HUGGING_FACE):
+        texts.check_transformers(text)
+    elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not _is_name(text):
+        raise _unknown(text)
 
 
 def labelled(spec: str) -> tuple[str, str]:

@@ -56,7 +56,7 @@ def open_transformers_folder(folder: Path) -> Model:
     """Open a folder in transformers' layout; an exported model of this package becomes a `LanguageModel` again."""
     if folder_config(folder).get("model_type") != "diff_transformer":
         return open_transformers(str(folder))
-    _import_transformers(str(folder))
+    check_transformers(str(folder))
     from diffvision.models.language.transformers import DiffTransformerForCausalLM
 
     theirs = _from_pretrained(DiffTransformerForCausalLM, str(folder), "causal language model")
@@ -65,7 +65,7 @@ def open_transformers_folder(folder: Path) -> Model:
 
 def open_transformers(path: str) -> Model:
     """Open a causal language model of transformers' with its tokenizer, from a folder or the Hub."""
-    _import_transformers(path)
+    check_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module = _from_pretrained(AutoModelForCausalLM, path, "causal language model")
@@ -85,7 +85,7 @@ def open_transformers(path: str) -> Model:
     )
 
 
-def _import_transformers(path: str) -> None:
+def check_transformers(path: str) -> None:
     """Register our classes with transformers; raise a ValueError where the package is missing."""
     try:
         import diffvision.models.language.transformers  # noqa: F401

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -130,7 +130,8 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
     in the checkpoint of `--ckpt_path`, so a flag given on resume holds.
     """
 
-    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+    def __init__(self, args: list[str] | None = None, run: bool = True, callbacks: Sequence[pl.Callback] = ()) -> None:
+        self.more_callbacks = list(callbacks)
         lightning_internals.require()
         jsonargparse_internals.require()
         with limited_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
@@ -188,7 +189,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
         config = self.config_init[self.subcommand] if self.subcommand else self.config_init
-        callbacks = list(config["trainer"].get("callbacks") or [])
+        callbacks = [*(config["trainer"].get("callbacks") or []), *self.more_callbacks]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
             callbacks.append(ProgressLine())
@@ -293,14 +294,15 @@ def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def fit(args: list[str] | None = None) -> FitCLI:
+def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) -> FitCLI:
     """Run `fit`, `validate` or `test` as from the command line; returns the CLI with its trainer, model and datamodule.
 
     Args:
         args: the command line from the subcommand on, as ["fit", "--config", "clip/debug.yaml"]; None: this process's.
+        callbacks: besides those of the configuration.
     """
     try:
-        return FitCLI(with_recipes(sys.argv[1:] if args is None else args))
+        return FitCLI(with_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
     except (MisconfigurationException, ValueError, TypeError) as error:
         text = _refusal(" ".join(str(error).split()))
         if text is None and not isinstance(error, MisconfigurationException):

@@ -1,4 +1,4 @@
-"""The progress line of a run: redrawn in a terminal; printed every few seconds in a file or a notebook.
+"""The progress line of a run: redrawn in a terminal or a notebook's cell; printed every few seconds in a file.
 
 How a terminal is written to is in `terminal`.
 """
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.durable import asking
-from diffvision.training.terminal import Screen
+from diffvision.training.terminal import CellScreen, Screen
 
 # Names of metrics on the line, the most important first. All others come last, under their full names.
 ALIASES = {
@@ -46,19 +46,19 @@ class ProgressLine(ProgressBar):
     """Epoch and step, counted from 1, of the whole run; the time left for all of it; and the metrics that fit.
 
     The time left is that of the remaining steps and validations, each as long as the recent ones of this process. In a
-    terminal the line is redrawn in place and other output appears above it. Elsewhere a line is printed at most every
-    `seconds` on logging steps and in evaluations, and after each validation and epoch.
+    terminal the line is redrawn in place and other output appears above it, in a notebook below it. Elsewhere a line
+    is printed at most every `seconds` on logging steps and in evaluations, and after each validation and epoch.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
         """Set how often a line is printed.
 
         Args:
-            seconds: between two lines where the output is no terminal.
+            seconds: between two lines where the output is neither a terminal nor a notebook.
         """
         super().__init__()
         self.seconds, self.is_enabled = seconds, True
-        self._screen: Screen | None = None
+        self._screen: Screen | CellScreen | None = None
         self._clock = Clock()
         self._parts: list[str] = []  # metrics, formatted
         self._doing, self._within = "", 0.0  # the current evaluation, and how much of it is done
@@ -180,7 +180,7 @@ class ProgressLine(ProgressBar):
 
     def _begin(self) -> None:
         if self.is_enabled and self._screen is None:
-            self._screen = Screen.opened()
+            self._screen = Screen.opened() or CellScreen.opened()
         if self._screen is None:
             self._shown = time.monotonic()  # a short evaluation needs no line
 

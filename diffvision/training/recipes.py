@@ -21,14 +21,19 @@ def recipe(name: str) -> Path:
     Raises:
         FileNotFoundError: no recipe has the name; the message lists the nearest ones.
     """
-    folder, bare = _folder(), name.removeprefix("configs/")
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.yaml"))
+    folder, bare, names = _folder(), name.removeprefix("configs/"), recipes()
     if bare in names:
         return folder / bare
     stems = [name.removesuffix(".yaml") for name in names]
     near = [f"{stem}.yaml" for stem in nearest(bare.rpartition(".")[0], stems, 3, min_ratio=0.6)]
     known = f"the nearest recipes are {', '.join(near)}" if near else "give a path, or a recipe such as clip/debug.yaml"
     raise FileNotFoundError(f"no configuration file {name}: {known}")
+
+
+def recipes() -> list[str]:
+    """Return the names of all recipes."""
+    folder = _folder()
+    return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.yaml"))
 
 
 def with_recipes(args: Sequence[str]) -> list[str]:
@@ -50,11 +55,19 @@ def with_recipes(args: Sequence[str]) -> list[str]:
 
 def _configuration(value: str) -> str:
     """Return the path of a configuration; what does not look like a file's name, such as YAML itself, stays."""
-    if "\n" in value or Path(value).suffix not in (".yaml", ".yml", ".json"):
+    if "\n" in value or (Path(value).suffix not in (".yaml", ".yml", ".json") and not _is_file(value)):
         return value
     path = Path(value) if Path(value).is_file() else recipe(value)
     _check_mapping(path)
     return str(path)
+
+
+def _is_file(value: str) -> bool:
+    """Return whether a value is the path of a file; YAML itself may be too long for a path."""
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _check_mapping(path: Path) -> None:
@@ -76,7 +89,11 @@ def _check_mapping(path: Path) -> None:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+        is_checkpoint = path.suffix in (".ckpt", ".pt", ".pth", ".safetensors")
+        remedy = ": --config takes YAML, and --ckpt_path a checkpoint" if is_checkpoint else ""
+        raise ValueError(f"{path} is not YAML{remedy or f': {str(error).splitlines()[0]}'}") from None
+    if content[0] is yaml.StreamEndEvent:
+        raise ValueError(f"{path} is empty: a configuration has lines such as 'model: ...'")
     if content[0] in (yaml.SequenceStartEvent, yaml.ScalarEvent):
         raise ValueError(
             f"{path} is not a configuration: it must have lines such as 'model: ...', and is a list or a text"

@@ -1,4 +1,4 @@
-"""The last line of a terminal, kept in place while other output appears above it.
+"""The last line of a terminal, kept in place while other output appears above it; in a notebook, a line of the cell.
 
 What the line says is in `progress`.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from diffvision.progress import NotebookLine, in_notebook
 
 CLEAR = "\r\x1b[K"  # back to the beginning of the line, and clear it
 
@@ -70,6 +72,27 @@ class Screen:
     def _write(self, text: str) -> None:
         self._terminal.write(text)
         self._terminal.flush()
+
+
+class CellScreen:
+    """A line in the output of a notebook's cell; what is printed later appears below it, and it stays at the end."""
+
+    width, bar = 100, ("━", "─")
+
+    def __init__(self) -> None:
+        self._line = NotebookLine()
+
+    @classmethod
+    def opened(cls) -> CellScreen | None:
+        """Return a line, or None outside of notebooks."""
+        return cls() if in_notebook() else None
+
+    def draw(self, text: Text) -> None:
+        """Replace the line."""
+        self._line.write(text.plain)
+
+    def close(self) -> None:
+        """Leave the line as it is."""
 
 
 class Above:

@@ -114,6 +114,7 @@ def _torchrun_rank(rank, port, settings, results):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need not import everything again")
+@pytest.mark.filterwarnings("ignore:.*does not record its architecture")
 def test_several_models_have_a_column_each(data, tmp_path, capsys):
     paths = []
     for number in range(2):
@@ -135,7 +136,7 @@ def test_several_models_have_a_column_each(data, tmp_path, capsys):
     assert sorted(record["pretrained"] for record in written) == [str(path) for path in paths]
     with pytest.raises(ValueError, match="two models are named 'last': write LABEL=MODEL"):
         run([str(path) for path in paths], **settings)
-    with pytest.raises(ValueError, match="checkpoint is 'x.pt', and 2 models are given"):
+    with pytest.raises(ValueError, match=r"checkpoint is 'x.pt', and 2 models are given"):
         run(models, **settings, checkpoint="x.pt")
 
 

@@ -113,6 +113,11 @@ def test_without_a_token_a_name_or_a_network(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(ValueError, match=r"no token .* `hf auth login`, or set HF_TOKEN"):
         push(str(folder), "someone/digits")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(b"not loaded yet")
+    with pytest.raises(ValueError, match="no token"):
+        push(str(folder), "someone/digits")
+    (folder / "model.safetensors").write_bytes(weights)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
 
     def unreachable(self, repo_id, **settings):

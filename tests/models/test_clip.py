@@ -383,6 +383,7 @@ def test_intermediate_features():
 
 
 @pytest.mark.parametrize("name", DEBUG)
+@pytest.mark.quick("DiffCLIP-debug")
 def test_export_with_any_batch_size(name):
     model = build(name).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
@@ -393,9 +394,8 @@ def test_export_with_any_batch_size(name):
     torch.testing.assert_close(program(*two), model(*two))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "DiffCLIP-debug" else pytest.param(name, marks=pytest.mark.slow) for name in DEBUG]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEBUG)
 def test_compile_in_one_graph(name):
     torch.compiler.reset()
     model = build(name)
@@ -486,6 +486,7 @@ def count(shapes: dict[str, torch.Size]) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in clip.model_names() if name.startswith("DiffCLIP")])
+@pytest.mark.quick("DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug", "DiffCLIP-ViT-B-16")
 def test_twin_differs_in_attention_only(name):
     ours, plain = parameters(name), parameters(twin_of(name))
     assert set(plain) <= set(ours)

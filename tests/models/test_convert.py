@@ -72,6 +72,7 @@ def test_diffclip_there_and_back(assets, tmp_path):
 
 
 @pytest.mark.parametrize(("lambda_init", "name"), [(0.8, "DiffCLIP-ViT-B-16"), ("depth", "DiffCLIP-ViT-B-16-dynamic")])
+@pytest.mark.slow
 def test_the_published_size_by_names_and_shapes(lambda_init, name):
     """Its names as DiffCLIP's code has them, one by one; its configuration is that of our model."""
     model = open_clip.create_model(name, device="meta")

@@ -74,6 +74,14 @@ def expected_parameters(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", vision.model_names())
+@pytest.mark.quick(
+    "diff_vit_debug",
+    "diff_vit_base_patch16_224",
+    "diffv2_vit_base_patch16_224",
+    "plain_vit_debug",
+    "gda_vit_debug",
+    "diff_vit_so150m_patch16_224",
+)
 def test_every_size_on_the_meta_device(name):
     model = timm.create_model(name, device="meta")
     config, shape = model.default_cfg, vision.MODELS[name].shape
@@ -427,6 +435,7 @@ def test_fx_features_of_single_blocks():
 
 
 @each_model
+@pytest.mark.quick("diff_vit_debug")
 def test_export(name):
     model = build(name, **SHORT[name])
     batch = images(model)
@@ -454,12 +463,14 @@ def _compiled_equals_eager(name: str, backend: str) -> None:
 
 
 @each_model
+@pytest.mark.quick("diff_vit_debug")
 def test_compiles_whole(name):
     _compiled_equals_eager(name, "aot_eager")
 
 
-@pytest.mark.slow
-@each_model
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == DEBUG else pytest.mark.nightly) for n in NAMES]
+)
 def test_compiles_with_inductor(name):
     _compiled_equals_eager(name, "inductor")
 

@@ -67,6 +67,7 @@ def test_every_name_is_listed_with_its_configuration():
     assert not [name for name in ours if "siglip" in name or "coca" in name]  # names that OpenCLIP switches on
 
 
+@pytest.mark.slow
 def test_each_clip_tower_has_its_plain_twin():
     towers = {name for name in vision.MODELS if name.startswith("diff_vit") and "_clip" in name}
     for name in towers:
@@ -92,6 +93,7 @@ def test_registering_warns_of_nothing(caplog):
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
+@pytest.mark.quick("tiny", "base")
 def test_parameters_as_stated(size):
     plain, v1, v2 = PARAMETERS[size]
     assert count(on_meta(f"diff_vit_{size}")) == v1
@@ -108,6 +110,7 @@ SHARED = sorted(set(vision.SHAPES) & {name.removeprefix("vit_") for name in timm
 
 
 @pytest.mark.parametrize("shape", SHARED)
+@pytest.mark.quick("base_patch16_224", "small_patch32_384")
 def test_parameters_against_timms_plain_model(shape):
     """V1 at timm's shape is timm's model and six head sizes a block; where it differs, it is by name."""
     plain = on_meta(f"vit_{shape}", num_classes=1000)

@@ -344,6 +344,7 @@ def test_meta_device_then_reset(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.quick("v1", "v2")
 def test_compiles_whole_and_exports(variant):
     torch._dynamo.reset()  # else one process would meet more variants than a function may be compiled anew for
     layer = build_attention(variant, 32, 2, rotary=1e4, qk_norm=True).eval()

@@ -300,6 +300,7 @@ def test_opcheck(device, keep):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compiles_whole_with_its_gradient(device, dynamic):
     torch.compiler.reset()
     tensors = inputs(9, device=device)
@@ -340,6 +341,7 @@ LENGTHS = (17, 1, 65, 40)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", PACKED)
+@pytest.mark.quick("rows-v1", "streaming-v2 grouped causal", "streaming-per token")
 def test_packed_sequences_equal_a_loop(device, case):
     rest = dict(PACKED[case])
     causal, keys, lam = rest.pop("causal", False), rest.pop("keys", LENGTHS), rest.pop("lam", None)

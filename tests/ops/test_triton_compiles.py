@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_KIB = 227  # a program's, on Hopper

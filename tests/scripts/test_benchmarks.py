@@ -74,6 +74,7 @@ def test_models(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.quick("True")
 def test_language(installed, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench_language, "TRAINING", [(2, 8)])

@@ -183,9 +183,11 @@ def test_checkpointing_and_compiling_change_nothing(monkeypatch):
     assert module.state_dict().keys() == make().state_dict().keys()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
-@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("diff-debug", marks=pytest.mark.slow), pytest.param("diffv2-debug", marks=pytest.mark.nightly)],
+)
 def test_a_compiled_step_is_the_eager_one(name):
     torch._dynamo.reset()
     same(gradients(name=name, precision="32-true"), gradients(name=name, precision="32-true", compile=True), 1e-4, 1e-6)
@@ -346,6 +348,7 @@ def sharded(rank, port, directory, name):
 
 @pytest.mark.forks
 @pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+@pytest.mark.quick("diff-debug")
 def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

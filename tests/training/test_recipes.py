@@ -85,7 +85,17 @@ def test_what_is_no_configuration_is_named_with_its_line(text, message, tmp_path
         recipes.with_recipes(["--config", "file.yaml"])
 
 
-def test_an_empty_configuration_is_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_an_empty_configuration_is_named(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.yaml").write_text("# nothing\n")
-    assert recipes.with_recipes(["--config", "file.yaml"]) == ["--config", "file.yaml"]
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"file\.yaml is empty: a configuration has lines such as 'model: \.\.\.'"):
+        recipes.with_recipes(["--config", "file.yaml"])
+
+
+def test_a_checkpoint_in_place_of_a_configuration_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
+    with pytest.raises(ValueError, match=r"last\.ckpt is not YAML: --config takes YAML, and --ckpt_path a checkpoint"):
+        recipes.with_recipes(["--config", "last.ckpt"])
+    assert recipes.with_recipes(["--config", "x" * 5000]) == ["--config", "x" * 5000]

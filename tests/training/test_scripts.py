@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import diffvision.data
 import diffvision.training
 from diffvision.cli import main
-from diffvision.data import ImageLabelData, ImageTextData
+from diffvision.data import ImageLabelData, ImageTextData, TextData
+from diffvision.data.shards.writer import write_shards
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training import (
     ClassificationModule,
     ContrastiveModule,
@@ -437,6 +439,49 @@ def test_data_take_transforms_and_tokenizer_from_the_module(digits):
     (metrics,) = made.test(module, datamodule=labels, verbose=False)
     assert metrics["test/samples"] == 100
     assert made.predict(module, datamodule=labels)[0].shape == (100, 10)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("text")
+    lines = [f"document {number} has some words and {number + 1} more " * 4 for number in range(40)]
+    write_shards(root / "shards", ({"__key__": f"{i:03d}", "txt": line} for i, line in enumerate(lines)))
+    train_tokenizer(lines, 280).save(root / "tokenizer.json")
+    return root
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ["module first", "data first"])
+def test_a_module_and_data_need_no_more_than_a_trainer(kind, order, digits, text):
+    """Transforms, tokenizer and number of classes come from the module, whichever of the two is made first."""
+
+    def module():
+        if kind == "vision":
+            return ClassificationModule("diff_vit_debug", num_classes=10)
+        settings = {"tokenizer": str(text / "tokenizer.json"), "model_args": {"vocab_size": 280}}
+        return make(kind, **settings if kind == "language" else {})
+
+    def data():
+        if kind == "clip":
+            return ImageTextData(f"{digits}/train", 8, [f"{digits}/retrieval"], num_workers=0)
+        if kind == "vision":
+            return ImageLabelData(f"{digits}/train", 8, f"{digits}/zero_shot", num_workers=0)
+        return TextData(f"{text}/shards", 4, 16, f"{text}/shards", num_workers=0)
+
+    made, given = (module(), data()) if order == "module first" else (data(), module())[::-1]
+    limits = {"max_steps": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer(**limits).fit(made, given)
+    (metrics,) = trainer(**limits).validate(made, given, verbose=False)
+    assert metrics
+    other = trainer(**limits)
+    other.fit(another := module(), given)  # the same data serve another module
+    assert other.global_step == 1
+    assert given.trainer.lightning_module is another
+
+
+def test_a_module_without_a_tokenizer_is_named(digits):
+    with pytest.raises(ValueError, match=r"ClassificationModule has no tokenizer for captions: .* ImageLabelData"):
+        trainer(max_steps=1).fit(make("vision"), ImageTextData(f"{digits}/train", 8, num_workers=0))
 
 
 def test_the_test_command_evaluates_a_checkpoint_and_prints_a_table(digits, tmp_path, capsys):

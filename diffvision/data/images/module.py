@@ -84,7 +84,7 @@ class ImageTextData(pl.LightningDataModule):
         """Return the training batches, `ImageTextBatch`es."""
         tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is None:
-            raise ValueError("ImageTextData has no tokenizer: pass the model's, open_clip.get_tokenizer(name)")
+            raise ValueError(_no_tokenizer(self))
         images = _training_images(self)
         if images is not None and images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
@@ -227,6 +227,13 @@ class FolderLoader:
 def to_float(image: Image) -> torch.Tensor:
     """Return the image as it is, float [3, height, width] in 0..1; batches need images of one size."""
     return pil_to_tensor(image).float() / 255
+
+
+def _no_tokenizer(data: ImageTextData) -> str:
+    if data.trainer is None:
+        return "ImageTextData has no tokenizer: pass the model's, or give it to Trainer.fit with a module that has one"
+    module = type(data.trainer.lightning_module).__name__
+    return f"{module} has no tokenizer for captions: set ImageTextData's, or train on labels with ImageLabelData"
 
 
 def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | None:

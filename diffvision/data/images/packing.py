@@ -23,12 +23,12 @@ from diffvision.data.shards.writer import (
     Sample,
     begin_manifest,
     check_per_shard,
-    packing_progress,
     refuse_existing,
     write_lines,
     write_manifest,
     write_tar,
 )
+from diffvision.progress import bar
 
 _SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -188,11 +188,10 @@ class _Shards(Dataset):
             generator=torch.Generator(),  # else it would draw from the process's generator
         )
         total = Packed()
-        with packing_progress() as progress:
-            task = progress.add_task(f"packing {self.directory.name}", total=len(self.rows))
+        with bar(f"packing {self.directory.name}", len(self.rows)) as advance:
             for packed in loader:
                 total.add(packed)
-                progress.advance(task, packed.samples + packed.skipped.total())
+                advance(packed.samples + packed.skipped.total())
         return total
 
     def _samples(self, number: int, packed: Packed) -> Iterator[Sample]:

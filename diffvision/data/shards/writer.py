@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 
 import webdataset
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diffvision.data.shards.expected import RENAME
 from diffvision.data.shards.index import scan, sha256
@@ -124,9 +123,3 @@ def _new_part(path: Path) -> Path:
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a text file of one line each, in UTF-8."""
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def packing_progress() -> Progress:
-    """Return a progress bar of samples."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, transient=True)

@@ -23,10 +23,11 @@ from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.writer import packing_progress, write_manifest, write_tar
+from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.text.tokens import MEMBER, TOKENS, TOKENS_FORMAT, TokenAccount, find_accounts, token_dtype
+from diffvision.progress import bar
 
 _ROWS = 256  # samples in one piece of a worker's work
 TOKENS_PER_SHARD = 1 << 24
@@ -241,15 +242,14 @@ def _read(
         collate_fn=identity_collate,
         generator=torch.Generator(),  # else it would draw from the process's generator
     )
-    with packing_progress() as progress:
-        task = progress.add_task("tokenising", total=len(source))
+    with bar("tokenising", len(source)) as advance:
         for part in loader:
             account.documents += part.documents
             account.empty += part.empty
             for reason, where in part.skipped:
                 account.skip(reason, where)
             check_limits(account, limits, expected=len(source))
-            progress.advance(task, part.samples)
+            advance(part.samples)
             yield part.tokens
 
 

@@ -40,9 +40,10 @@ def run(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.language import suite
+    from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.output import check_folder, listed
-    from diffvision.opening import labelled, open_model
+    from diffvision.opening import check_spec, labelled, open_model
 
     names = list(dict.fromkeys(listed(tasks)))
     suite.check(names, has_documents=data is not None)
@@ -53,6 +54,10 @@ def run(
     specs = listed(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
+    if data is not None:
+        check_sources(listed(data))
+    for _, spec in map(labelled, specs):
+        check_spec(spec)  # all of them, before the first is evaluated
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
     many_shot_tasks = []

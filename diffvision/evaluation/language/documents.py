@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import COMPRESSED, PLAIN
+from diffvision.data.shards.sources import COMPRESSED, PLAIN, find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
@@ -43,6 +43,20 @@ class Reading:
     def json_field(self) -> str:
         """The field of a line of a .jsonl file."""
         return self.text_key.partition(":")[2] or "text"
+
+
+def check_sources(sources: Sequence[str | Path]) -> None:
+    """Raise what `read_documents` would for a source that is not there, before anything is read.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or no shards there.
+    """
+    for source in sources:
+        path = Path(source)
+        if _are_shards(path):
+            find_shards(str(source))
+        else:
+            path.stat()
 
 
 def read_documents(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from diffvision import tables
 from diffvision.analysis.figures import language as figures
 from diffvision.analysis.figures import png
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
@@ -339,14 +340,13 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
 
 def show(results: figures.Results) -> None:
     """Print a table of the headline numbers: those without a position or length in their names."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("metric", *results)
     shown = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     for key in (key for key in shown if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))):
         table.add_row(key, *(f"{metrics[key]:.4g}" if key in metrics else "" for metrics in results.values()))
-    Console().print(table)
+    tables.show(table, data=results)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface"]
+_FOLDERS = ("openclip", "language", "huggingface")  # layouts that are folders; the others are files of weights
 
 
 def convert(
@@ -24,12 +25,14 @@ def convert(
     """
     from diffvision.models.convert.files import CONVERSIONS, Options
     from diffvision.models.convert.layouts import LAYOUTS, recognise
-    from diffvision.models.files import check_free, written_whole
+    from diffvision.models.files import check_free, check_weights_name, written_whole
 
     target = Path(destination)
     if to not in LAYOUTS:
         raise ValueError(f"to is {to!r}: choose one of {', '.join(LAYOUTS)}")
     check_free(target)
+    if to not in _FOLDERS:
+        check_weights_name(target)
     weights = recognise(source)
     if (weights.layout, to) not in CONVERSIONS:
         possible = [other for one, other in CONVERSIONS if one == weights.layout]

@@ -32,7 +32,7 @@ from diffvision.models.convert.layouts import (
     weight_files,
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
-from diffvision.models.files import read_json
+from diffvision.models.files import check_weights_name, read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token
 from diffvision.nn import depth_lambda_init
@@ -51,13 +51,12 @@ class Options:
 
 def _save(state: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
     """Write a .safetensors file with its metadata, or a .pt of the state_dict alone."""
+    check_weights_name(path)
     copies = {name: value.detach().clone().contiguous() for name, value in state.items()}  # views would share storage
     if path.suffix == ".safetensors":
         save_file(copies, path, metadata=about)
-    elif path.suffix in (".pt", ".pth"):
-        torch.save(copies, path)
     else:
-        raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
+        torch.save(copies, path)
 
 
 def _to_openclip(source: Weights, target: Path, options: Options) -> None:

@@ -169,8 +169,9 @@ def test_fills_the_model_to_its_length(make_model):
     assert len(generate(make_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "diff-debug" else pytest.mark.nightly) for n in NAMES]
+)
 def test_compiled_decoding_equals_eager_and_compiles_once(name, make_model):
     model = make_model(name, num_kv_heads=1)
     prompts = [torch.randint(97, (length,)).tolist() for length in (150, 20)]

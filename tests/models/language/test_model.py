@@ -239,6 +239,7 @@ def test_half_precision_and_autocast(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick("diff-debug")
 def test_compiles_whole(name):
     model = language.create(name, vocab_size=64).eval()
     tokens = torch.randint(64, (2, 12))

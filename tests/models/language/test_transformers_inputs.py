@@ -285,6 +285,7 @@ def test_generation_of_an_unpadded_prompt_with_a_static_cache(host, tokens):
 
 @torch.no_grad()
 @pytest.mark.parametrize("model", ["diff-debug"], indirect=True)
+@pytest.mark.slow
 def test_a_static_cache_under_compile(host, tokens):
     torch.compiler.reset()
     compiled = torch.compile(host, fullgraph=True, backend="aot_eager")
@@ -295,6 +296,7 @@ def test_a_static_cache_under_compile(host, tokens):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiles_whole_with_a_mask_of_padding(host, tokens, padded):
     torch.compiler.reset()
     compiled = torch.compile(host, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,265 @@
+"""`diffvision.fit`: the `fit` command for scripts and notebooks. What it runs is in `fit`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from diffvision.training.recipes import recipe
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+Source = str | Path | Sequence[str | Path]
+"""Data as the command line takes them: a path, or several."""
+
+_TOP = ("ckpt_path", "resume", "resume_ranks", "seed_everything", "trainer")  # all other settings are the trainer's
+HEADLINES = {"zero_shot": "acc1", "retrieval": "image_retrieval_recall@1", "composition": "acc"}
+"""Task of an evaluation folder -> the metric that checkpoints are chosen by."""
+_INTERRUPTED = 130  # exit status of a run that was saved and ended by SIGINT: Ctrl-C, or a notebook's stop button
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A finished run of `diffvision.fit`.
+
+    Attributes:
+        folder: the directory of the run, with config.yaml, metrics.csv and checkpoints; None without a logger.
+        checkpoint: the best checkpoint by the metric that the configuration monitors, else the last one; None if none
+            was saved. `diffvision.evaluate` and `diffvision.open_model` take it.
+        metrics: the last value of every metric.
+        module: the trained LightningModule; `module.model` is the model of timm, OpenCLIP or diffvision.
+        trainer: Lightning's Trainer.
+        data: the LightningDataModule.
+    """
+
+    folder: Path | None
+    checkpoint: Path | None
+    metrics: dict[str, float]
+    module: pl.LightningModule = field(repr=False)
+    trainer: pl.Trainer = field(repr=False)
+    data: pl.LightningDataModule | None = field(repr=False)
+
+
+def fit(
+    config: str | Path | Sequence[str | Path] = (),
+    *,
+    model: str | Mapping[str, Any] | None = None,
+    data: Source | Mapping[str, Any] | None = None,
+    evaluation: Source | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    allow: Sequence[str] = (),
+    **settings: Any,
+) -> FitResult:
+    """Train as `diffvision fit` does, from a configuration and what differs from it.
+
+        run = diffvision.fit("clip/debug.yaml", model="CLIP-debug", data="data/digits", max_epochs=3)
+        diffvision.evaluate(run.checkpoint, "data/digits")
+
+    Args:
+        config: a recipe such as "clip/debug.yaml", the path of a YAML file, or several, of which later ones win.
+        model: the model's name at its host, such as "DiffCLIP-ViT-B-16"; or settings of the LightningModule,
+            such as {"model": "CLIP-debug", "optimizer": {"lr": 1e-3}}.
+        data: training data instead of the configuration's: whatever `train` of its DataModule takes, or a folder that
+            has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such
+            as {"train": "shards", "batch_size": 256}, which leave the configuration's other data as they are.
+        evaluation: what to evaluate on. If `data` is a path, the default is what that folder holds for it (evaluation
+            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation. A checkpoint that the
+            configuration chooses by a metric of other data is chosen by the same of these.
+        callbacks: Lightning callbacks, besides those of the configuration.
+        allow: packages whose classes the configuration may name, as `--allow`.
+        **settings: seed_everything, ckpt_path, resume ("auto", "must") and resume_ranks as options of the command; all
+            others are arguments of Lightning's Trainer, such as max_epochs=3 or accelerator="cpu". Nested settings are
+            dictionaries; what has a class is {"class_path": ..., "init_args": {...}}. An option may be given under its
+            dotted name too: **{"model.optimizer.lr": 1e-3}.
+
+    Raises:
+        FileNotFoundError: there is no such recipe or file.
+        ValueError: a setting is unknown or has a wrong value, or the data cannot be used.
+        TypeError: a value that a configuration cannot hold, such as a module that is built already.
+        KeyboardInterrupt: the run was interrupted; it has saved a checkpoint, from which resume="auto" resumes.
+    """
+    configs = [config] if isinstance(config, str | Path) else list(config)
+    words = [f"--config={path}" for path in configs]
+    words += _model_options(model)
+    words += _data_options(data, evaluation, configs)
+    for name, value in settings.items():
+        owner = name if name in _TOP or "." in name else f"trainer.{name}"
+        words += options({owner: value})
+    words += [f"--allow={prefix}" for prefix in allow]
+    from diffvision.training.fit import fit as run_command
+    from diffvision.training.recipes import with_recipes
+
+    try:
+        done = run_command(with_recipes(["fit", *words]), callbacks)
+    except SystemExit as end:
+        if end.code != _INTERRUPTED:  # such as SIGTERM's, which ends the whole process
+            raise
+        raise KeyboardInterrupt("the run was interrupted and has saved a checkpoint") from None
+    return _result(done.trainer, done.model, done.datamodule)
+
+
+def options(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return settings as options of the command line: {"trainer": {"devices": 1}} is --trainer.devices=1.
+
+    Raises:
+        TypeError: a value is neither plain nor a list or dictionary of plain ones.
+    """
+    words: list[str] = []
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and "class_path" not in value:
+            words += options(value, f"{key}.")
+        else:
+            words.append(f"--{key}={value if isinstance(value, str) else _as_json(key, value)}")
+    return words
+
+
+def _as_json(key: str, value: Any) -> str:
+    def plain(part: Any) -> Any:
+        if isinstance(part, Path):
+            return str(part)
+        raise TypeError(
+            f"{key} is an object of {type(part).__name__}: fit takes names, numbers, lists and dictionaries, as a "
+            "configuration does. Objects that are built already go to Lightning: Trainer(...).fit(module, data)"
+        )
+
+    return str(value) if isinstance(value, Path) else json.dumps(value, default=plain)
+
+
+def _model_options(model: Any) -> list[str]:
+    if model is None:
+        return []
+    if isinstance(model, Mapping):
+        return options({"model": model})
+    return options({"model.init_args.model": model})
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | Path]) -> list[str]:
+    """Return the options of training data and of an evaluation."""
+    words: list[str] = []
+    content = _content(configs)
+    if isinstance(data, Mapping):
+        words += options({"data": data})
+    elif data is not None:
+        if not isinstance(data, str | Path | list | tuple):
+            raise TypeError(
+                f"data is an object of {type(data).__name__}: give a path or settings. Data that are built already go "
+                "to Lightning: Trainer(...).fit(module, data)"
+            )
+        if isinstance(data, str | Path) and not _may_be(str(data)):
+            raise FileNotFoundError(f"data is {str(data)!r}: there is no such file or folder")
+        is_made = isinstance(data, str | Path) and _is_made(Path(data))
+        train = Path(str(data), "train") if is_made else data if isinstance(data, str | Path) else [*map(str, data)]
+        words += options({"data.init_args.train": train})
+        evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation
+    if evaluation is None:
+        return words
+    paths = [str(evaluation)] if isinstance(evaluation, str | Path) else [str(path) for path in evaluation]
+    return words + _evaluation_options(paths, content)
+
+
+def _may_be(source: str) -> bool:
+    """Return whether a source exists, or may: a pattern, a URL or another library's dataset."""
+    return any(mark in source for mark in "*?[{:") or Path(source).exists()
+
+
+def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
+    """Return the options of an evaluation, and of callbacks that monitor a metric which it does not have."""
+    if _class_of(content) == "ImageTextData":  # it takes a list, the others one source or null
+        from diffvision.data.images.folders import find_folders
+
+        words = options({"data.init_args.evaluations": paths})
+        folders = [folder for path in paths for folder in find_folders(path)]
+        measured = [f"{folder.task}/{folder.name}/{HEADLINES[folder.task]}" for folder in folders]
+    else:
+        words = options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
+        measured = []
+    callbacks = content.get("trainer", {}).get("callbacks") or []
+    watching = [_watching(callback, paths, measured) for callback in callbacks]
+    return words if watching == callbacks else words + options({"trainer.callbacks": watching})
+
+
+def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
+    """Return a callback's settings with a metric that is measured, where it monitors one of another evaluation."""
+    settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
+    task, _, rest = str(settings.get("monitor", "")).partition("/")
+    if not paths and (task == "val" or task in HEADLINES):
+        kept = {name: value for name, value in settings.items() if name not in ("monitor", "mode", "filename")}
+        return {**callback, "init_args": kept}
+    if task not in HEADLINES or any(one.startswith(f"{task}/{rest.rpartition('/')[0]}/") for one in measured):
+        return callback
+    best = next((one for one in measured if one.startswith(f"{task}/")), measured[0])
+    return {**callback, "init_args": {**settings, "monitor": best}}
+
+
+def _evaluation_in(source: Any, data_class: str) -> list[str]:
+    """Return what lies in a folder of training data to evaluate on; empty if there is nothing."""
+    if not isinstance(source, str | Path):
+        return []
+    folder = Path(source)
+    if data_class == "TextData":
+        return [str(folder / name) for name in ("validation", "test") if (folder / name).is_dir()][:1]
+    from diffvision.data.images.folders import find_folders
+    from diffvision.data.images.sources import is_image_source, splits
+
+    if _is_made(folder):
+        try:
+            folders = find_folders(folder)
+        except ValueError:  # there are none
+            return []
+        if data_class == "ImageTextData":
+            return [str(one.path) for one in folders]
+        return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
+    has_split = is_image_source(source) and {"validation", "test"} & splits(source).keys()
+    return [str(source)] if has_split else []
+
+
+def _is_made(folder: Path) -> bool:
+    """Return whether a folder is laid out as those of `diffvision data make`, with shards in `train`."""
+    from diffvision.data.images.sources import is_image_source
+
+    inside = folder / "train"
+    return inside.is_dir() and not is_image_source(inside)
+
+
+def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
+    """Return the `data` and `trainer` of the configurations; of several, the later ones' come first."""
+    content: dict[str, Any] = {}
+    for config in configs:
+        path = Path(config) if Path(config).is_file() else recipe(str(config))
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}
+    return content
+
+
+def _class_of(content: Mapping[str, Any]) -> str:
+    """Return the name of the DataModule's class, or ""."""
+    data = content.get("data") or ""
+    return str(data.get("class_path", "") if isinstance(data, Mapping) else data).rpartition(".")[2]
+
+
+# ---- the result ----------------------------------------------------------------------------------------------------
+
+
+def _result(trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None) -> FitResult:
+    savers: list[Any] = sorted(trainer.checkpoint_callbacks, key=lambda saver: not getattr(saver, "monitor", None))
+    kept = [getattr(saver, name, "") for name in ("best_model_path", "last_model_path") for saver in savers]
+    checkpoint = next((path for path in kept if path and os.path.exists(path)), None)
+    return FitResult(
+        folder=None if trainer.log_dir is None else Path(trainer.log_dir),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        module=module,
+        trainer=trainer,
+        data=data,
+    )

@@ -1,0 +1,172 @@
+"""`diffvision.fit`: the command's run from Python, several times in one process, with errors that are exceptions."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+import diffvision
+from diffvision.data.made.digits import png
+from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.mistakes import Mistake
+from diffvision.training import fit as command
+from diffvision.training.from_python import _data_options, options
+
+# Lightning's advice is not for these; the recipe monitors a metric that a few steps without evaluation do not have.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*could not find the monitored key"),
+    pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key"),
+]
+CLIP, VISION, LANGUAGE = ["clip/debug.yaml"], ["vision/debug.yaml"], ["language/debug.yaml"]
+EVALUATION = "data.init_args.evaluation"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A folder as `data make` writes it: shards in train/, and an evaluation folder for each of two tasks."""
+    rng, root = np.random.default_rng(0), tmp_path_factory.mktemp("made") / "data"
+
+    def images(count: int, member: str, text: str):
+        for i in range(count):
+            yield {"__key__": f"{i:03d}", "png": png(rng.integers(0, 256, (32, 32, 3))), member: text}
+
+    write_shards(root / "train", images(16, "txt", "a number"))
+    write_evaluation_split(root / "zero_shot" / "test", images(4, "cls", "1"))
+    write_lines(root / "zero_shot" / "classnames.txt", ["one", "two"])
+    write_evaluation_split(root / "retrieval" / "test", images(4, "txt", "a number"))
+    write_lines(root / "retrieval" / "dataset_type.txt", ["retrieval"])
+    (root / "validation").mkdir()
+    return root
+
+
+def run(data: Path, root: Path, **settings):
+    quiet = {"enable_progress_bar": False, "limit_val_batches": 0, "accelerator": "cpu", "max_steps": 2}
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(root), "name": "run"}}
+    model = {"model": "CLIP-debug", "optimizer": {"warmup_epochs": 0, "lr": 5e-4}}
+    evaluated = {"evaluation": data / "zero_shot"}
+    sizes = {"data.init_args.batch_size": 8}
+    return diffvision.fit("clip/debug.yaml", data=data, trainer={"logger": logger}, **quiet, **sizes,
+                          **evaluated, **{"model": model} | settings)  # fmt: skip
+
+
+def test_two_runs_in_one_process(data, tmp_path):
+    class Steps(Callback):
+        count = 0
+
+        def on_train_batch_end(self, *args):
+            self.count += 1
+
+    first = run(data, tmp_path, callbacks=[steps := Steps()])
+    assert (first.trainer.global_step, steps.count) == (2, 2)
+    assert first.module.name == "CLIP-debug"
+    assert first.module.settings.lr == 5e-4
+    assert first.folder == tmp_path / "run" / "version_0"
+    assert (first.folder / "config.yaml").is_file()
+    assert first.checkpoint == first.folder / "checkpoints" / "last.ckpt"
+    assert first.metrics["train/loss"] > 0
+    assert first.data.train == str(data / "train")
+    assert "ContrastiveModule" not in repr(first)  # a cell of a notebook shows a line, not a page
+
+    more = {"model.optimizer.warmup_epochs": 0}
+    second = run(data, tmp_path, model="DiffCLIP-debug", seed_everything=3, **more)
+    assert second.module.name == "DiffCLIP-debug"
+    assert second.folder == tmp_path / "run" / "version_1"
+    assert steps.count == 2
+    opened = diffvision.open_model(second.checkpoint)
+    assert opened.name == "DiffCLIP-debug"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"max_epocs": 3}, Mistake, r"trainer\.max_epocs=3; did you mean --trainer\.max_epochs"),
+        ({"model": "CLIP-debgu"}, ValueError, "the nearest names are CLIP-debug"),
+        ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
+        ({"data": "nowhere"}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
+        ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
+        ({"data": {"transform": print}}, TypeError, r"data\.transform is an object of builtin_function_or_method"),
+        ({"model": Callback()}, TypeError, r"is an object of Callback: .* Trainer\(\.\.\.\)\.fit\(module, data\)"),
+        ({"resume": "maybe"}, Mistake, "it takes auto, must, never"),
+    ],
+)
+def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind, match=message) as raised:
+        diffvision.fit("clip/debug.yaml", accelerator="cpu", **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_recipe_is_named():
+    with pytest.raises(FileNotFoundError, match=r"clip/debgu\.yaml: the nearest recipes are clip/debug\.yaml"):
+        diffvision.fit("clip/debgu.yaml", data="photos")
+
+
+def test_an_interrupted_run_is_an_interrupt(monkeypatch):
+    """A notebook's stop button: SystemExit would be shown as a fault of the notebook. SIGTERM still ends a process."""
+    for code, kind in ((130, KeyboardInterrupt), (143, SystemExit)):
+
+        def ended(args, callbacks, code=code):
+            raise SystemExit(code)
+
+        monkeypatch.setattr(command, "fit", ended)
+        with pytest.raises(kind):
+            diffvision.fit("clip/debug.yaml")
+
+
+def test_settings_are_options_of_the_command_line():
+    settings = {
+        "trainer": {"max_epochs": 3, "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}},
+        "model.loss": "siglip",
+        "data": {"train": Path("a b"), "evaluations": ["x", Path("y")], "caption_key": None, "columns": {}},
+        "resume": False,
+    }
+    assert options(settings) == [
+        "--trainer.max_epochs=3",
+        '--trainer.logger={"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}',
+        "--model.loss=siglip",
+        "--data.train=a b",
+        '--data.evaluations=["x", "y"]',
+        "--data.caption_key=null",
+        "--data.columns={}",
+        "--resume=false",
+    ]
+
+
+def parsed(words: list[str]) -> dict[str, str]:
+    return {key.rpartition("--")[2]: value for key, _, value in (word.partition("=") for word in words)}
+
+
+def monitor(words: list[str]) -> str | None:
+    (saver,) = [c["init_args"] for c in json.loads(parsed(words)["trainer.callbacks"]) if "save_last" in str(c)]
+    return saver.get("monitor")
+
+
+def test_a_folder_brings_its_evaluation(data, tmp_path):
+    train = {"data.init_args.train": str(data / "train")}
+    given = _data_options(str(data), None, CLIP)
+    assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data / "retrieval"), str(data / "zero_shot")]
+    assert parsed(given) | train == parsed(given)
+    assert parsed(_data_options(data, None, VISION)) == train | {EVALUATION: str(data / "zero_shot")}
+    assert parsed(_data_options(data, None, LANGUAGE)) == train | {EVALUATION: str(data / "validation")}
+    assert parsed(_data_options(None, data, VISION)) == {EVALUATION: str(data)}
+    assert _data_options(None, None, CLIP) == []
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split / "cat").mkdir(parents=True)
+        (tmp_path / "photos" / split / "cat" / "1.png").write_bytes(b"")
+    photos = str(tmp_path / "photos")
+    assert parsed(_data_options(photos, None, VISION)) == {"data.init_args.train": photos, EVALUATION: photos}
+
+
+def test_checkpoints_are_chosen_by_what_is_measured(data):
+    """The recipe monitors zero_shot/digits/acc1; these data have another name, or other tasks, or no evaluation."""
+    assert monitor(_data_options(data, None, CLIP)) == "zero_shot/data/acc1"
+    assert monitor(_data_options(data, data / "retrieval", CLIP)) == "retrieval/data/image_retrieval_recall@1"
+    assert "trainer.callbacks" not in parsed(_data_options(data, f"digits={data / 'zero_shot'}", CLIP))
+    assert "trainer.callbacks" not in parsed(_data_options(data, None, VISION))  # val/acc1, whatever the data
+    for recipe, evaluation in ((CLIP, {"data.init_args.evaluations": "[]"}), (VISION, {EVALUATION: "null"})):
+        words = _data_options(data, [], recipe)
+        assert monitor(words) is None
+        assert parsed(words) | evaluation == parsed(words)
