@@ -89,7 +89,7 @@ def keep(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
     if logger is None or "://" in logger.log_dir:
         return
     directory, text = Path(logger.log_dir), io.StringIO()
-    Console(file=text, width=100, soft_wrap=True, force_jupyter=False).print(*parts, sep="\n")
+    Console(file=text, width=100, soft_wrap=True).print(*parts, sep="\n")
     try:
         logger.save()  # rows that are not in the file yet
         write_bytes(directory / SUMMARY, text.getvalue().encode())
