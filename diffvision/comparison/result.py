@@ -154,7 +154,7 @@ class Comparison:
         return [one.label for one in self.contestants]
 
     def __str__(self) -> str:
-        console = Console(record=True, width=_WIDTH, file=io.StringIO())
+        console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_jupyter=False)
         self.show(console)
         return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from diffvision.analysis.curves import read_metrics
 from diffvision.analysis.figures import png, run_overview
-from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.images.folders import find_folders
 from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -89,7 +89,7 @@ def keep(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
     if logger is None or "://" in logger.log_dir:
         return
     directory, text = Path(logger.log_dir), io.StringIO()
-    Console(file=text, width=100, soft_wrap=True).print(*parts, sep="\n")
+    Console(file=text, width=100, soft_wrap=True, force_jupyter=False).print(*parts, sep="\n")
     try:
         logger.save()  # rows that are not in the file yet
         write_bytes(directory / SUMMARY, text.getvalue().encode())
@@ -164,10 +164,10 @@ def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str)
 
 
 def _is_labelled(path: str) -> bool:
-    """Return whether a path is an evaluation folder of images with labels."""
+    """Return whether a path holds images with labels, in an evaluation folder or as they lie on the disk."""
     try:
-        return EvaluationFolder(path).task == "zero_shot"
-    except ValueError:
+        return all(folder.task == "zero_shot" for folder in find_folders(path))
+    except (ValueError, OSError):
         return False
 
 

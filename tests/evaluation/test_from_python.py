@@ -21,6 +21,7 @@ def data(tmp_path_factory):
     rows = ({"__key__": f"{i:03d}", "png": image, "cls": str(i % 2)} for i, image in enumerate(images))
     write_evaluation_split(root / "test", rows)
     write_lines(root / "classnames.txt", ["one", "two"])
+    write_lines(root / "zeroshot_classification_templates.txt", ["a {c}"])
     return root
 
 
@@ -37,6 +38,7 @@ def test_a_spec_a_path_and_an_open_model_are_the_same(data, opened, tmp_path, mo
     assert {"zero_shot/colours/acc1"} <= measured.keys()
     assert "CLIP-debug, untrained weights" in capsys.readouterr().out
     assert diffvision.evaluate("CLIP-debug", [data], checkpoint="weights.pt", num_workers=0) == measured
+    capsys.readouterr()
     assert cli.main(["evaluate", "CLIP-debug", "--checkpoint=weights.pt", f"--data={data}", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert record["metrics"]["acc1"] == measured["zero_shot/colours/acc1"]

@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from diffvision.cli import main
 from diffvision.comparison.entries import best_checkpoint
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
+from diffvision.training.classification import ClassificationModule
 from diffvision.training.fit import fit
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import evaluating
@@ -114,6 +116,16 @@ def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path,
     capfd.readouterr()
     assert main(command[1:-2]) == 0
     assert "zero_shot/noise/mean_per_class_recall" in capfd.readouterr().out
+
+
+def test_images_as_they_lie_are_evaluated_by_the_command(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "photos" / split / "cat").mkdir(parents=True)
+        (tmp_path / "photos" / split / "cat" / "1.png").write_bytes(b"")
+    photos = str(tmp_path / "photos")
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(evaluation=photos), log_dir=None)
+    command = evaluating(trainer, ClassificationModule("diff_vit_debug", num_classes=2), "best.ckpt")
+    assert command == ["diffvision", "evaluate", "best.ckpt", "--data", photos, "--tasks", "classification"]
 
 
 def test_a_bar_that_is_asked_for_stays(data, tmp_path):
