@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.comparison.measuring import Settings
 from diffvision.comparison.result import Cost
+from diffvision.evaluation.output import bar
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 from diffvision.ops.attention.choice import attention_backend
@@ -46,7 +47,7 @@ def costs(models: Sequence[Model], settings: Settings, window: int, rounds: int)
     batches = [{name: value.repeat_interleave(size, dim=0) for name, value in inputs.items()} for inputs in samples]
     counted = window * size if models[0].is_language else size
     turns = list(zip(models, batches, measured, strict=True))
-    for number in range(rounds):
+    for number in bar(range(rounds), "speed"):
         # In reverse every other round, so that no model is always the one after another.
         for model, batch, cost in turns if number % 2 == 0 else turns[::-1]:
             cost.per_second.append(counted / _seconds(model, batch, settings, TURN_SECONDS))

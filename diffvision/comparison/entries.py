@@ -21,7 +21,7 @@ CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _MAX_DEPTH = 4
 # Settings that do not change which model a run trains.
 _INCIDENTAL = ("seed_everything", "data.init_args.seed", "ckpt_path", "weights_only", "resume", "resume_ranks")
-_INCIDENTAL_TRAINER = ("logger", "default_root_dir", "callbacks", "enable_progress_bar", "log_every_n_steps")
+_INCIDENTAL_TRAINER = ("logger", "default_root_dir", "enable_progress_bar", "log_every_n_steps")
 
 
 @dataclass(frozen=True)
@@ -200,14 +200,19 @@ def _is_seed(entry: Entry, others: Sequence[Entry]) -> bool:
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which model is trained and how, by their full names."""
     incidental = (*_INCIDENTAL, *(f"trainer.{name}" for name in _INCIDENTAL_TRAINER))
-    return {name: value for name, value in _flat(config) if not name.startswith(incidental)}
+    return {
+        name: value
+        for name, value in _flat(config)
+        if not name.startswith(incidental) and not name.endswith(".dirpath")  # of checkpoints
+    }
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
+    parts = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(parts, dict):
         yield name, value
         return
-    for key, part in value.items():
+    for key, part in parts.items():
         yield from _flat(part, f"{name}.{key}" if name else str(key))
 
 

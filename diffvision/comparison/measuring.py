@@ -25,6 +25,7 @@ from diffvision.evaluation.suite import EVALUATIONS, expand, plan
 from diffvision.opening import Model
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
+_SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
 WINDOW = 2048  # tokens that a language model reads at a time, at most
 
 
@@ -106,7 +107,8 @@ def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[s
                 results = {metric: Measured(samples.mean(), samples) for metric, samples in by_sample.items()}
             else:
                 values = evaluation.function(features, folder, settings.options)
-                results = {metric: Measured(value) for metric, value in values.items() if math.isfinite(value)}
+                kept = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
+                results = {metric: Measured(value) for metric, value in kept.items() if math.isfinite(value)}
             measured |= {f"{name}/{folder.name}/{metric}": result for metric, result in results.items()}
     return measured
 

@@ -7,7 +7,7 @@ import yaml
 from diffvision.comparison.entries import grouped, read_entries
 
 
-def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None):
+def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None, average=0.9):
     """A run's directory: a last checkpoint that names the best one, and a configuration."""
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -22,7 +22,11 @@ def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None):
     torch.save(content, checkpoints / "last.ckpt")
     config = {
         "seed_everything": seed,
-        "trainer": {"max_epochs": 2, "logger": {"save_dir": str(folder)}},
+        "trainer": {
+            "max_epochs": 2,
+            "logger": {"save_dir": str(folder)},
+            "callbacks": [{"init_args": {"dirpath": str(folder)}}, {"init_args": {"decay": average}}],
+        },
         "model": {"init_args": {"model": model, "optimizer": {"lr": lr}}},
         "data": {"init_args": {"seed": seed, "train": "x"}},
     }
@@ -60,6 +64,8 @@ def test_runs_that_differ_in_their_seeds_are_one_model(tmp_path):
     assert labels(*(f"V1={one}" for one in seeds), plain[0]) == {"V1": 3, "CLIP-debug": 1}
     assert labels(f"A={seeds[0]}", f"B={seeds[1]}") == {"A": 1, "B": 1}  # as asked for
     faster = run(tmp_path / "faster", seed=7, lr=3e-3)
+    averaged = run(tmp_path / "averaged", seed=8, average=0.99)
+    assert labels(averaged, *seeds) == {"DiffCLIP-debug averaged": 1, "DiffCLIP-debug diff-0": 3}
     assert labels(*seeds, faster) == {"DiffCLIP-debug diff-0": 3, "DiffCLIP-debug faster": 1}
 
 
