@@ -13,8 +13,8 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, less
         output: directory for the data, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
         language: train a Transformer and its differential V1 and V2 on text instead, and write language.html.
-        lesson: train a DiffCLIP with DiffCLIP's lambda_init, 0.8, too, which loses colours. Without this the report's
-            lesson shows numbers that ship with the package.
+        lesson: train both, and a DiffCLIP with DiffCLIP's lambda_init of 0.8, where few captions name the colours, too.
+            Without this the report's lesson shows numbers that ship with the package.
 
     Raises:
         ValueError: seeds below 1; the lesson together with language; or the directory holds another demo's runs.

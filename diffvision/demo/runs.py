@@ -15,7 +15,6 @@ import yaml
 
 import diffvision
 from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.data.make import make
 from diffvision.demo.report import Run
 from diffvision.evaluation.output import check_folder, write_json
 from diffvision.training.fit import fit
@@ -55,12 +54,17 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
         )
 
 
-def prepare(name: str, folder: Path) -> None:
-    """Make a dataset, unless it exists. It is made under another name, so a folder of this name is complete."""
+def prepare(folder: Path, make: Callable[[str], Any]) -> None:
+    """Make a dataset, unless it exists. It is made under another name, so a folder of this name is complete.
+
+    Args:
+        folder: of the dataset.
+        make: makes it in the folder that it is given.
+    """
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        make(name, str(unfinished))
+        make(str(unfinished))
         unfinished.rename(folder)
 
 

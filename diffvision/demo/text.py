@@ -6,6 +6,7 @@ configs/language/recall.yaml for each model and seed, then the functions of `eva
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from diffvision.analysis.maps import opened_layers
-from diffvision.data.make import tokenizer
+from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, comparison, of_model
 from diffvision.demo.runs import claim, finished_run, prepare
@@ -89,7 +90,7 @@ def _prepare_data(directory: Path, console: Console) -> Tokenizer:
     if not file.exists():
         console.rule(f"Making text in {directory}")
         for name in ("stdlib", "recall"):
-            prepare(name, directory / name)
+            prepare(directory / name, partial(make, name))
         tokenizer([str(directory / "stdlib/train"), str(directory / "recall")], str(file), vocab_size=4096)
     return load_tokenizer(file)
 

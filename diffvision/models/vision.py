@@ -195,7 +195,8 @@ _CLIP = {"norm_layer": partial(LayerNorm, eps=1e-5), "lambda_init": 0.8}
 _CLIP_DYNAMIC = {**_CLIP, "lambda_init": "depth"}
 # For 64 channels timm's default of std 0.02 is too small to learn fast; its "jax" rule goes by the width.
 _CLIP_DEBUG = {**_CLIP, "weight_init": "jax"}
-# Departs from DiffCLIP, whose 0.8 loses the colours of the demo's digits; chosen on those (docs/benchmarks/demo.md).
+# Departs from DiffCLIP's 0.8, which learns the colours of the demo's digits late where few captions name them; chosen
+# on those digits (docs/benchmarks/demo.md).
 _CLIP_DEBUG_02 = {**_CLIP_DEBUG, "lambda_init": 0.2}
 CLIP_SHAPES = {
     "debug_clip": Shape("debug", 8, 32, 1.0, _CLIP_DEBUG),

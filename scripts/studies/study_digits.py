@@ -1,9 +1,13 @@
-"""The recipe of `diffvision demo`: the share of captions that name the digit only, and the epochs, by plain CLIP alone.
+"""The recipe of `diffvision demo`, chosen by plain CLIP alone, and what `lambda_init` does where colours are rare.
 
     nice python scripts/studies/study_digits.py train  --output runs/digits --settings 0.85x6 0.7x6 --seeds 0 1 2
     python scripts/studies/study_digits.py report --output runs/digits --results docs/results/digits.json
+    nice python scripts/studies/study_digits.py train  --output runs/digits --settings 0.85x6 --models \
+        CLIP-debug DiffCLIP-debug-0.2 DiffCLIP-debug
+    python scripts/studies/study_digits.py lesson --output runs/digits --results diffvision/demo/lesson.json
+    python scripts/studies/study_digits.py time
 
-A setting is SHARExEPOCHS. `train` leaves out what is done already, one thread at a time. It trains CLIP-debug by the
+A setting is SHARExEPOCHS. `train` leaves out what is done already, one thread at a time. It trains by the
 settings of configs/clip/debug.yaml over tensors in memory, with the vocabulary cut to the tokens that occur and every
 caption of a batch encoded once: the same gradients as `diffvision fit` in less time, in another order of samples. A
 setting is the better the higher its worst seed is, where a seed counts by the smaller of zero-shot accuracy and image
@@ -11,6 +15,7 @@ R@1. What the demo publishes is measured by `diffvision demo`.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -18,8 +23,9 @@ import platform
 import statistics
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,17 +36,20 @@ import timm
 import torch
 import torch.nn.functional as F
 import yaml
+from open_clip.transform import AugmentationCfg, image_transform
 from PIL import Image
 from torch import Tensor, nn
 
+import diffvision
 from diffvision.data.made.digits import WORDS, make_digits
-from diffvision.demo.images import parts_right
+from diffvision.demo.images import COLUMNS, LESSON_MODEL, MODELS, parts_right
 from diffvision.evaluation.composition import selection_accuracy
 from diffvision.evaluation.retrieval import recalls
 from diffvision.training.optim import param_groups
 from diffvision.training.recipes import recipe
 
 MODEL, TOWER = "CLIP-debug", "plain_vit_debug_clip"
+LESSON = "0.85x6"
 BATCH = 64
 
 
@@ -116,16 +125,21 @@ def pixels(samples: Sequence[dict[str, bytes]], mean: float, std: float) -> Tens
     return (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
 
+def use_patches(model: Any, patch: int) -> None:
+    """Give CLIP-debug the image tower with patches of this many pixels."""
+    trunk = model.visual.trunk
+    if trunk.patch_embed.patch_size[0] != patch:
+        pool = trunk.global_pool
+        model.visual.trunk = timm.create_model(TOWER, patch_size=patch, num_classes=0, global_pool=pool)
+
+
 class Trainee:
     """A CLIP whose text tower reads the small vocabulary."""
 
-    def __init__(self, seed: int, captions: Captions, patch: int) -> None:
+    def __init__(self, model: str, seed: int, captions: Captions, patch: int) -> None:
         torch.manual_seed(seed)
-        self.model: Any = open_clip.create_model(MODEL, output_dict=True)
-        trunk = self.model.visual.trunk
-        if trunk.patch_embed.patch_size[0] != patch:
-            pool = trunk.global_pool
-            self.model.visual.trunk = timm.create_model(TOWER, patch_size=patch, num_classes=0, global_pool=pool)
+        self.model: Any = open_clip.create_model(model, output_dict=True)
+        use_patches(self.model, patch)
         self.captions = captions
         table = self.model.token_embedding.weight.detach()[captions.vocabulary].clone()
         self.model.token_embedding = nn.Embedding(len(table), table.shape[1], _weight=table)
@@ -156,20 +170,21 @@ class Trainee:
         images, texts = self.images(data.images["retrieval"]), self.texts(of["retrieval"])
         composed, choices = self.images(data.images["composition"]), self.texts(of["composition"])
         owner = torch.arange(len(composed)).repeat_interleave(2)
+        found = recalls(images, texts, torch.arange(len(images)))
         metrics = {
-            "zero_shot": (zero_shot == data.labels).float().mean().item(),
-            **recalls(images, texts, torch.arange(len(images))),
-            "composition": selection_accuracy(composed, choices, owner),
+            "zero_shot/digits/acc1": (zero_shot == data.labels).float().mean().item(),
+            **{f"retrieval/digits/{name}": value for name, value in found.items()},
+            "composition/digits/acc": selection_accuracy(composed, choices, owner),
             **parts_right(images, texts),
         }
         self.model.train()
         return {name: round(value, 4) for name, value in metrics.items()}
 
 
-def train(data: Data, setting: Setting, seed: int) -> dict[str, Any]:
+def train(model: str, data: Data, setting: Setting, seed: int) -> dict[str, Any]:
     """Train and evaluate one model; evaluated after every second epoch."""
     settings = yaml.safe_load(recipe("clip/debug.yaml").read_text())["model"]["init_args"]["optimizer"]
-    trainee, start = Trainee(seed, data.captions, setting.patch), time.perf_counter()
+    trainee, start = Trainee(model, seed, data.captions, setting.patch), time.perf_counter()
     parameters = list(trainee.model.parameters())
     optimizer = torch.optim.AdamW(
         param_groups(trainee.model, settings["weight_decay"]),
@@ -202,21 +217,46 @@ def train(data: Data, setting: Setting, seed: int) -> dict[str, Any]:
             evaluations[epoch + 1] = trainee.evaluate(data)
     seconds = round(time.perf_counter() - start)
     end = evaluations[setting.epochs]
-    return {"setting": str(setting), "seed": seed, "end": end, "epochs": evaluations, "seconds": seconds}
+    return {
+        "model": model,
+        "setting": str(setting),
+        "seed": seed,
+        "end": end,
+        "epochs": evaluations,
+        "seconds": seconds,
+    }
 
 
-def train_all(output: Path, settings: Sequence[Setting], seeds: Sequence[int]) -> None:
+def train_all(output: Path, models: Sequence[str], settings: Sequence[Setting], seeds: Sequence[int]) -> None:
     torch.set_num_threads(1)
     normal = yaml.safe_load(recipe("clip/debug.yaml").read_text())["model"]["init_args"]["preprocess"]
-    for seed in seeds:
-        for setting in settings:
-            file = output / f"{setting}-{seed}.json"
-            if not file.is_file():
-                share = setting.digit_only
-                data = Data(output / f"digits-{share:g}", share, (normal["mean"][0], normal["std"][0]))
-                run = train(data, setting, seed)
-                file.write_text(json.dumps(run) + "\n")
-                print(file.stem, run["end"], f"{run['seconds']} s", flush=True)
+    for seed, setting, model in itertools.product(seeds, settings, models):
+        file = output / f"{model}-{setting}-{seed}.json"
+        if not file.is_file():
+            share = setting.digit_only
+            data = Data(output / f"digits-{share:g}", share, (normal["mean"][0], normal["std"][0]))
+            run = train(model, data, setting, seed)
+            file.write_text(json.dumps(run) + "\n")
+            print(file.stem, run["end"], f"{run['seconds']} s", flush=True)
+
+
+def lesson(output: Path, results: Path) -> None:
+    """Write the metrics of the models trained with `LESSON`, by seed, as the demo's report reads them."""
+    runs = [json.loads(path.read_text()) for path in sorted(output.glob(f"*-{LESSON}-*.json"))]
+    setting = Setting.parse(LESSON)
+    made = {
+        "command": "python scripts/studies/study_digits.py lesson",
+        "captions that name the colours": f"{1 - setting.digit_only:.0%}",
+        "epochs": setting.epochs,
+        "seeds": len({run["seed"] for run in runs}),
+        "date": date.today().isoformat(),
+        "versions": f"diffvision {diffvision.__version__}, torch {torch.__version__}",
+    }
+    models = {
+        model: {key: [run["end"][key] for run in runs if run["model"] == model] for key in COLUMNS.values()}
+        for model in (*MODELS, LESSON_MODEL)
+    }
+    results.write_text(json.dumps({"made": made, "models": models}, indent=1) + "\n")
 
 
 def report(output: Path, results: Path) -> None:
@@ -229,15 +269,52 @@ def report(output: Path, results: Path) -> None:
     print(
         "| share x epochs | seeds | zero-shot | image R@1 | text R@1 | composition | ink right | paper right | worst |"
     )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
-    for setting in dict.fromkeys(run["setting"] for run in runs):
-        ends = [run["end"] for run in runs if run["setting"] == setting]
-        seeds = " ".join(str(run["seed"]) for run in runs if run["setting"] == setting)
-        keys = ("zero_shot", "image_retrieval_recall@1", "text_retrieval_recall@1", "composition")
-        keys += ("colours/ink", "colours/paper")
-        cells = [_spread([100 * end[key] for end in ends]) for key in keys]
-        worst = min(min(end["zero_shot"], end["image_retrieval_recall@1"]) for end in ends)
-        print(f"| {setting} | {seeds} | {' | '.join(cells)} | {100 * worst:.1f} |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    names = ("zero-shot top-1", "image R@1", "text R@1", "composition", *list(COLUMNS)[-2:])
+    for model, setting in dict.fromkeys((run["model"], run["setting"]) for run in runs):
+        alike = [run for run in runs if (run["model"], run["setting"]) == (model, setting)]
+        seeds = " ".join(str(run["seed"]) for run in alike)
+        cells = [_spread([100 * run["end"][COLUMNS[name]] for run in alike]) for name in names]
+        worst = min(run["end"][COLUMNS[name]] for run in alike for name in names[:2])
+        print(f"| {model} | {setting} | {seeds} | {' | '.join(cells)} | {100 * worst:.1f} |")
+
+
+def time_parts() -> None:
+    """Print the milliseconds of this thread that the parts of a step take, of a batch of 64; the least of ten."""
+    torch.set_num_threads(1)
+    images = [Image.fromarray(np.full((32, 32, 3), value, dtype=np.uint8)) for value in range(BATCH)]
+    for name, settings in {
+        "OpenCLIP's transform": {"scale": (1.0, 1.0)},
+        "timm's transform": {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "use_timm": True},
+    }.items():
+        transform = image_transform(
+            32, is_train=True, mean=(0.33,) * 3, std=(0.27,) * 3, aug_cfg=AugmentationCfg(**settings)
+        )
+        print(f"{name}: {_least(lambda t=transform: [t(image) for image in images]):.1f}")
+    batch = torch.randn(BATCH, 3, 32, 32)
+    text = open_clip.get_tokenizer(MODEL)([f"the number {word} written in red" for word in WORDS] * 6 + list(WORDS[:4]))
+    loss_of = open_clip.loss.ClipLoss()
+    for patch in (8, 4):
+        model: Any = open_clip.create_model(MODEL, output_dict=True)
+        use_patches(model, patch)
+
+        def backward(model: Any = model) -> None:
+            model.zero_grad()
+            loss_of(**model(batch, text)).backward()
+
+        print(f"forward and backward, patches of {patch}: {_least(backward):.1f}")
+    for name, settings in {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+        print(f"AdamW, {name}: {_least(torch.optim.AdamW(param_groups(model, 0.1), **settings).step):.1f}")
+
+
+def _least(call: Callable[[], Any]) -> float:
+    """Return the least milliseconds of this thread that a call takes; other processes hardly count."""
+    times = []
+    for _ in range(10):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return 1000 * min(times)
 
 
 def _spread(values: list[float]) -> str:
@@ -247,17 +324,21 @@ def _spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "report"])
+    parser.add_argument("what", choices=["train", "report", "lesson", "time"])
     parser.add_argument("--output", type=Path, default=Path("runs/digits"))
     parser.add_argument("--results", type=Path, default=Path("docs/results/digits.json"))
+    parser.add_argument("--models", nargs="+", default=[MODEL])
     parser.add_argument("--settings", type=Setting.parse, nargs="+", default=[Setting(0.85, 6)])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
+    if options.what == "time":
+        time_parts()
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     if options.what == "train":
-        train_all(options.output, options.settings, options.seeds)
+        train_all(options.output, options.models, options.settings, options.seeds)
     else:
-        report(options.output, options.results)
+        (lesson if options.what == "lesson" else report)(options.output, options.results)
 
 
 if __name__ == "__main__":
