@@ -27,7 +27,7 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import Comparison, Contestant, Row
-from diffvision.opening import Model, open_model
+from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 
 Seeds = list[dict[str, Measured]]
@@ -49,6 +49,8 @@ def compare_models(
     entries = read_entries(specs)
     groups = grouped(entries)
     data = data_of(entries) if data is None else data
+    for entry in entries:
+        check_spec(entry.model)  # before the first is opened
     opened = {entry.model: open_model(entry.model, device=settings.device) for entry in entries}
     kind = _one_kind(groups, opened)
     models = [dataclasses.replace(opened[group.entries[0].model], name=group.label) for group in groups]

@@ -220,7 +220,9 @@ def _difference(first: Entry, second: Entry) -> str:
     if not first.config or not second.config:
         return "they are not two runs of `diffvision fit`"
     a, b = _lasting(first.config), _lasting(second.config)
-    names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    names = sorted(
+        (name for name in {**a, **b} if a.get(name) != b.get(name)), key=lambda name: name.split(".")[0] != "model"
+    )
     return f"they differ in {', '.join(names[:3])}" if names else "their seeds are the same"
 
 

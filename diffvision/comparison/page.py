@@ -9,7 +9,7 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layers import LayerPanel, layer_panels
 from diffvision.analysis.figures.runs import run_curves
 from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
-from diffvision.comparison.result import FACTOR, Comparison, difference_text, towers
+from diffvision.comparison.result import FACTOR, Comparison, difference_text, in_short, towers
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order
 _HEADLINES = ("/acc1", "/acc", "retrieval_recall@1")
@@ -66,13 +66,13 @@ def _costs(comparison: Comparison) -> Section:
     contestants = comparison.contestants
     rows = [
         ["parameters", *(f"{one.cost.parameters:,}" for one in contestants)],
-        ["GFLOPs of a forward pass", *(f"{one.cost.flops / 1e9:,.3g}" for one in contestants)],
+        ["FLOPs of a forward pass", *(in_short(one.cost.flops) for one in contestants)],
     ]
     if contestants[0].cost.speed is not None:
         rows.append([f"{comparison.unit}/s", *(f"{one.cost.speed or 0:,.0f}" for one in contestants)])
         ratios = [one.cost.ratio(contestants[0].cost) for one in contestants]
         texts = ["–" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for ratio in ratios]
-        rows.append(["of the first's speed [lowest, highest]", "1", *texts[1:]])
+        rows.append(["ratio of speeds [lowest, highest]", "1", *texts[1:]])
     return Section("Cost", [Table(["", *comparison.labels], rows), *map(Text, _notes(comparison, ("FLOPs", "Speed")))])
 
 

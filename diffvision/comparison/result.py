@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from diffvision.analysis.curves import Curve
@@ -17,7 +18,7 @@ from diffvision.analysis.curves import Curve
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
 _SHORT = {"mean_per_class_recall": "mean class recall"}
-_WIDTH = 80
+_WIDTH, _LONGEST_LABEL = 80, 16
 LEVEL = 0.95  # of all intervals
 
 
@@ -163,7 +164,7 @@ class Comparison:
         console = console or Console()
         for one in self.contestants:
             for model, which in zip(one.models, one.which, strict=True):
-                console.print(f"{one.label}: {model} ({which})", highlight=False, soft_wrap=True)
+                console.print(f"{one.label}: {model} ({which})", highlight=False, markup=False, soft_wrap=True)
         for title, rows in self.sections():
             console.print("", self._metrics(title, rows), sep="\n")
         console.print("", self._costs(), sep="\n")
@@ -187,26 +188,27 @@ class Comparison:
         table.add_column("", no_wrap=True)
         table.add_column("model", overflow="fold")
         table.add_column(unit, justify="right", no_wrap=True)
-        table.add_column(f"from {self.labels[0]} [95% interval]", overflow="fold")
+        first = self.labels[0]
+        reference = f"from {first}" if len(first) <= _LONGEST_LABEL else "from the first"
+        table.add_column(escape(f"{reference} [95% interval]"), overflow="fold")
         for row in rows:
             for number, label in enumerate(self.labels):
                 if label in row.values:
-                    cells = [label, shown(row.values[label], row.factor), difference_text(row, label)]
+                    cells = [escape(label), shown(row.values[label], row.factor), difference_text(row, label)]
                     table.add_row(row.name if not number else "", *cells)
         return table
 
     def _costs(self) -> Table:
         table = _table("cost")
         timed = any(one.cost.per_second for one in self.contestants)
-        speed = (f"{self.unit}/s", "of the first [lowest, highest]") if timed else ()
-        for name in ("model", "parameters", "GFLOPs", *speed):
-            table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
+        speed = (f"{self.unit}/s", "ratio [lowest, highest]") if timed else ()
+        for name in ("model", "parameters", "FLOPs", *speed):
+            table.add_column(escape(name), justify="left" if name == "model" else "right", overflow="fold")
         for one in self.contestants:
-            cells = [one.label, f"{one.cost.parameters:,}", f"{one.cost.flops / 1e9:,.3g}"]
+            cells = [escape(one.label), f"{one.cost.parameters:,}", in_short(one.cost.flops)]
             if timed:
-                ratio = one.cost.ratio(self.contestants[0].cost)
-                is_first = ratio is None or one is self.contestants[0]
-                cells += [f"{one.cost.speed:,.0f}", "" if is_first else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)]
+                ratio = None if one is self.contestants[0] else one.cost.ratio(self.contestants[0].cost)
+                cells += [f"{one.cost.speed:,.0f}", "" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)]
             table.add_row(*cells)
         return table
 
@@ -217,7 +219,7 @@ class Comparison:
         table.add_column("", overflow="fold")
         for one in self.contestants:
             for tower, layers in towers(one.lambdas).items():
-                table.add_row(one.label, tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
+                table.add_row(escape(one.label), tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
         return table
 
     # ---- plain values ----------------------------------------------------------------------------------------------
@@ -290,6 +292,14 @@ def difference_text(row: Row, label: str) -> str:
     if one.low is None or one.high is None:
         return f"{value} ({one.method})"
     return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.word}"
+
+
+def in_short(flops: int) -> str:
+    """Return FLOPs with three digits, such as "17.6 G"."""
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}"
+    return str(flops)
 
 
 def towers(lambdas: Mapping[str, Sequence[float]]) -> dict[str, list[Sequence[float]]]:

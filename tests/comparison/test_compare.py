@@ -53,18 +53,19 @@ def here(trained, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_seeds_of_two_models(here, tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("page.html", "numbers.json", "numbers.csv")]
-    runs = [f"slow=runs/lr0.001-{seed}" for seed in (0, 1)] + [f"fast=runs/lr0.004-{seed}" for seed in (0, 1)]
+    runs = [f"[slow]=runs/lr0.001-{seed}" for seed in (0, 1)] + [f"fast=runs/lr0.004-{seed}" for seed in (0, 1)]
     arguments = ["--rounds", "1", "--num_workers", "0", "--device", "cpu", "--output", ",".join(files)]
     assert main(["compare", *runs, *arguments]) == 0
     out = capsys.readouterr().out
-    assert "slow: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
+    assert "[slow]: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
     assert "classification/images, 9 samples" in out
-    assert re.search(r"acc1 +slow +\d+\.\d ± \d+\.\d", out)
+    assert re.search(r"acc1 +\[slow\] +\d+\.\d ± \d+\.\d", out)
+    assert "ratio [lowest, highest]" in out  # no markup
     assert max(map(len, out.splitlines())) <= 120  # paths alone are wider than 80
 
     numbers = json.loads(Path(files[1]).read_text())
     (acc1,) = [row for row in numbers["metrics"] if row["metric"] == "classification/images/acc1"]
-    for label, lr in (("slow", "0.001"), ("fast", "0.004")):
+    for label, lr in (("[slow]", "0.001"), ("fast", "0.004")):
         each = [evaluate(f"runs/lr{lr}-{seed}/checkpoints/epoch=0.ckpt", data="data/images", tasks="classification",
                          num_workers=0, device="cpu")["classification/images/acc1"] for seed in (0, 1)]  # fmt: skip
         assert acc1["values"][label] == each
@@ -78,7 +79,7 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
     with open(files[2], newline="") as file:
         rows = {(row["metric"], row["model"]): row for row in csv.DictReader(file)}
     assert float(rows["classification/images/acc1", "fast"]["mean"]) == pytest.approx(sum(acc1["values"]["fast"]) / 2)
-    assert int(rows["flops", "slow"]["mean"]) == fast["flops"]
+    assert int(rows["flops", "[slow]"]["mean"]) == fast["flops"]
     page = Path(files[0]).read_text()
     assert page.count("<svg") == 2  # curves over steps, lambda; these runs have no rates, so no seconds
     assert "Over seeds: mean ± standard deviation" in page
