@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from diffvision.cli import COMMANDS, JSON, TABLES, TRAINER_COMMANDS
@@ -84,8 +85,11 @@ def options(command: str) -> dict[str, list[str]]:
 
 
 def _of_function(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
-    hints = get_type_hints(function)
-    for number, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+    parameters = inspect.signature(function).parameters
+    # Without the result's, which may be imported for type checkers alone.
+    annotated = SimpleNamespace(__annotations__={name: one.annotation for name, one in parameters.items()})
+    hints = get_type_hints(annotated, function.__globals__)
+    for number, (name, parameter) in enumerate(parameters.items()):
         hint = hints[name]
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if is_positional:

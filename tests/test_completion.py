@@ -33,6 +33,7 @@ def script(tmp_path_factory):
         ("data make digit", ["digits", "digit-scenes"]),
         ("evaluate CLIP-d", ["CLIP-debug"]),
         ("evaluate CLIP-debug --batch", ["--batch_size"]),
+        ("compare CLIP-debug DiffCLIP-debug --rou", ["--rounds"]),
         ("evaluate CLIP-debug --precision ", ["fp32", "bf16", "fp16"]),
         ("evaluate CLIP-debug --precision = b", ["bf16"]),  # bash makes three words of --precision=b
         ("evaluate CLIP-debug --options.recall", ["--options.recall_k"]),

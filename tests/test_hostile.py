@@ -662,7 +662,7 @@ def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, ca
     "command",
     [
         ["export", "{0}", "{1}/out"],
-        ["convert", "{0}", "{1}/out", "--to=diffclip"],
+        ["convert", "{0}", "{1}/out.pt", "--to=diffclip"],
         ["adapt", "local-dir:{0}", "{1}/out"],
         ["inspect", "local-dir:{0}", "--output={1}/out"],
         ["evaluate-language", "{0}", "--tasks=perplexity", "--data={1}/t.txt"],

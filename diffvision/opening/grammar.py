@@ -72,8 +72,8 @@ def open_model(
             more than tensors and plain values; a model with code.
     """
     _check_preprocess(preprocess)
-    if tokenizer is not None:
-        texts.load_tokenizer(tokenizer)  # raises before the model is loaded
+    if tokenizer is not None and (str(spec) in language.model_names() or not _is_name(str(spec))):
+        texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
     model = _open(spec, checkpoint, dict(preprocess or {}))
     if model.is_language:
         if preprocess:
