@@ -145,8 +145,8 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
         "DiffCLIP starts λ at 0.8; the differential model above starts at 0.2. Rows of the difference sum to 1 − λ. "
         "So what all patches share, as the colours of ink and paper are, passes multiplied by 1 − λ, a fifth at 0.8, "
         "while what differs from patch to patch, as the digit's shape does, passes whole. Where few captions name the "
-        "colours and training is short, a model with 0.8 does not learn them in time; with the recipe above it did, in the one seed tried. "
-        "The figure asks the first image that a caption retrieves for its digit, its ink and its paper."
+        "colours and training is short, a model with 0.8 does not learn them in time; with the recipe above it did, in "
+        "the one seed tried. The figure asks the first image that a caption retrieves for its digit, ink and paper."
     )
     words = "; ".join(
         f"{name}: " + ", ".join(f"{part} {100 * mean(values[f'colours/{part}']):.0f}%" for part in PARTS)
