@@ -12,7 +12,9 @@ import torch
 
 from diffvision.cli import main
 from diffvision.comparison import compare
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.command import run as evaluate
+from diffvision.models import language
 
 ARCHIVE = Path(__file__).parents[1] / "assets" / "runs_0_1.tar.xz"
 QUIET = {"rounds": 0, "num_workers": 0, "device": "cpu"}
@@ -54,7 +56,18 @@ def here(trained, monkeypatch):
 def test_seeds_of_two_models(here, tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("page.html", "numbers.json", "numbers.csv")]
     runs = [f"[slow]=runs/lr0.001-{seed}" for seed in (0, 1)] + [f"fast=runs/lr0.004-{seed}" for seed in (0, 1)]
-    arguments = ["--rounds", "1", "--num_workers", "0", "--device", "cpu", "--output", ",".join(files)]
+    arguments = [
+        "--rounds",
+        "1",
+        "--batch_size",
+        "4",
+        "--num_workers",
+        "0",
+        "--device",
+        "cpu",
+        "--output",
+        ",".join(files),
+    ]
     assert main(["compare", *runs, *arguments]) == 0
     out = capsys.readouterr().out
     assert "[slow]: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
@@ -119,6 +132,20 @@ def test_language_models(here):
     assert torch.tensor(nll.values["end"][0]).exp().item() == pytest.approx(perplexity.values["end"][0])
     assert nll.differences["end"].word == "lower"  # it was trained three times as long
     assert perplexity.differences["end"].low < perplexity.differences["end"].value < perplexity.differences["end"].high
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_language_models_of_two_tokenizers(here, tmp_path):
+    """Their tokens differ, so only the bits of each byte compare; no interval, because their samples differ."""
+    text = "the red square and the blue one\n" * 20
+    (tmp_path / "text.txt").write_text(text)
+    model = language.create("diffv2-debug", vocab_size=300, max_length=32)
+    language.save(model, tmp_path / "other", train_tokenizer([text], 300))
+    comparison = compare(["exported/language", str(tmp_path / "other")], data=str(tmp_path / "text.txt"), **QUIET)
+    (row,) = comparison.rows
+    assert row.metric == "perplexity/text/bits_per_byte"
+    assert row.differences["other"].method == "no result by sample"
+    assert set(comparison.contestants[1].lambdas)  # V2's, over the tokens of the text
 
 
 def test_what_is_refused(here):
