@@ -1,4 +1,5 @@
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -70,6 +71,28 @@ def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
 
 def test_one_seed_has_no_spread():
     assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
+
+
+def test_nothing_is_called_better_whose_interval_includes_zero():
+    values = {
+        "CLIP": {"a": [0.5, 0.7, 0.6], "b": [0.1, 0.11, 0.12]},
+        "V1": {"a": [0.6, 0.5, 0.8], "b": [0.8, 0.81, 0.8]},
+    }
+    rows = {"retrieval": ("a", 100, 1), "zero-shot": ("b", 100, 1)}
+    said = report.verdict(values, "CLIP", "V1", rows)
+    assert re.search(r"Higher with V1 than with CLIP: zero-shot \(\+69\.3 \[67\.\d, 7\d\.\d\]\)\.", said)
+    assert re.search(r"V1 and CLIP are level within the spread between seeds: retrieval \(\+3\.3 \[−", said)
+    one_seed = {name: {key: of_key[:1] for key, of_key in metrics.items()} for name, metrics in values.items()}
+    assert "neither model is called better" in report.verdict(one_seed, "CLIP", "V1", rows)
+
+
+def test_what_is_shown_is_read_back_from_json():
+    content = run("DiffCLIP-debug-0.2", 0).shown
+    shown = Shown.from_json(json.loads(json.dumps(content)))
+    assert shown.as_json() == content
+    assert shown.attention[0].maps.shape == (3, 4, 4)
+    assert shown.attention[0].image.shape == (32, 32, 3)
+    assert list(shown.retrieved[0].right) == [False, True, False, False]
 
 
 def test_the_recipe_is_the_debug_configuration():

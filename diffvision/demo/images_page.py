@@ -19,9 +19,11 @@ from diffvision.demo.report import (
     by_model,
     duration,
     lambda_pictures,
+    last_checkpoint,
     next_commands,
     results,
     speed_rows,
+    values_of,
     verdict,
 )
 
@@ -66,7 +68,7 @@ def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str
     )
     sections = [
         _explained(content[differential], models[differential][0]),
-        Section("Results", [Text(verdict(models, plain, differential, JUDGED)), *_table(models)]),
+        Section("Results", [Text(verdict(values_of(models), plain, differential, JUDGED)), *_table(models)]),
         _retrieved({name: content[name] for name in models}),
         _attention({name: content[name] for name in (plain, differential)}),
         _lesson(lesson),
@@ -87,8 +89,6 @@ def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
 
 def _explained(shown: Shown, run: Run) -> Section:
     lam = 0.0 if shown.lam is None else shown.lam
-    curves = [curve for name, curve in run.curves.items() if name.startswith("lambda/visual")]
-    start = f" after a start at {curves[-1].values[0]:.2f}" if curves else ""
     row = shown.attention[1]
     figure = figures.difference_of_maps(row, lam)
     text = (
@@ -99,7 +99,7 @@ def _explained(shown: Shown, run: Run) -> Section:
     )
     caption = (
         f"A test image, and where {run.model} looks on it: the class token's row in the image tower's last layer, "
-        f"mean over heads. λ is {lam:.2f} there{start}. Dark is zero, bright is high, blue is below zero."
+        f"mean over heads. λ is {lam:.2f} there. Dark is zero, bright is high, blue is below zero."
     )
     alt = f"An image of a {row.label}, map 1, minus {lam:.2f} times map 2, equals their difference."
     return Section("Differential attention", [Text(text), Picture(figure, alt, caption, most=1.7)])
@@ -141,20 +141,22 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     made = {key: f"`{value}`" if key == "command" else value for key, value in lesson["made"].items()}
     source = "From other runs than those above; " + ", ".join(f"{key}: {value}" for key, value in made.items())
     source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
+    plain, *_, largest = models
     text = (
-        "DiffCLIP starts λ at 0.8; the differential model above starts at 0.2. Rows of the difference sum to 1 − λ. "
-        "So what all patches share, as the colours of ink and paper are, passes multiplied by 1 − λ, a fifth at 0.8, "
-        "while what differs from patch to patch, as the digit's shape does, passes whole. Where few captions name the "
-        "colours and training is short, a model with 0.8 does not learn them in time; with the recipe above it did, in "
-        "the one seed tried. The figure asks the first image that a caption retrieves for its digit, ink and paper."
+        f"DiffCLIP starts λ near 0.8 (lambda_init), as {largest} does; the differential model above starts it near "
+        "0.2. Rows of the difference sum to 1 − λ. So what all patches share, as the colours of ink and paper are, "
+        "passes multiplied by 1 − λ, a fifth at 0.8, while what differs from patch to patch, as the digit's shape "
+        "does, passes whole. Does a model then learn colours in time, where training is short and few captions name "
+        "them? The figure asks the first image that a caption retrieves for its digit, its ink and its paper."
     )
+    answer = verdict(models, plain, largest, {part: (f"colours/{part}", 100, 1) for part in PARTS})
     words = "; ".join(
         f"{name}: " + ", ".join(f"{part} {100 * mean(values[f'colours/{part}']):.0f}%" for part in PARTS)
         for name, values in models.items()
     )
     over = f"Mean of {seeds} seeds, a dot for each. " if seeds > 1 else ""
     picture = Picture(figures.metric_bars(bars), f"Share of captions answered rightly. {words}.", over + source)
-    return Section("What λ does to colours", [Text(text), picture])
+    return Section("What λ does to colours", [Text(text), picture, Text(answer)])
 
 
 def _training(models: Mapping[str, Sequence[Run]]) -> Section:
@@ -172,12 +174,7 @@ def _next(directory: Path, plain: str, differential: str) -> Section:
     return next_commands(
         text,
         f"diffvision compare {directory / plain}-0 {directory / differential}-0 --output compared.html",
-        f"diffvision inspect {_weights(directory / f'{differential}-0')} --output inside",
+        f"diffvision inspect {last_checkpoint(directory / f'{differential}-0')} --output inside",
         f"diffvision fit --config configs/clip/debug.yaml --model.init_args.model {differential} "
         "--data.init_args.train YOUR/FOLDER",
     )
-
-
-def _weights(run: Path) -> Path:
-    """Return the checkpoint that a run ended with."""
-    return next(iter(sorted(run.rglob("last.ckpt"), reverse=True)), run / "last.ckpt")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -72,6 +73,8 @@ def comparison(
 
 Rows = Mapping[str, tuple[str, float, int]]
 """{title of the row: (metric, factor, decimals)}."""
+Values = Mapping[str, Mapping[str, Sequence[float]]]
+"""{model: {metric: [one value per seed]}}."""
 
 
 def results(
@@ -115,23 +118,29 @@ def speed_rows(models: Mapping[str, Sequence[Run]], unit: str) -> list[list[str]
     ]
 
 
-def verdict(models: Mapping[str, Sequence[Run]], first: str, other: str, metrics: Rows) -> str:
+def values_of(models: Mapping[str, Sequence[Run]]) -> Values:
+    """Return the metrics of runs by model and key, a value for each seed."""
+    return {name: {key: [run.metrics[key] for run in runs] for key in runs[0].metrics} for name, runs in models.items()}
+
+
+def verdict(values: Values, first: str, other: str, metrics: Rows) -> str:
     """Return in words which metrics of two models differ; no more than their intervals over seeds say.
 
     Args:
-        models: their runs.
+        values: by model and metric, one value per seed.
         first: a model.
         other: the model that is compared with it.
         metrics: what they are compared by.
     """
-    if min(len(models[first]), len(models[other])) == 1:
+    pairs = {name: (values[first][key], values[other][key]) for name, (key, _, _) in metrics.items()}
+    if min(len(of_model) for pair in pairs.values() for of_model in pair) == 1:
         return (
             "One seed of each says little: how much the numbers vary from seed to seed is not known, so neither model "
             "is called better. `--seeds 3` repeats the demo with three."
         )
     words: dict[str, list[str]] = {"higher": [], "lower": [], "level": []}
-    for name, (key, factor, digits) in metrics.items():
-        one = difference([run.metrics[key] for run in models[first]], [run.metrics[key] for run in models[other]])
+    for name, (_, factor, digits) in metrics.items():
+        one = difference(*pairs[name])
         words[one.word].append(f"{name} ({_interval(one, factor, digits)})")
     titles = {
         "higher": f"Higher with {other} than with {first}",
@@ -176,3 +185,8 @@ def lambda_pictures(models: Mapping[str, Sequence[Run]]) -> list[Part]:
 def next_commands(text: str, *commands: str) -> Section:
     """Return the section that says what to do next, with commands to copy."""
     return Section("Next", [Text(text), *map(Code, commands)])
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Return the checkpoint that a run's training ended with."""
+    return max(run.rglob("last.ckpt"), default=run / "last.ckpt")

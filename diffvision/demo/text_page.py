@@ -14,7 +14,18 @@ from diffvision.analysis import figures
 from diffvision.analysis.figures import language as panels
 from diffvision.analysis.figures.mosaics import text_strips
 from diffvision.analysis.page import Code, Folded, Part, Picture, Row, Section, Text, html_page
-from diffvision.demo.report import Rows, Run, duration, lambda_pictures, next_commands, results, speed_rows, verdict
+from diffvision.demo.report import (
+    Rows,
+    Run,
+    duration,
+    lambda_pictures,
+    last_checkpoint,
+    next_commands,
+    results,
+    speed_rows,
+    values_of,
+    verdict,
+)
 
 GROUPS: dict[str, Rows] = {
     "Python's library, files that training never saw": {"loss, nats a token": ("perplexity/nll", 1, 3)},
@@ -54,7 +65,7 @@ def page(models: Mapping[str, Sequence[Run]], directory: Path) -> str:
         f"{seeds} {'seeds' if seeds > 1 else 'seed'}."
     )
     note = "Needles are numbers stated among other words; the attention logits are before the softmax."
-    judged = dict.fromkeys(verdict(models, plain, other, JUDGED) for other in others)
+    judged = dict.fromkeys(verdict(values_of(models), plain, other, JUDGED) for other in others)
     table = results(models, GROUPS, speed_rows(models, "tokens"), note=note)
     sections = [
         _explained(first),
@@ -67,7 +78,7 @@ def page(models: Mapping[str, Sequence[Run]], directory: Path) -> str:
         ),
         next_commands(
             "Look inside of a model, or train one on your texts.",
-            f"diffvision inspect {directory / first[others[0]].model}-0/checkpoints/last.ckpt "
+            f"diffvision inspect {last_checkpoint(directory / f'{first[others[0]].model}-0')} "
             f"--tokenizer {directory / 'tokenizer.json'} --output inside",
             "diffvision fit --config configs/language/recall.yaml --data.init_args.train YOUR/FOLDER",
         ),

@@ -204,7 +204,7 @@ def _signed_colours() -> Any:
     import matplotlib as mpl
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
-    below = LinearSegmentedColormap.from_list("below", ["#3d8fe0", "#123a6b", mpl.colormaps["magma"](0.0)])
+    below = LinearSegmentedColormap.from_list("below", ["#3d8fe0", "#123a6b", "#000004"])
     both = [below(np.linspace(0, 1, 128)), mpl.colormaps["magma"](np.linspace(0, 1, 128))]
     return ListedColormap(np.concatenate(both), name="magma_and_blue")
 
