@@ -51,7 +51,9 @@ class ImageTextData(pl.LightningDataModule):
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
             process is stuck.
-        transform, eval_transform, tokenizer: the model's; None: those of the LightningModule that is trained.
+        transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
+        eval_transform: the model's, for evaluation.
+        tokenizer: the model's.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class ImageTextData(pl.LightningDataModule):
 class ImageLabelData(pl.LightningDataModule):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
+    Arguments that are not described here are those of `ImageTextData`.
+
     Args:
         train: shards of images and class numbers, or images in a folder for each class; see `ImageTextData`.
         batch_size: global, over all ranks.
@@ -117,9 +121,9 @@ class ImageLabelData(pl.LightningDataModule):
         split: which split of the evaluation folder.
         label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        transform, eval_transform, num_classes: the model's; None: those of the LightningModule that is trained. A
-            sample whose label is not below num_classes is bad.
-        The others as in `ImageTextData`.
+        transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
+        eval_transform: the model's, for evaluation.
+        num_classes: a sample whose label is not below it is bad.
     """
 
     def __init__(
