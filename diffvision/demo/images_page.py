@@ -139,7 +139,8 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     bars = {part: {name: values[f"colours/{part}"] for name, values in models.items()} for part in PARTS}
     seeds = max(len(values) for parts in bars.values() for values in parts.values())
     made = {key: f"`{value}`" if key == "command" else value for key, value in lesson["made"].items()}
-    source = "From other runs than those above; " + ", ".join(f"{key}: {value}" for key, value in made.items())
+    facts = [f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in made.items()]
+    source = "From other runs than those above; " + "; ".join(facts)
     source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
     plain, *_, largest = models
     text = (
