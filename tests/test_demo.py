@@ -203,10 +203,15 @@ def test_the_lesson_ships_with_the_package():
     """With 0.8 the digit is right and the colours are not; every metric has a value for each seed."""
     lesson = images.read_lesson()
     assert set(lesson["models"]) == {*images.MODELS, images.LESSON_MODEL}
-    seeds = len(lesson["made"]["seeds"])
+    seeds = lesson["made"]["seeds"]
     for metrics in lesson["models"].values():
         assert set(metrics) == set(images.COLUMNS.values())
         assert all(len(values) == seeds for values in metrics.values())
+    digit, ink = (
+        {name: np.mean(m[f"colours/{part}"]) for name, m in lesson["models"].items()} for part in ("digit", "ink")
+    )
+    assert min(digit.values()) > 0.8
+    assert ink[images.LESSON_MODEL] < min(ink[model] for model in images.MODELS)
 
 
 def test_the_language_report_holds_its_table_and_pictures():

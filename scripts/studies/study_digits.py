@@ -265,9 +265,9 @@ def report(output: Path, results: Path) -> None:
     if not runs:
         raise SystemExit(f"no run is finished in {output}: train first")
     about = {"machine": f"{platform.machine()}, {os.cpu_count()} CPU(s), one thread", "torch": torch.__version__}
-    results.write_text(json.dumps({"model": MODEL, **about, "runs": runs}) + "\n")
+    results.write_text(json.dumps({**about, "runs": runs}) + "\n")
     print(
-        "| model | share x epochs | seeds | zero-shot | image R@1 | text R@1 | composition | ink right | paper right | worst |"
+        "| model | setting | seeds | zero-shot | image R@1 | text R@1 | composition | ink right | paper right | worst |"
     )
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
     names = ("zero-shot top-1", "image R@1", "text R@1", "composition", *list(COLUMNS)[-2:])
