@@ -1,10 +1,12 @@
 """Settings of every test: one thread a worker (two workers share two cores) and a fixed seed."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,6 +47,14 @@ def _one_thread():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _blank_curves(monkeypatch):
+    """The picture that a run ends with is blank, which saves a second a run; test_summary draws it."""
+    summary = sys.modules.get("diffvision.training.summary")
+    if summary is not None:
+        monkeypatch.setattr(summary, "run_overview", lambda curves: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture
