@@ -38,7 +38,7 @@ def script(tmp_path_factory):
         ("evaluate CLIP-debug --precision = b", ["bf16"]),  # bash makes three words of --precision=b
         ("evaluate CLIP-debug --options.recall", ["--options.recall_k"]),
         ("data check shards --js", ["--json"]),
-        ("fit --config clip/de", ["clip/debug.yaml"]),
+        ("fit --config clip/debug.", ["clip/debug.yaml"]),
         ("fit --trainer.max_e", ["--trainer.max_epochs"]),
         ("fit --model Contr", ["ContrastiveModule"]),
         ("fit --model.optimizer.warmup_s", ["--model.optimizer.warmup_steps"]),

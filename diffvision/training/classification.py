@@ -162,7 +162,7 @@ class ClassificationModule(TrainingModule):
             groups = param_groups_layer_decay(
                 self.model, weight_decay=decay, no_weight_decay_list=undecayed, layer_decay=self.layer_decay
             )
-        optimizer = adamw(groups, self.settings)
+        optimizer = adamw(groups, self.settings, self.trainer)
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

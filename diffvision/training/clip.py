@@ -291,7 +291,7 @@ class ContrastiveModule(TrainingModule):
 
     def configure_optimizers(self) -> Any:
         """Return AdamW and its schedule."""
-        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings)
+        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings, self.trainer)
         scheduler = schedule(optimizer, self.settings, self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -206,14 +206,18 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
     return WarmupDecay(optimizer, settings, warmup, min(lengths))
 
 
-def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.AdamW:
+def adamw(
+    groups: list[dict[str, Any]], settings: OptimizerSettings, trainer: pl.Trainer | None = None
+) -> torch.optim.AdamW:
     """Return AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate.
 
     Parameters on a CPU are updated by torch's fused kernel, in one pass instead of one for each term of the formula.
-    Elsewhere, and for sharded parameters, torch chooses.
+    Elsewhere, and for sharded parameters, torch chooses. With a gradient scaler (16-mixed) it is not used: it would
+    unscale the gradients itself, after their norm was clipped and logged.
     """
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters) or None
+    scaled = trainer is not None and getattr(trainer.precision_plugin, "scaler", None) is not None
+    fused = (not scaled and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)) or None
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)

@@ -44,4 +44,4 @@ def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
 
 def test_a_misspelt_model_is_answered_with_the_nearest(capsys):
     assert cli.main(["models", "--filter", "diff_vit_bse"]) == 1
-    assert "did you mean diff_vit_base?" in capsys.readouterr().err
+    assert "the nearest names are diff_vit_base," in capsys.readouterr().err
