@@ -93,7 +93,8 @@ def _choices(expected: str) -> list[str]:
     if expected.startswith("dot import path"):
         return ["the name of a class"]
     name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
-    return [{"NoneType": "null", "dict": "{name: value}", "bool": "true, false"}.get(name, name)]
+    words = {"NoneType": "null", "dict": "{name: value}", "bool": "true, false", "Sequence": "[value, ...]"}
+    return [words.get(name, name)]
 
 
 # ---- options of a parser -------------------------------------------------------------------------------------------
@@ -106,6 +107,10 @@ def _of_options(message: str, parser: ArgumentParser) -> str:
     if match := re.fullmatch(r"Subcommand '\w+' does not accept option '(.*)'", message):
         near = _nearest_option(f"--{match[1]}", parser).replace(" --", " ")
         return f"{parser.prog.split()[-1]} takes no {match[1]}{near}"
+    if match := re.fullmatch(r"the following arguments are required: (.*)", message):
+        flags = {action.dest: action.option_strings[:1] for action in parser._actions}
+        names = ["".join(flags.get(name) or [name]) for name in match[1].split(", ")]
+        return f"the following arguments are required: {', '.join(names)}"
     unknown, _, rest = message.partition("unrecognized arguments: ")
     if unknown or not rest:
         return message

@@ -88,7 +88,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         (
             "evaluate CLIP-debug",
             2,
-            "the following arguments are required: data; see diffvision evaluate --help",
+            "the following arguments are required: --data; see diffvision evaluate --help",
         ),
         ("generate FILE --prompt hi --top_k many", 2, "top_k is 'many': it takes int, null; see "),
         ("fit --config nope.yaml", 2, "no configuration file nope.yaml: give a path, or a recipe such as clip/debug"),

@@ -208,7 +208,10 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
             if watched and isinstance(self.model, ContrastiveModule):
                 known = ", ".join(measured) or "none: set data.init_args.evaluations"
                 name = type(callback).__name__
-                raise ValueError(f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor")
+                raise ValueError(
+                    f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor, or give the "
+                    f"folder that name: {monitor.split('/')[1]}=FOLDER"
+                )
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""

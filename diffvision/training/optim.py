@@ -103,7 +103,7 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
         if not 0 <= warmup < total:
             raise ValueError(
                 f"the warm-up takes {warmup} of {total} steps; it must be shorter than the run: "
-                "lower optimizer.warmup_epochs or optimizer.warmup_steps, or train longer"
+                "lower model.optimizer.warmup_epochs or model.optimizer.warmup_steps, or train longer"
             )
         self.settings, self.warmup, self.total = settings, warmup, total
         self.configured = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

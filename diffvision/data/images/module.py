@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -192,6 +193,11 @@ class ImageLabelData(pl.LightningDataModule):
                 settings: dict[str, Any] = {"columns": self.columns, "classnames": classnames}
                 images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
                 self._check_classes(images)
+                if self._images is not None and (source, images.names) == (self.train, self._images.names):
+                    rank_zero_warn(
+                        f"{source} is what the model is trained on, and what it is evaluated on: its accuracy says "
+                        "nothing about other pictures; divide it into train/ and val/"
+                    )
                 return ImageSet(images)
             return ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
         if classnames and folder.classnames and class_prompts(classnames) != folder.classnames:

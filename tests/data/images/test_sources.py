@@ -91,6 +91,15 @@ def test_splits_number_their_classes_alike(tmp_path):
         data.val_dataloader()
 
 
+def test_evaluating_on_the_training_pictures_is_a_warning(tmp_path):
+    for n in range(4):
+        write(tmp_path / "pets" / ("cat", "dog")[n % 2] / f"{n}.png", n)
+    data = ImageLabelData(str(tmp_path / "pets"), 2, str(tmp_path / "pets"), num_workers=0, num_classes=2)
+    data.train_dataloader()
+    with pytest.warns(UserWarning, match="is what the model is trained on"):
+        data.val_dataloader()
+
+
 def test_folders_that_are_no_classes(tree, tmp_path):
     (tree / "train/empty").mkdir()
     with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):
