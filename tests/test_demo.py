@@ -277,3 +277,10 @@ def test_the_whole_demo(tmp_path, capsys):
     accuracy = re.search(r"zero-shot top-1\D+([\d.]+)\D+([\d.]+)", printed)
     assert accuracy is not None
     assert float(accuracy[2]) >= 85.0
+
+
+@pytest.mark.parametrize("content", ['{"half', "[]"])
+def test_a_damaged_file_of_settings_is_named(tmp_path, content):
+    (tmp_path / "images.json").write_text(content)
+    with pytest.raises(ValueError, match=r"images\.json is damaged: delete the folder"):
+        runs.claim(tmp_path, "images", images.RECIPE, ["digits"])

@@ -5,6 +5,7 @@ A run's directory stands for its best checkpoint, or the last one where it watch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,8 +83,9 @@ def read_entries(models: Sequence[str]) -> list[Entry]:
     if len(models) < 2:
         raise ValueError(f"{len(models) or 'no'} model{'' if models else 's'} to compare: give two or more")
     entries = [_read(spec) for spec in models]
+    opened = [os.path.realpath(entry.model) for entry in entries]
     for number, entry in enumerate(entries):
-        if entry.model in [other.model for other in entries[:number]]:
+        if opened[number] in opened[:number]:
             raise ValueError(f"{entry.spec} is given twice: a comparison takes each model once")
     return entries
 

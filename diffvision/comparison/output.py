@@ -10,6 +10,7 @@ from pathlib import Path
 from diffvision.comparison.page import page
 from diffvision.comparison.result import Comparison
 from diffvision.evaluation.output import check_folder, write_bytes, write_json
+from diffvision.tables import plain
 
 ENDINGS = (".html", ".json", ".csv")
 
@@ -30,7 +31,7 @@ def write_outputs(comparison: Comparison, outputs: Sequence[str]) -> None:
     for name in outputs:
         path = Path(name)
         if path.suffix == ".json":
-            write_json(path, comparison.to_dict())
+            write_json(path, plain(comparison.to_dict()))  # NaN is null
         else:
             text = page(comparison) if path.suffix == ".html" else _csv(comparison)
             write_bytes(path, text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Difference:
         A difference is marked only if its interval excludes zero, and McNemar's p, where there is one, is below 0.05:
         the bootstrap of few samples is too sure.
         """
-        if self.low is None or self.high is None:
+        if self.low is None or self.high is None or not math.isfinite(self.low + self.high):
             return ""
         if (self.p is not None and self.p >= 1 - LEVEL) or self.low <= 0 <= self.high:
             return "level"

@@ -43,7 +43,7 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
     file = directory / f"{name}.json"
     earlier: dict[str, Any] = {}
     if file.is_file():
-        earlier = json.loads(file.read_text())
+        earlier = _settings(file)
     elif not any(path for pattern in contents for path in directory.glob(pattern)):
         earlier = settings
         write_json(file, settings)
@@ -52,6 +52,16 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
             f"{directory} holds a demo that was made with other settings ({', '.join(other)}): "
             "delete the folder, or name another one with --output"
         )
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:  # not JSON, or not text
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: delete the folder, or name another one with --output")
+    return content
 
 
 def prepare(folder: Path, make: Callable[[str], Any]) -> None:

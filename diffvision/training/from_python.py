@@ -194,8 +194,8 @@ def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
     settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
     task, _, rest = str(settings.get("monitor", "")).partition("/")
     if not paths and (task == "val" or task in HEADLINES):
-        kept = {name: value for name, value in settings.items() if name not in ("monitor", "mode", "filename")}
-        return {**callback, "init_args": kept}
+        # Said, not left out: the configuration's callback of the same class would fill in what is not named.
+        return {**callback, "init_args": {**settings, "monitor": None, "filename": None}}
     if task not in HEADLINES or any(one.startswith(f"{task}/{rest.rpartition('/')[0]}/") for one in measured):
         return callback
     best = next((one for one in measured if one.startswith(f"{task}/")), measured[0])

@@ -1,5 +1,7 @@
 """Which file a run stands for, and which runs are seeds of one model."""
 
+import os
+
 import pytest
 import torch
 import yaml
@@ -75,6 +77,7 @@ def test_what_is_refused_before_anything_is_opened(tmp_path):
         ([a], "^1 model to compare: give two or more"),
         ([], "^no models to compare"),
         ([a, b, a], "a is given twice"),
+        ([a, os.path.relpath(f"{a}/checkpoints/last.ckpt")], "last.ckpt is given twice"),
         ([f"X={a}", f"X={b}"], r"two models have the label 'X', .* \(they differ in model.init_args.optimizer.lr\)"),
         (["X=CLIP-debug", f"X={a}"], "label 'X', .* not two runs"),
     ):

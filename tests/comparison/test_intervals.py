@@ -1,12 +1,15 @@
 """Intervals and tests against hand-computed cases, scipy's bootstrap and Welch's test, and their coverage."""
 
+import json
+
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
 from diffvision.comparison.intervals import bootstrap_interval, difference, mcnemar, welch_interval
-from diffvision.comparison.result import Difference
+from diffvision.comparison.output import write_outputs
+from diffvision.comparison.result import Comparison, Difference, Row
 from diffvision.evaluation.samples import PerSample, each
 
 
@@ -98,3 +101,12 @@ def test_where_no_interval_can_be_given():
     seeds = difference([0.1, 0.2], [0.3, 0.35])
     assert seeds.method == "seeds"
     assert seeds.value == pytest.approx(0.175)
+
+
+def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
+    first, other = [0.5, 0.6], [0.7, float("nan")]
+    one = difference(first, other)
+    assert one.word == ""
+    row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
+    write_outputs(Comparison("a language model", [], [row], "tokens"), [str(tmp_path / "nan.json")])
+    assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, None]

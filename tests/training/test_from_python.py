@@ -49,7 +49,7 @@ def run(data: Path, root: Path, **settings):
     evaluated = {"evaluation": data / "zero_shot"}
     sizes = {"data.init_args.batch_size": 8}
     return diffvision.fit("clip/debug.yaml", data=data, trainer={"logger": logger}, **quiet, **sizes,
-                          **evaluated, **{"model": model} | settings)  # fmt: skip
+                          **{"model": model} | evaluated | settings)  # fmt: skip
 
 
 def test_two_runs_in_one_process(data, tmp_path):
@@ -158,6 +158,12 @@ def test_a_folder_brings_its_evaluation(data, tmp_path):
         (tmp_path / "photos" / split / "cat" / "1.png").write_bytes(b"")
     photos = str(tmp_path / "photos")
     assert parsed(_data_options(photos, None, VISION)) == {"data.init_args.train": photos, EVALUATION: photos}
+
+
+def test_a_run_without_an_evaluation_monitors_nothing(data, tmp_path):
+    done = run(data / "train", tmp_path, evaluation=[])
+    assert done.checkpoint.is_file()
+    assert [saver.monitor for saver in done.trainer.checkpoint_callbacks] == [None]
 
 
 def test_checkpoints_are_chosen_by_what_is_measured(data):
