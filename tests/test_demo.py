@@ -282,5 +282,5 @@ def test_the_whole_demo(tmp_path, capsys):
 @pytest.mark.parametrize("content", ['{"half', "[]"])
 def test_a_damaged_file_of_settings_is_named(tmp_path, content):
     (tmp_path / "images.json").write_text(content)
-    with pytest.raises(ValueError, match=r"images\.json is damaged: delete the folder"):
+    with pytest.raises(ValueError, match=r"images\.json is damaged: delete .*or name another folder with --output"):
         runs.claim(tmp_path, "images", images.RECIPE, ["digits"])

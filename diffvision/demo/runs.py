@@ -7,7 +7,7 @@ its record.json when it is trained and evaluated.
 import json
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
     file = directory / f"{name}.json"
     earlier: dict[str, Any] = {}
     if file.is_file():
-        earlier = _settings(file)
+        earlier = _content(file)
     elif not any(path for pattern in contents for path in directory.glob(pattern)):
         earlier = settings
         write_json(file, settings)
@@ -54,13 +54,13 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
         )
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _content(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except ValueError:  # not JSON, or not text
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: delete the folder, or name another one with --output")
+        raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output")
     return content
 
 
@@ -125,7 +125,7 @@ def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence
 
 
 def _recorded(model: str, seed: int, root: Path, unit: str) -> Run:
-    record: Mapping[str, Any] = json.loads((root / RECORD).read_text())
+    record = _content(root / RECORD)
     curves = read_metrics(root / record["run"])
     speed = statistics.median(curves[f"train/{unit}_per_second"].values)
     return Run(model, seed, record["parameters"], record["seconds"], speed, record["metrics"], curves, record["shown"])
