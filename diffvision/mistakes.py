@@ -108,8 +108,8 @@ def _of_options(message: str, parser: ArgumentParser) -> str:
         near = _nearest_option(f"--{match[1]}", parser).replace(" --", " ")
         return f"{parser.prog.split()[-1]} takes no {match[1]}{near}"
     if match := re.fullmatch(r"the following arguments are required: (.*)", message):
-        flags = {action.dest: action.option_strings[:1] for action in parser._actions}
-        names = ["".join(flags.get(name) or [name]) for name in match[1].split(", ")]
+        strings = {action.dest: action.option_strings[:1] for action in parser._actions}
+        names = ["".join(strings.get(name) or [name]) for name in match[1].split(", ")]
         return f"the following arguments are required: {', '.join(names)}"
     unknown, _, rest = message.partition("unrecognized arguments: ")
     if unknown or not rest:
