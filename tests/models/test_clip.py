@@ -21,7 +21,7 @@ from diffvision.models import clip
 from diffvision.nn import ATTENTION
 
 DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug"]
-FULL = sorted(set(clip.model_names()) - set(DEBUG))
+FULL = sorted(name for name in clip.model_names() if "debug" not in name)
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
 
 
@@ -472,6 +472,7 @@ def twin_of(name: str) -> str:
         .removeprefix("GDA-")
         .removesuffix("-dynamic")
         .removesuffix("-vision")
+        .removesuffix("-0.2")
     )
     return f"CLIP-{size}"
 

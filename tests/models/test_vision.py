@@ -71,7 +71,7 @@ def test_every_name_is_listed_with_its_configuration():
 def test_each_clip_tower_has_its_plain_twin():
     towers = {name for name in vision.MODELS if name.startswith("diff_vit") and "_clip" in name}
     for name in towers:
-        twin = name.replace("diff_vit", "plain_vit").replace("_dynamic", "")
+        twin = name.replace("diff_vit", "plain_vit").replace("_dynamic", "").replace("_lambda02", "")
         assert vision.MODELS[twin].variant == "standard"
         assert count(on_meta(name)) > count(on_meta(twin)) > 0.99 * count(on_meta(name))
 
