@@ -80,7 +80,9 @@ def options(command: str) -> dict[str, list[str]]:
     imported = importlib.import_module(module)
     every = dict(_of_function(getattr(imported, function)))
     if command == "data make":
-        every[""] = list(imported.MADE)
+        from diffvision.data.made import MADE
+
+        every[""] = list(MADE)
     return every | ({JSON: []} if command in TABLES else {})
 
 

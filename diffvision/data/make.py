@@ -1,14 +1,14 @@
 """The commands `data make`, `check`, `stats`, `tokenizer` and `tokenize`: they print what is computed elsewhere."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
+from diffvision.data.made import MADE
 from diffvision.progress import track
 from diffvision.tables import show
 
-__all__ = ["MADE", "check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
-
-MADE = ("digits", "digit-scenes", "stdlib", "recall", "folder", "evaluation")
-_SETTINGS = {"digits": {"copies"}, "digit-scenes": {"copies"}, "recall": {"documents", "words"}}
+__all__ = ["check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
 
 def write_manifest(directory: str | Path) -> None:
@@ -29,9 +29,9 @@ def make(
     copies: int | None = None,
     documents: int | None = None,
     words: int | None = None,
-    seed: int = 0,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
+    seed: int | None = None,
+    per_shard: int | None = None,
+    num_workers: int | None = None,
 ) -> int:
     """Write a dataset as WebDataset shards with a manifest.
 
@@ -50,68 +50,75 @@ def make(
         copies: for digits and digit-scenes: images made of each training digit.
         documents: for recall: how many.
         words: for recall: the most words of a document with needles.
-        seed: determines all random choices in digits, digit-scenes and recall.
-        per_shard: for folder and evaluation: samples a shard.
-        num_workers: for folder and evaluation: processes.
+        seed: determines all random choices in digits, digit-scenes and recall; 0 by default.
+        per_shard: for folder and evaluation: samples a shard; 10,000 by default.
+        num_workers: for folder and evaluation: processes; 2 by default.
     """
-    made = f"made {name} in {Path(directory)}"
-    options = {"copies": copies, "documents": documents, "words": words}
-    settings: dict[str, int] = {setting: value for setting, value in options.items() if value is not None}
-    if unknown := sorted(settings.keys() - _SETTINGS.get(name, set())):
-        raise ValueError(f"make {name} has no setting {', '.join(unknown)}: leave it out")
-    if name == "digits":
-        from diffvision.data.made.digits import make_digits
-
-        make_digits(directory, seed=seed, **settings)
-    elif name == "digit-scenes":
-        from diffvision.data.made.scenes import make_scenes
-
-        make_scenes(directory, seed=seed, **settings)
-    elif name == "stdlib":
-        from diffvision.data.made.corpus import make_stdlib
-
-        made = f"made stdlib in {Path(directory)}: {make_stdlib(directory).summary()}"
-    elif name == "recall":
-        from diffvision.data.made.recall import make_recall
-
-        made += f": {make_recall(directory, seed=seed, **settings):,} characters"
-    elif name in ("folder", "evaluation"):
-        if source is None:
-            raise ValueError(f"make {name} needs --source, such as a folder of images")
-        made = _pack_images(
-            name, directory, source, captions, columns, split, templates, per_shard=per_shard, num_workers=num_workers
-        )
-    else:
+    settings: dict[str, Any] = {
+        "source": source,
+        "captions": captions,
+        "columns": columns,
+        "split": split,
+        "templates": templates,
+        "copies": copies,
+        "documents": documents,
+        "words": words,
+        "seed": seed,
+        "per_shard": per_shard,
+        "num_workers": num_workers,
+    }
+    given = {setting: value for setting, value in settings.items() if value is not None}
+    if name not in MADE:
         raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}")
-    print(made)
+    dataset = MADE[name]
+    if unknown := sorted(given.keys() - dataset.settings):
+        raise ValueError(f"make {name} has no setting {', '.join(unknown)}: leave it out")
+    if dataset.source and source is None:
+        raise ValueError(f"make {name} needs --source: {dataset.source}")
+    module, _, function = dataset.function.partition(":")
+    made = getattr(importlib.import_module(module), function)(directory, **given)
+    print(f"made {name} in {Path(directory)}" + (f": {made}" if made else ""))
     return 0
 
 
-def _pack_images(
-    name: str,
+def pack_folder(
     directory: str,
     source: str,
-    table: str | None,
-    columns: dict[str, str] | None,
-    split: str | None,
-    templates: list[str] | None,
-    **how: int,
+    captions: str | None = None,
+    columns: dict[str, str] | None = None,
+    split: str | None = None,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
 ) -> str:
-    from diffvision.data.images.folders import ImageEvaluationFolder
-    from diffvision.data.images.packing import pack, pack_evaluation
+    """Pack images as training shards, with the arguments of `make`; return what was packed."""
+    from diffvision.data.images.packing import pack
     from diffvision.data.images.sources import find_images
 
-    if name == "folder":
-        images = find_images(source, split, table=table, columns=columns)
-        packed = pack(images, directory, shuffle=images.labels is not None, **how)
-        made = f"packed {Path(directory)}: {packed.summary()}"
-        if images.caption_key != "txt":
-            made += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
-        return made
-    folder = ImageEvaluationFolder(source, table=table, columns=columns)
-    splits = pack_evaluation(folder, directory, templates, **how)
-    lines = [f"{split}: {packed.summary()}" for split, packed in splits.items()]
-    return "\n".join([f"made the {folder.task} evaluation {Path(directory)}", *lines])
+    images = find_images(source, split, table=captions, columns=columns)
+    packed = pack(
+        images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers
+    ).summary()
+    if images.caption_key != "txt":
+        packed += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
+    return packed
+
+
+def pack_evaluation(
+    directory: str,
+    source: str,
+    captions: str | None = None,
+    columns: dict[str, str] | None = None,
+    templates: list[str] | None = None,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> str:
+    """Pack images as an evaluation folder, with the arguments of `make`; return what was packed."""
+    from diffvision.data.images import packing
+    from diffvision.data.images.folders import ImageEvaluationFolder
+
+    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
+    splits = packing.pack_evaluation(folder, directory, templates, per_shard=per_shard, num_workers=num_workers)
+    return "\n".join([folder.task, *(f"{split}: {packed.summary()}" for split, packed in splits.items())])
 
 
 def check(

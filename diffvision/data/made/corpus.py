@@ -31,7 +31,7 @@ class Corpus:
     characters: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """Return a line of counts."""
         return ", ".join(
             f"{n:,} documents of {self.characters[s]:,} characters in {s}" for s, n in self.documents.items()

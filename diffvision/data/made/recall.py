@@ -16,8 +16,8 @@ LEAST_WORDS = 12
 _PER_SHARD = 4000
 
 
-def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = WORDS, seed: int = 0) -> int:
-    """Write text shards: three documents with needles for each with a mapping; return their characters.
+def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = WORDS, seed: int = 0) -> str:
+    """Write text shards: three documents with needles for each with a mapping; return their number of characters.
 
     Args:
         directory: the folder to write; it must have no shards yet.
@@ -43,7 +43,7 @@ def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = 
             yield {"__key__": f"{number:07d}", "txt": text}
 
     write_shards(directory, samples(), _PER_SHARD)
-    return characters
+    return f"{characters:,} characters"
 
 
 def recall_documents(count: int, words: int = WORDS, seed: int = 0) -> Iterator[str]:

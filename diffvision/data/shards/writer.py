@@ -120,6 +120,12 @@ def _new_part(path: Path) -> Path:
     return part
 
 
+def write_about(directory: str | Path, source: str, licence: str, **facts: object) -> None:
+    """Write about.json: where a dataset comes from, its licence, and what else there is to say, such as counts."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    _replace(Path(directory) / "about.json", {"source": source, "licence": licence, **facts})
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a text file of one line each, in UTF-8."""
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
