@@ -24,7 +24,7 @@ class Dataset:
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
 _FASHION = (
-    "the folder with Fashion-MNIST's train-images-idx3-ubyte.gz: torchvision's ROOT, or "
+    "the folder of Fashion-MNIST's files: torchvision's ROOT after datasets.FashionMNIST(ROOT, download=True), or "
     "/usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`"
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from io import BytesIO
+from typing import Self
 
 import numpy as np
 from PIL import Image
@@ -34,7 +35,7 @@ class Drawings:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, rows: slice | np.ndarray) -> Drawings:
+    def __getitem__(self, rows: slice | np.ndarray) -> Self:
         return replace(self, images=self.images[rows], labels=self.labels[rows], numbers=self.numbers[rows])
 
     def kind(self, row: int) -> str:

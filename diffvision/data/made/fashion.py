@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diffvision.data.made import MADE
 from diffvision.data.made.drawings import Drawings, png, with_article
 from diffvision.data.shards.writer import (
     Sample,
@@ -32,10 +33,6 @@ CAPTIONS = ("{0}", "a picture of {0}", "{0} in grey", "a small grey picture of {
 TEMPLATES = ("a photo of a {c}", "a grey picture of a {c}", "a black and white photo of a {c}", "a picture with a {c}")
 """For zero-shot classification; none of them is a caption of training."""
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
-_HELP = (
-    "it is torchvision's ROOT after torchvision.datasets.FashionMNIST(ROOT, download=True), or "
-    "/usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`"
-)
 _IMAGES, _LABELS = 2051, 2049
 
 
@@ -59,7 +56,8 @@ def make_fashion(directory: str | Path, source: str, *, seed: int = 0) -> str:
 
     Args:
         directory: the folder to write.
-        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), or torchvision's root.
+        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), torchvision's root, or a
+            folder that Hugging Face datasets saved.
         seed: determines the order of the training images and their captions.
 
     Returns:
@@ -97,15 +95,7 @@ def load_splits(source: str | Path) -> dict[str, Garments]:
         ValueError: as `make_fashion`.
     """
     root = Path(source)
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    for folder in (root / name for name in _FOLDERS):
-        files = [_existing(folder / name) for name in names]
-        if any(files):
-            break
-    if not all(files):
-        missing = [name for name, file in zip(names, files, strict=True) if file is None]
-        raise ValueError(f"{root} has no {', '.join(missing)} (nor .gz): give Fashion-MNIST's folder; {_HELP}")
-    train, test = (_read_part(*files[i : i + 2]) for i in (0, 2))
+    train, test = _read_saved(root) if (root / "dataset_dict.json").is_file() else _read_files(root)
     cut = len(train) - len(train) // 12
     return {
         "train": train[:cut],
@@ -114,20 +104,50 @@ def load_splits(source: str | Path) -> dict[str, Garments]:
     }
 
 
+def _read_files(root: Path) -> tuple[Garments, ...]:
+    """Return (train, test) of MNIST's four files."""
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    for folder in (root / name for name in _FOLDERS):
+        files = [path for path in map(_existing, (folder / name for name in names)) if path is not None]
+        if len(files) == len(names):
+            train, test = files[:2], files[2:]
+            return tuple(
+                _garments(read_idx(images, _IMAGES, 3), read_idx(labels, _LABELS, 1), labels)
+                for images, labels in (train, test)
+            )
+    raise ValueError(f"{root} has not the four files {', '.join(names)} (nor .gz): give {MADE['fashion'].source}")
+
+
+def _read_saved(root: Path) -> tuple[Garments, ...]:
+    """Return (train, test) of a folder that Hugging Face datasets saved."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f'{root} is read by the package `datasets` ({error}): pip install "diffvision[data]"'
+        ) from None
+    saved = datasets.load_from_disk(str(root))
+    parts = []
+    for split in ("train", "test"):
+        if split not in saved or not {"image", "label"} <= set(saved[split].column_names):
+            raise ValueError(f"{root} has no split {split} with the columns image and label: give Fashion-MNIST")
+        pixels = np.stack([np.asarray(image.convert("L")) for image in saved[split]["image"]])
+        parts.append(_garments(pixels, np.asarray(saved[split]["label"]), root))
+    return tuple(parts)
+
+
 def _existing(path: Path) -> Path | None:
     packed = path.with_name(f"{path.name}.gz")
     return path if path.is_file() else packed if packed.is_file() else None
 
 
-def _read_part(images: Path, labels: Path) -> Garments:
-    pixels, kinds = read_idx(images, _IMAGES, 3), read_idx(labels, _LABELS, 1).astype(np.int64)
+def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
+    kinds = labels.astype(np.int64)
     if len(pixels) != len(kinds):
-        raise ValueError(
-            f"{images} has {len(pixels):,} images and {labels.name} {len(kinds):,} labels: fetch both again"
-        )
+        raise ValueError(f"{path} has {len(kinds):,} labels of {len(pixels):,} images: fetch both again")
     if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
         raise ValueError(
-            f"{labels} has labels other than 0 to 9, or lacks some of them ({', '.join(map(str, sorted(missing)))}): "
+            f"{path} has labels other than 0 to 9, or lacks some of them ({', '.join(map(str, sorted(missing)))}): "
             "it is not of Fashion-MNIST"
         )
     return Garments(pixels, kinds, np.arange(len(kinds)), WORDS)

@@ -106,10 +106,10 @@ def make_fashion_scenes(
     for split, garments in splits.items():
         if missing := sorted(set(WORDS) - {WORDS[label] for label in garments.labels}):
             raise ValueError(f"the garments for {split} have no {', '.join(missing)}: give all of Fashion-MNIST")
-    train = _Scenes(splits["train"], [seed, 30])
+    train = Scenes(splits["train"], [seed, 30])
     write_shards(directory / "train", track(train.captioned(scenes, plain, background), "training scenes", scenes))
     for number, (split, garments) in enumerate(splits.items()):
-        made = _Scenes(garments, [seed, 31 + number])
+        made = Scenes(garments, [seed, 31 + number])
         _write_zero_shot(directory, split, made, 2 * evaluated if split == "train" else evaluated)
         if split == "train":
             continue
@@ -129,7 +129,7 @@ def make_fashion_scenes(
     return f"{scenes:,} scenes for training; {evaluated:,} in each folder's validation and test"
 
 
-def _write_zero_shot(directory: Path, split: str, made: _Scenes, count: int) -> None:
+def _write_zero_shot(directory: Path, split: str, made: Scenes, count: int) -> None:
     """Write the same images with the kind, the colour and the background as labels."""
     samples = list(track(made.single(count), f"zero_shot/{split}", count))
     for folder, factor, names, templates in (
@@ -143,7 +143,7 @@ def _write_zero_shot(directory: Path, split: str, made: _Scenes, count: int) -> 
         write_lines(directory / folder / "zeroshot_classification_templates.txt", templates)
 
 
-class _Scenes:
+class Scenes:
     """Scenes of some garments. Sample i of each folder depends on the seed and i alone."""
 
     def __init__(self, garments: Garments, seed: list[int]) -> None:
