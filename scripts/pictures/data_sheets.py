@@ -1,8 +1,9 @@
 """A sheet of what a made dataset holds: a row of samples of each of its folders, with their captions and labels.
 
     python scripts/pictures/data_sheets.py data/fashion-scenes docs/images/data-fashion-scenes.webp
+    python scripts/pictures/data_sheets.py data/fashion docs/images/data-fashion.webp --columns 8
 
-A row shows the samples of a shard at equal distances. Wrong captions and absent objects are in the second colour.
+A row shows samples of a shard at about equal distances. Wrong captions and absent objects are in red.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 
-import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -26,12 +26,13 @@ Sample = dict[str, bytes]
 
 
 def samples(folder: Path, count: int) -> list[Sample]:
-    """Return samples of a folder's first shard, at equal distances."""
+    """Return samples of a folder's first shard; each is one further than equal distances, for what comes in turns."""
     with tarfile.open(min(folder.glob("*.tar"))) as archive:
         keys: dict[str, list[tarfile.TarInfo]] = {}
         for member in archive:
             keys.setdefault(member.name.partition(".")[0], []).append(member)
-        chosen = [list(keys)[i] for i in np.linspace(0, len(keys) - 1, min(count, len(keys)), dtype=int)]
+        count = min(count, len(keys))
+        chosen = [list(keys)[i * (len(keys) // count + 1) % len(keys)] for i in range(count)]
         return [{m.name.partition(".")[2]: archive.extractfile(m).read() for m in keys[key]} for key in chosen]
 
 
@@ -102,8 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="a folder that `diffvision data make` wrote")
     parser.add_argument("picture", type=Path, help="the file to write, such as sheet.webp")
-    parser.add_argument("--columns", type=int, default=8)
-    parser.add_argument("--dpi", type=int, default=110)
+    parser.add_argument("--columns", type=int, default=5)
+    parser.add_argument("--dpi", type=int, default=100)
     settings = parser.parse_args()
     options = {"pil_kwargs": {"quality": 80, "method": 6}} if settings.picture.suffix == ".webp" else {}
     sheet(settings.directory, settings.columns).savefig(settings.picture, dpi=settings.dpi, **options)
