@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,14 +102,16 @@ def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[s
     for folder, names in planned:
         for name in names:
             evaluation = EVALUATIONS[name]
+            results: Mapping[str, PerSample | float]
             if evaluation.samples is not None:
-                by_sample = evaluation.samples(features, folder, settings.options)
-                results = {metric: Measured(samples.mean(), samples) for metric, samples in by_sample.items()}
+                results = evaluation.samples(features, folder, settings.options)
             else:
                 values = evaluation.function(features, folder, settings.options)
-                kept = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
-                results = {metric: Measured(value) for metric, value in kept.items() if math.isfinite(value)}
-            measured |= {f"{name}/{folder.name}/{metric}": result for metric, result in results.items()}
+                results = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
+            for metric, result in results.items():
+                one = Measured(result.mean(), result) if isinstance(result, PerSample) else Measured(result)
+                if math.isfinite(one.value):
+                    measured[f"{name}/{folder.name}/{metric}"] = one
     return measured
 
 

@@ -25,10 +25,12 @@ def _rank(rank, path, setup, results):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes inherit the model, which spawning would pickle")
-def test_two_ranks_equal_one(tmp_path, circle, to_tensor, numbers, classified, captioned, swapped, memory_folder):
+def test_two_ranks_equal_one(
+    tmp_path, circle, to_tensor, numbers, classified, captioned, swapped, paired, memory_folder
+):
     # Three captioned images: one and two a rank; one image of a single class: none and one.
     lone = memory_folder("zero_shot", {"test": [(10, 0)]}, classnames=["10", "200"], templates=["{c}"])
-    folders = [classified, captioned, swapped, lone]
+    folders = [classified, captioned, swapped, paired, lone]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     setup = (circle, to_tensor, numbers, folders)
