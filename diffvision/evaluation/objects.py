@@ -19,7 +19,7 @@ from diffvision.evaluation.samples import PerSample, means
 
 
 def objects(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """Return auc, ap, paired_acc, paired_ties, and POPE's acc, precision, recall, f1 and yes_ratio.
+    """Return auc, ap, paired_acc, paired_ties, and POPE's accuracy, precision, recall, f1, yes_ratio.
 
     `asked_metrics` defines them. The score of an object is the cosine similarity of the image and the object's vector,
     the normalised mean of its prompts' unit vectors.
@@ -47,9 +47,9 @@ def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> dict[str, P
 
     auc, ap: area under the ROC curve, and average precision, of all 2Q questions, yes being the positive answer.
     paired_acc: the share of pairs whose present object scores higher; a tie is wrong, and paired_ties their share.
-    acc, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images are in two halves
-    by turns; the threshold of each is the one of the highest accuracy on the other. (The highest F1, POPE's headline,
-    would choose yes to everything for weak scores, the fault that POPE was made to show.)
+    accuracy, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images are in two
+    halves by turns; the threshold of each is the one of the highest accuracy on the other. (That of the highest F1 is
+    yes to everything where scores are weak, the fault that POPE found.)
 
     Args:
         present, absent: float [Q].
@@ -69,7 +69,7 @@ def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> dict[str, P
         "ap": float(average_precision_score(truth.numpy(), scores.numpy())),
         "paired_acc": PerSample(present > absent, owner),
         "paired_ties": PerSample(present == absent, owner),
-        "acc": PerSample(yes == truth, units),
+        "accuracy": PerSample(yes == truth, units),
         "precision": hits / answered if answered else math.nan,
         "recall": PerSample(yes[truth], owner),
         "f1": 2 * hits / (answered + len(present)),

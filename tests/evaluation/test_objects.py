@@ -21,7 +21,7 @@ def test_by_hand():
     #   0 and 2: yes at .9 .8 .6 .6, no at .1 .3 .1 .6: best between .3 and .6, 7 of 8 right
     # So yes above .45 in both: 7 of the 8 present ones (not .2), 1 of the 8 absent ones (.6).
     metrics = means(asked_metrics(PRESENT, ABSENT, OWNER))
-    assert metrics["acc"] == 14 / 16
+    assert metrics["accuracy"] == 14 / 16
     assert metrics["precision"] == 7 / 8
     assert metrics["recall"] == 7 / 8
     assert metrics["f1"] == pytest.approx(7 / 8)
@@ -37,7 +37,7 @@ def test_a_threshold_is_of_the_other_half():
     # Perfect within each half, but the scores of the images in turn are 10 higher: nothing is right by half.
     present, absent = torch.tensor([1.0, 11.0, 1.0, 11.0]), torch.tensor([0.0, 10.0, 0.0, 10.0])
     metrics = means(asked_metrics(present, absent, torch.arange(4)))
-    assert (metrics["paired_acc"], metrics["acc"], metrics["yes_ratio"]) == (1.0, 0.5, 0.5)
+    assert (metrics["paired_acc"], metrics["accuracy"], metrics["yes_ratio"]) == (1.0, 0.5, 0.5)
     assert metrics["recall"] == 0.5
     everything = means(asked_metrics(-torch.ones(2), -torch.ones(2), torch.arange(2)))
     assert everything["auc"] == 0.5
@@ -49,8 +49,8 @@ def test_no_answer_is_yes():
     values = means(metrics)
     assert (values["yes_ratio"], values["recall"], values["f1"], values["auc"]) == (0, 0, 0, 0)
     assert math.isnan(values["precision"])
-    assert isinstance(metrics["acc"], PerSample)
-    assert metrics["acc"].units.tolist() == [0, 1, 0, 1]  # questions of an image are one unit
+    assert isinstance(metrics["accuracy"], PerSample)
+    assert metrics["accuracy"].units.tolist() == [0, 1, 0, 1]  # questions of an image are one unit
 
 
 @pytest.mark.parametrize(
