@@ -75,15 +75,17 @@ def run(
     feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
-    if blind is not None:
+    reader: Any = blind
+    if reader is not None:
         check_blind(planned)
-        check_spec(blind)
+        if not isinstance(reader, Model):
+            check_spec(reader)
     results: dict[str, dict[str, float]] = {}
     evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
-        reader = None
-        if blind is not None:
-            reader = Blind(open_model(blind, device=device), progress=bar, cache=feature_cache)
+        if reader is not None:
+            language = reader if isinstance(reader, Model) else open_model(reader, device=device)
+            reader = Blind(language, progress=bar, cache=feature_cache)
         for label, spec in specs:
             if isinstance(spec, Model):
                 opened, spec = spec.for_images(), spec.weights or spec.name

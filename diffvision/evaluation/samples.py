@@ -44,6 +44,8 @@ class PerSample(NamedTuple):
         )
 
 
+MOST_KINDS = 64
+"""More kinds than these have their mean alone: ARO's pairs of attributes are over a hundred."""
 NO_KIND = "no kind"
 """The kind of samples without one, where others have one."""
 
@@ -54,7 +56,7 @@ def means(results: Mapping[str, PerSample | float]) -> dict[str, float]:
 
 
 def by_kind(name: str, right: Tensor, kinds: Sequence[str]) -> dict[str, PerSample]:
-    """Return the metric `name` over all samples, and where they have kinds the mean over kinds and one for each.
+    """Return the metric `name` over all samples, and where they have kinds the mean over kinds and each kind's.
 
     Args:
         name: such as "acc": the others are "mean_per_kind_acc" and "acc/KIND".
@@ -66,7 +68,7 @@ def by_kind(name: str, right: Tensor, kinds: Sequence[str]) -> dict[str, PerSamp
         named = list(dict.fromkeys(kind or NO_KIND for kind in kinds))
         classes = torch.tensor([named.index(kind or NO_KIND) for kind in kinds])
         results[f"mean_per_kind_{name}"] = each(right, classes)
-        for number, kind in enumerate(named):
+        for number, kind in enumerate(named if len(named) <= MOST_KINDS else ()):
             units = (classes == number).nonzero()[:, 0]
             results[f"{name}/{kind}"] = PerSample(right[units], units)
     return results

@@ -34,6 +34,8 @@ def test_kinds_weigh_the_same_whatever_their_number():
     }
     assert by_kind("acc", right, kinds)["acc/place"].units.tolist() == [0, 1, 3]
     assert list(by_kind("acc", right, [""] * 5)) == ["acc"]
+    many = by_kind("acc", torch.ones(65, dtype=torch.bool), [f"pair {number}" for number in range(65)])
+    assert list(many) == ["acc", "mean_per_kind_acc"]
 
 
 def test_an_image_without_a_wrong_caption(circle, to_tensor, numbers, swapped):

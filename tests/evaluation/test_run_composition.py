@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+import diffvision
 from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
@@ -91,13 +92,16 @@ def test_the_command_on_all_three(data, reader, tmp_path, capsys):
     assert "0 made" in capsys.readouterr().out
 
 
-def test_json_of_several_models(data, reader, capsys):
+def test_json_of_several_models_and_python(data, reader, capsys):
     assert main(["evaluate", "a=DiffCLIP-debug", "b=CLIP-debug", "--data", str(data / "pairs"), "--blind", reader,
                  "--num_workers", "0", "--device", "cpu", "--json"]) == 0  # fmt: skip
     first, second = json.loads(capsys.readouterr().out)
     assert first["task"] == second["task"] == "image_caption_pairs"
     assert first["metrics"]["blind_first"] == second["metrics"]["blind_first"]
     assert "image_score/same words" in first["metrics"]
+    opened = diffvision.open_model(reader)
+    metrics = diffvision.evaluate("CLIP-debug", str(data / "pairs"), blind=opened, **QUIET)
+    assert metrics["pairs/colours/blind_first"] == first["metrics"]["blind_first"]
 
 
 def test_a_baseline_without_captions_to_read_is_refused_first(data, reader):
