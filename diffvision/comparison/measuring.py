@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffvision.comparison.entries import Entry
 from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.evaluation.blind import Blind
 from diffvision.evaluation.cache import Cache, tensor_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.language.options import LanguageOptions
@@ -45,6 +46,7 @@ class Settings:
     device: str = "cpu"
     precision: Precision = "fp32"
     cache: Cache | None = None
+    blind: Blind | None = None
     options: Options = field(default_factory=Options)
 
 
@@ -97,6 +99,7 @@ def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[s
         precision=settings.precision,
         progress=lambda batches, description: bar(batches, f"{model.name}: {description}"),
         cache=settings.cache,
+        blind=settings.blind,
     )
     measured: dict[str, Measured] = {}
     for folder, names in planned:

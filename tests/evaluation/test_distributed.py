@@ -30,7 +30,10 @@ def test_two_ranks_equal_one(
 ):
     # Three captioned images: one and two a rank; one image of a single class: none and one.
     lone = memory_folder("zero_shot", {"test": [(10, 0)]}, classnames=["10", "200"], templates=["{c}"])
-    folders = [classified, captioned, swapped, paired, lone]
+    asked = [(10, ["15", "100"]), (100, ["95", "20", "10", "250"]), (200, ["210", "190"])]
+    objects = memory_folder("objects", {"test": asked}, templates=["{c}"])
+    alone = memory_folder("pairs", {"test": paired.rows["test"][:2]})  # on one rank; the other one has nothing
+    folders = [classified, captioned, swapped, paired, alone, objects, lone]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     setup = (circle, to_tensor, numbers, folders)

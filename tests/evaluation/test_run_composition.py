@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -111,8 +112,9 @@ def test_a_baseline_without_captions_to_read_is_refused_first(data, reader):
         run("DiffCLIP-debug", data=str(data / "pairs"), blind="DiffCLIP-debug", **QUIET)
 
 
-def test_two_models_compared_sample_by_sample(data):
-    comparison = compare(["a=DiffCLIP-debug", "b=CLIP-debug"], data=str(data), rounds=0, **QUIET)
+def test_two_models_compared_sample_by_sample(data, reader, tmp_path):
+    models = ["a=DiffCLIP-debug", "b=CLIP-debug"]
+    comparison = compare(models, data=str(data), blind=reader, rounds=0, **QUIET)
     rows = {row.metric: row for row in comparison.rows}
     assert rows["composition/colours/acc"].differences["b"].method == "paired"
     assert rows["composition/colours/acc/swapped colours"].count == 3
@@ -121,3 +123,10 @@ def test_two_models_compared_sample_by_sample(data):
     assert rows["objects/colours/recall"].differences["b"].method == "paired"
     assert rows["objects/colours/auc"].differences["b"].method == "no result by sample"
     assert "composition/colours/acc, 1 and 3 samples" in str(comparison)
+    assert len(set(map(tuple, rows["pairs/colours/blind_first"].values.values()))) == 1  # of the text alone
+    with pytest.raises(ValueError, match="blind is for composition and pairs, and none of them runs"):
+        compare(models, data=str(data / "objects"), blind=reader, **QUIET)
+    with pytest.raises(ValueError, match="blind is for models of images and text, and these are language models"):
+        compare(
+            [f"a={reader}", f"b={shutil.copytree(reader, tmp_path / 'other')}"], data=str(data), blind=reader, **QUIET
+        )
