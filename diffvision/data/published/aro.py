@@ -10,7 +10,7 @@ each of these files that is there:
   over pairs of attributes that have 25 cases or more; others are not written.
 - coco_order.json, flickr30k_order.json -> `coco-order`, `flickr30k-order`. A caption against four shuffles of its words
   (nouns and adjectives; all but these; words within three; threes of words), lower case, without punctuation, cut to 30
-  words; the share that prefers the caption, chance 20%. The shuffles need a tagger of words and are drawn at random, so
+  words; the share that prefers the caption, chance 20%. The shuffles need a part-of-speech tagger and are drawn at random, so
   the authors' code makes them, once, where that repository is:
 
       python -c "import json, random, numpy, dataset_zoo; random.seed(1); numpy.random.seed(1); \\
@@ -66,26 +66,26 @@ def make_aro(directory: str | Path, source: str | Path, images: str | Path | Non
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source)
-    found = Images([*([Path(images)] if images else []), root], "give the folder of the images as --images")
+    finder = Images([*([Path(images)] if images else []), root], "give the folder of the images as --images")
     folders, left_out = [], {}
     for name, file, read in (
         ("vg-relation", "visual_genome_relation.json", _relations),
         ("vg-attribution", "visual_genome_attribution.json", _attributions),
     ):
         if (root / file).is_file():
-            rows, cases = read(root / file, found)
+            rows, cases = read(root / file, finder)
             folders.append(Folder(name, "composition", cases))
             left_out[name] = rows - len(cases)
     for name in ("coco_order", "flickr30k_order"):
         if (root / f"{name}.json").is_file():
-            cases = _shuffled(root / f"{name}.json", found)
+            cases = _shuffled(root / f"{name}.json", finder)
             folders.append(Folder(name.replace("_", "-"), "composition", cases))
     if not folders:
         raise ValueError(f"{root} has none of ARO's files: {_LAYOUT}")
     return write_folders(
         directory,
         folders,
-        found,
+        finder,
         source="ARO, mertyg/vision-language-models-are-bows",
         licence="MIT; images of Visual Genome (CC BY 4.0), COCO and Flickr30k under theirs",
         left_out=left_out,

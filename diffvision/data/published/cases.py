@@ -81,7 +81,7 @@ def _json(**facts: object) -> str:
 
 
 def folder_of(source: str | Path, *names: str) -> Path:
-    """Return the first of these folders in the source that exists ("" is the source), else the source.
+    """Return the first of these folders in the source that exists, else the source.
 
     Raises:
         ValueError: the source is not a folder.
@@ -197,7 +197,7 @@ def write_folders(
     Args:
         directory: what is to hold the folders.
         folders: in this order.
-        images: that found the images of all cases.
+        images: the finder of the images of all cases.
         source: of the set, for about.json.
         licence: of the set and its images.
         facts: what else about.json says, such as counts of what was left out.

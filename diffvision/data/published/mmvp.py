@@ -48,12 +48,12 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
     """
     root = folder_of(source)
     given = Path(images) if images else folder_of(root, "MLLM_VLM Images", "MMVP_VLM_Images")
-    found = Images([given], "give the folder with the patterns' folders as --images")
-    cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), found)
+    finder = Images([given], "give the folder with the patterns' folders as --images")
+    cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), finder)
     return write_folders(
         directory,
         [Folder("pairs", "pairs", cases)],
-        found,
+        finder,
         source="MMVP-VLM, tsb0601/MMVP",
         licence="MIT",
     )

@@ -50,20 +50,20 @@ def make_ohd_caps(directory: str | Path, source: str | Path, images: str | Path 
     if not files:
         raise ValueError(f"{root} has no coco_out_label.json: {_LAYOUT}")
     remedy = "give a folder that holds COCO's val2014, Flickr30k's and NoCaps' images as --images, or leave out the "
-    found = Images([Path(images or source)], f"{remedy}*_out_label.json whose images you do not have")
+    finder = Images([Path(images or source)], f"{remedy}*_out_label.json whose images you do not have")
     all_together, by_kind = [], []
     for name, path in files.items():
         rows = _with_right_first(path)
-        all_together += [composition(found(image), captions, COLLECTIONS[name]) for image, captions in rows]
+        all_together += [composition(finder(image), captions, COLLECTIONS[name]) for image, captions in rows]
         if (annotations := root / f"{name}_annotations.json").is_file():
-            by_kind += _by_kind(annotations, [image for image, _ in rows], found)
+            by_kind += _by_kind(annotations, [image for image, _ in rows], finder)
     folders = [Folder("composition", "composition", all_together)]
     if by_kind:
         folders.append(Folder("ohd-caps-by-kind", "composition", by_kind))
     return write_folders(
         directory,
         folders,
-        found,
+        finder,
         source="OHD-Caps, Yufang-Liu/clip_hallucination",
         licence="none given; images of COCO, Flickr30k and NoCaps under theirs",
     )

@@ -38,12 +38,12 @@ def make_pope(directory: str | Path, source: str | Path, images: str | Path | No
     files = sorted(root.glob("*pope*_*.json"))
     if not files:
         raise ValueError(f"{root} has no file of POPE's questions: {_LAYOUT}")
-    found = Images([Path(images or source)], "give the folder of COCO's val2014 as --images")
-    folders = [Folder(path.stem.replace("_", "-"), "objects", _cases(path, found), TEMPLATES) for path in files]
+    finder = Images([Path(images or source)], "give the folder of COCO's val2014 as --images")
+    folders = [Folder(path.stem.replace("_", "-"), "objects", _cases(path, finder), TEMPLATES) for path in files]
     return write_folders(
         directory,
         folders,
-        found,
+        finder,
         source="POPE's questions, RUCAIBox/POPE",
         licence="MIT; COCO's images under Flickr's terms",
     )

@@ -30,15 +30,15 @@ def make_sugarcrepe(directory: str | Path, source: str | Path, images: str | Pat
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "data")
-    found = Images([Path(images or source)], "give the folder of COCO's val2017 as --images")
+    finder = Images([Path(images or source)], "give the folder of COCO's val2017 as --images")
     cases = []
     for kind in KINDS:
         for row in read_rows(file_in(root, f"{kind}.json", _LAYOUT), filename=str, caption=str, negative_caption=str):
-            cases.append(composition(found(row["filename"]), [row["caption"], row["negative_caption"]], kind))
+            cases.append(composition(finder(row["filename"]), [row["caption"], row["negative_caption"]], kind))
     return write_folders(
         directory,
         [Folder("composition", "composition", cases)],
-        found,
+        finder,
         source="SugarCrepe, RAIVNLab/sugar-crepe, on images of COCO val2017",
         licence="MIT; COCO's captions CC BY 4.0, its images under Flickr's terms",
     )

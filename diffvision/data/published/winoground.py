@@ -34,14 +34,14 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "data")
-    found = Images(
+    finder = Images(
         [Path(images)] if images else [root, Path(source)], "unpack images.zip, and give its folder as --images"
     )
     tables = sorted(root.glob("test-*.parquet"))
     if tables:
         rows = _parquet(tables)
     elif (root / "examples.jsonl").is_file():
-        rows = _lines(root / "examples.jsonl", found)
+        rows = _lines(root / "examples.jsonl", finder)
     else:
         raise ValueError(f"{root} has neither examples.jsonl nor test-*.parquet: {_LAYOUT}")
     cases = [
@@ -56,7 +56,7 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
     return write_folders(
         directory,
         [Folder("pairs", "pairs", cases)],
-        found,
+        finder,
         source="Winoground, facebook/winoground",
         licence="Winoground's, for research only; images of Getty Images",
     )
