@@ -10,8 +10,8 @@ each of these files that is there:
   over pairs of attributes that have 25 cases or more; others are not written.
 - coco_order.json, flickr30k_order.json -> `coco-order`, `flickr30k-order`. A caption against four shuffles of its words
   (nouns and adjectives; all but these; words within three; threes of words), lower case, without punctuation, cut to 30
-  words; the share that prefers the caption, chance 20%. The shuffles need a part-of-speech tagger and are drawn at random, so
-  the authors' code makes them, once, where that repository is:
+  words; the share that prefers the caption, chance 20%. The shuffles need a part-of-speech tagger and are drawn at
+  random, so the authors' code makes them, once, where that repository is:
 
       python -c "import json, random, numpy, dataset_zoo; random.seed(1); numpy.random.seed(1); \\
           json.dump(dataset_zoo.COCO_Order(root_dir='coco').test_cases, open('coco_order.json', 'w'))"

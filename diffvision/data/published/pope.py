@@ -45,7 +45,7 @@ def make_pope(directory: str | Path, source: str | Path, images: str | Path | No
         folders,
         finder,
         source="POPE's questions, RUCAIBox/POPE",
-        licence="MIT; COCO's images under Flickr's terms",
+        licence="MIT; images under the terms of their collection",
     )
 
 
