@@ -24,10 +24,20 @@ class Dataset:
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
 _PUBLISHED = frozenset({"source", "images"})
+_FASHION = (
+    "the folder of Fashion-MNIST's files: torchvision's ROOT after datasets.FashionMNIST(ROOT, download=True), or "
+    "/usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`"
+)
 
 MADE: dict[str, Dataset] = {
     "digits": Dataset("diffvision.data.made.digits:make_digits", frozenset({"copies", "seed"})),
-    "digit-scenes": Dataset("diffvision.data.made.scenes:make_scenes", frozenset({"copies", "seed"})),
+    "digit-scenes": Dataset("diffvision.data.made.digit_scenes:make_digit_scenes", frozenset({"copies", "seed"})),
+    "fashion": Dataset("diffvision.data.made.fashion:make_fashion", frozenset({"source", "seed"}), _FASHION),
+    "fashion-scenes": Dataset(
+        "diffvision.data.made.fashion_scenes:make_fashion_scenes",
+        frozenset({"source", "scenes", "evaluated", "seed"}),
+        _FASHION,
+    ),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
     "folder": Dataset("diffvision.data.make:pack_folder", _PACKED | {"split"}, _IMAGES),
