@@ -1,10 +1,10 @@
 """What a large lambda takes away: colours and backgrounds by image towers with differential attention.
 
-    diffvision data make fashion-scenes data/scenes --source FASHION_MNIST --scenes 20000 --evaluated 1000
-    python scripts/studies/common_mode.py grid                             # the runs, and what they cost
-    python scripts/studies/common_mode.py tune --data data/scenes          # three learning rates a family, one seed
-    python scripts/studies/common_mode.py train --data data/scenes         # fresh seeds
-    python scripts/studies/common_mode.py report                           # tables and pictures, of all runs there are
+    python scripts/studies/common_mode.py data --source FASHION_MNIST   # scenes of one garment, as tensors
+    python scripts/studies/common_mode.py grid                          # the runs, and what they cost
+    python scripts/studies/common_mode.py tune                          # three learning rates a family, one seed
+    python scripts/studies/common_mode.py train                         # fresh seeds
+    python scripts/studies/common_mode.py report                        # tables, of all runs there are
 
 Rows of A1 - lambda A2 sum to 1 - lambda, so what all patches share passes multiplied by that: a tint, a background, an
 average. Each family replaces the attention of CLIP-debug's image tower (the text tower stays plain), or of the text
@@ -12,8 +12,11 @@ tower alone; its learning rate is the best of three by the mean of the primary m
 that is used for nothing else. Each is trained with fresh seeds at the rate that the plain tower chose, and at the one
 it chose itself. `tune` and `train` leave out what is done; each run is one JSON.
 
+A scene is one of `fashion-scenes` with one garment; a caption names its kind, and its colour and the background where
+the shares below say so: with many colours in the captions these are learned at once and kinds late.
+
 Primary metrics, on test scenes: `colour`, that of the garment in the first image that a caption retrieves among one
-image for each kind, colour and background; and `kind`, zero-shot of one garment. All others are secondary.
+image for each kind, colour and background; and `kind`, zero-shot classification. All others are secondary.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import timm
 import torch
@@ -35,20 +39,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import diffvision
-from diffvision.data.made.fashion import WORDS
+from diffvision.data.made.drawings import with_article
+from diffvision.data.made.fashion import WORDS, load_splits
+from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
 from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
-from diffvision.evaluation.composition import selections
 from diffvision.evaluation.retrieval import recalls
-from small_clip import Captions, SmallClip, pixels, read
+from small_clip import Captions, SmallClip, pixels
 
 CLIP = "CLIP-debug"
-SIZE, PATCH, EPOCHS = 64, 8, 6
+SIZE, PATCH, EPOCHS = 48, 8, 6
+NAMED = {"colour": 0.2, "background": 0.2}  # shares of the training captions
+COUNTS = {"train": 20_000, "validation": 1_000, "test": 2_000}  # scenes of one garment
 PRIMARY = ("colour", "kind")
 RATES = (5e-4, 1e-3, 2e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3)
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 0.5, "clip_norm": 1.0}
-MEAN, STD = 0.73, 0.22  # of the pixels of training scenes
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "common_mode"
+TEMPLATES = {"kind": KIND_TEMPLATES, "colour": COLOUR_TEMPLATES, "background": BACKGROUND_TEMPLATES}
 FACTORS = {"kind": WORDS, "colour": tuple(COLOURS), "background": tuple(BACKGROUNDS)}
 
 
@@ -136,36 +143,40 @@ def confirming() -> list[Run]:
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-class Scenes:
-    """The folders of `fashion-scenes` as tensors: images, captions, and what is in each image."""
+def make_data(source: Path, file: Path) -> None:
+    """Draw the scenes, and write them as one file of tensors and their truth."""
+    images, truth = {}, {}
+    for number, (split, garments) in enumerate(load_splits(source).items()):
+        made = Scenes(garments, [0, 31 + number])
+        parts = {f"single/{split}": [sample for sample, _ in made.single(COUNTS[split])]}
+        if split != "train":
+            parts |= {
+                f"colours/{split}": list(made.retrieval_of_colours()),
+                f"several/{split}": list(made.retrieval(COUNTS["validation"])),
+            }
+        for name, samples in parts.items():
+            images[name] = F.interpolate(pixels(samples).float(), SIZE, mode="area").round().to(torch.uint8)
+            truth[name] = [json.loads(sample["json"]) for sample in samples]
+            print(f"{name}: {len(samples):,} images", flush=True)
+    pixel = images["single/train"].float() / 255
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"images": images, "truth": truth, "mean": pixel.mean().item(), "std": pixel.std().item()}, file)
 
-    def __init__(self, directory: Path, tokenizer: str = CLIP, images: int | None = None) -> None:
-        """Read all folders of the dataset, or the first so many images of each."""
-        self.images: dict[str, Tensor] = {}
-        self.truth: dict[str, list[dict[str, Any]]] = {}
-        captions: dict[str, list[str]] = {}
-        folders = ["train", "zero_shot/train"]
-        folders += [
-            f"{folder}/{split}"
-            for folder in ("zero_shot", "retrieval", "retrieval-colour", "composition")
-            for split in ("validation", "test")
-        ]
-        for name in folders:
-            samples = read(directory / name)[:images]
-            self.images[name] = pixels(samples)
-            self.truth[name] = [json.loads(sample["json"]) for sample in samples]
-            captions[name] = [line for sample in samples for line in sample.get("txt", b"").decode().splitlines()]
-        for factor in FACTORS:
-            templates = directory / self.folder(factor) / "zeroshot_classification_templates.txt"
-            captions[factor] = [
-                t.format(c=word) for word in FACTORS[factor] for t in templates.read_text().splitlines()
-            ]
-        self.captions = Captions(captions, tokenizer)
 
-    @staticmethod
-    def folder(factor: str) -> str:
-        """Return the folder whose labels are a factor."""
-        return "zero_shot" if factor == "kind" else f"zero_shot-{factor}"
+class Data:
+    """What `make_data` wrote, with captions: `single` garments, `colours` (all combinations) and `several` garments."""
+
+    def __init__(self, file: Path) -> None:
+        content = torch.load(file, weights_only=True)
+        self.images: dict[str, Tensor] = content["images"]
+        self.truth: dict[str, list[dict[str, Any]]] = content["truth"]
+        self.mean, self.std = content["mean"], content["std"]
+        rng = np.random.default_rng(0)
+        captions = {"single/train": [caption(scene, rng) for scene in self.truth["single/train"]]}
+        captions |= {name: [caption(scene) for scene in self.truth[name]] for name in self.truth if "colours" in name}
+        for factor, templates in TEMPLATES.items():
+            captions[factor] = [template.format(c=word) for word in FACTORS[factor] for template in templates]
+        self.captions = Captions(captions, CLIP)
 
     def labels(self, folder: str, factor: str) -> Tensor:
         """Return a factor of images of one garment as the index of its word, or the count or layout of any."""
@@ -180,64 +191,60 @@ class Scenes:
         return torch.tensor([words.index(value) for value in values])
 
 
+def caption(scene: dict[str, Any], rng: np.random.Generator | None = None) -> str:
+    """Return the words for a scene of one garment: with all there is to say, or with a random share of it."""
+    named = {factor: rng is None or rng.random() < share for factor, share in NAMED.items()}
+    garment = scene["garments"][0]
+    words = with_article(f"{garment['colour']} {garment['kind']}" if named["colour"] else garment["kind"])
+    return f"{words}, on {with_article(scene['background'])} background" if named["background"] else words
+
+
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
 class Measured:
     """What is measured of a trained CLIP."""
 
-    def __init__(self, clip: SmallClip, scenes: Scenes) -> None:
-        self.clip, self.scenes = clip, scenes
+    def __init__(self, clip: SmallClip, data: Data) -> None:
+        self.clip, self.data = clip, data
 
     def metrics(self, split: str) -> dict[str, float]:
         """Return the primary metrics and the others on the scenes of a split."""
-        scenes, of = self.scenes, self.scenes.captions.of
-        features = self.clip.images(scenes.images[f"zero_shot/{split}"])
+        data, of = self.data, self.data.captions.of
+        features = self.clip.images(data.images[f"single/{split}"])
         numbers = {}
         for factor, words in FACTORS.items():
-            classes = self.clip.texts(of[factor]).unflatten(0, (len(words), -1)).mean(1)
-            classes = F.normalize(classes, dim=-1)
-            right = (features @ classes.T).argmax(1) == scenes.labels(f"zero_shot/{split}", factor)
+            classes = F.normalize(self.clip.texts(of[factor]).unflatten(0, (len(words), -1)).mean(1), dim=-1)
+            right = (features @ classes.T).argmax(1) == data.labels(f"single/{split}", factor)
             numbers["kind" if factor == "kind" else f"zero-shot {factor}"] = right.float().mean().item()
-        folder = f"retrieval-colour/{split}"
-        images, texts = self.clip.images(scenes.images[folder]), self.clip.texts(of[folder])
+        folder = f"colours/{split}"
+        images, texts = self.clip.images(data.images[folder]), self.clip.texts(of[folder])
         retrieved = (texts @ images.T).argmax(1)
         for factor in FACTORS:
-            labels = scenes.labels(folder, factor)
+            labels = data.labels(folder, factor)
             name = factor if factor == "colour" else f"retrieved {factor}"
             numbers[name] = (labels[retrieved] == labels).float().mean().item()
-        folder = f"retrieval/{split}"
-        images, texts = self.clip.images(scenes.images[folder]), self.clip.texts(of[folder])
         numbers["image R@1"] = recalls(images, texts, torch.arange(len(images)))["image_retrieval_recall@1"]
-        folder = f"composition/{split}"
-        images, texts = self.clip.images(scenes.images[folder]), self.clip.texts(of[folder])
-        right = selections(images, texts, torch.arange(len(images)).repeat_interleave(2)).float()
-        kinds = [scene["kind"] for scene in scenes.truth[folder]]
-        for kind in dict.fromkeys(kinds):
-            numbers[kind] = right[torch.tensor([other == kind for other in kinds])].mean().item()
         return {name: round(value, 4) for name, value in numbers.items()}
 
     def layers(self) -> list[dict[str, float]]:
         """Return for each layer of the image tower what linear probes read from it, and its mean component's share.
 
         A probe takes the class token and the mean of the patches after the layer. Kind, colour, background and place
-        are of images of one garment (trained on `zero_shot/train`), count of one to three (trained on validation).
+        are of images of one garment (fitted on 4,000 of training), count of one to three (fitted on those of validation).
         The share is of the attention's output: the squared length of the mean over patches, by the mean squared length.
         """
-        scenes = self.scenes
-        single = {part: self._tokens(scenes.images[f"zero_shot/{part}"]) for part in ("train", "test")}
-        several = {part: self._tokens(scenes.images[f"retrieval/{part}"]) for part in ("validation", "test")}
-        shares = self._mean_shares(scenes.images["zero_shot/test"][:256])
-        rows = []
-        for layer, share in enumerate(shares):
-            row = {"mean component": share}
-            for factor in (*FACTORS, "layout"):
-                labels = [scenes.labels(f"zero_shot/{part}", factor) for part in ("train", "test")]
-                row[factor] = probe(single["train"][layer], labels[0], single["test"][layer], labels[1])
-            labels = [scenes.labels(f"retrieval/{part}", "count") for part in ("validation", "test")]
-            row["count"] = probe(several["validation"][layer], labels[0], several["test"][layer], labels[1])
-            rows.append({name: round(value, 4) for name, value in row.items()})
-        return rows
+        data = self.data
+        fitted = {"single": ("single/train", 4000), "several": ("several/validation", None)}
+        rows: list[dict[str, float]] = [{"mean component": share} for share in self._mean_shares()]
+        for part, (folder, count) in fitted.items():
+            train = self._tokens(data.images[folder][:count])
+            test = self._tokens(data.images[f"{part}/test"])
+            for factor in (*FACTORS, "layout") if part == "single" else ("count",):
+                labels = [data.labels(folder, factor)[:count], data.labels(f"{part}/test", factor)]
+                for row, x, y in zip(rows, train, test, strict=True):
+                    row[factor] = probe(x, labels[0], y, labels[1])
+        return [{name: round(value, 4) for name, value in row.items()} for row in rows]
 
     @torch.no_grad()
     def row_sums(self) -> list[float]:
@@ -246,7 +253,7 @@ class Measured:
 
         trunk = self.clip.model.visual.trunk
         sums: list[list[float]] = []
-        for image in self.scenes.images["zero_shot/test"][:16]:
+        for image in self.data.images["single/test"][:16]:
             try:
                 maps = layer_maps(trunk, self.clip.normalised(image))
             except (ValueError, TypeError, AttributeError):  # VCA has two stages and no one map
@@ -273,7 +280,7 @@ class Measured:
         return [torch.cat(layer) for layer in outputs]
 
     @torch.no_grad()
-    def _mean_shares(self, images: Tensor) -> list[float]:
+    def _mean_shares(self) -> list[float]:
         shares: list[float] = []
 
         def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -282,7 +289,7 @@ class Measured:
 
         hooks = [block.attn.register_forward_hook(note) for block in self._blocks]
         try:
-            self.clip.images(images[:256])
+            self.clip.images(self.data.images["single/test"][:256])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -306,11 +313,11 @@ def probe(train: Tensor, labels: Tensor, test: Tensor, wanted: Tensor, ridge: fl
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, scenes: Scenes, epochs: int) -> dict[str, Any]:
+def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
     """Train and measure one run."""
     torch.manual_seed(run.seed)
-    clip = SmallClip(FAMILIES[run.family].create(), scenes.captions, MEAN, STD)
-    measured, learned = Measured(clip, scenes), {}
+    clip = SmallClip(FAMILIES[run.family].create(), data.captions, data.mean, data.std)
+    measured, learned = Measured(clip, data), {}
 
     def evaluate(epoch: int) -> None:
         learned[epoch] = measured.metrics("validation")
@@ -318,13 +325,13 @@ def train(run: Run, scenes: Scenes, epochs: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         **vars(run),
         "epochs": epochs,
-        "images": len(scenes.images["train"]),
+        "images": len(data.images["single/train"]),
         "parameters": sum(p.numel() for p in clip.model.visual.trunk.parameters()),
     }
     try:
         seconds = clip.fit(
-            scenes.images["train"],
-            scenes.captions.of["train"],
+            data.images["single/train"],
+            data.captions.of["single/train"],
             {**SETTINGS, "lr": run.rate},
             epochs=epochs,
             seed=run.seed,
@@ -345,20 +352,20 @@ def train(run: Run, scenes: Scenes, epochs: int) -> dict[str, Any]:
         }
 
 
-def train_all(runs: Sequence[Run], data: Path, part: tuple[int, int]) -> None:
+def train_all(runs: Sequence[Run], file: Path, part: tuple[int, int]) -> None:
     """Train the runs that are not done; of several processes each takes its part, (index, number)."""
     torch.set_num_threads(1)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    scenes = None
+    data = None
     for number, run in enumerate(runs):
         if number % part[1] != part[0] or run.numbers is not None:
             continue
-        scenes = scenes or Scenes(data)
+        data = data or Data(file)
         start = time.perf_counter()
-        numbers = train(run, scenes, EPOCHS)
-        file = run.file.with_suffix(".part")
-        file.write_text(json.dumps(numbers, indent=1) + "\n")
-        file.rename(run.file)
+        numbers = train(run, data, EPOCHS)
+        part_file = run.file.with_suffix(".part")
+        part_file.write_text(json.dumps(numbers, indent=1) + "\n")
+        part_file.rename(run.file)
         shown = {name: numbers.get("validation", {}).get(name) for name in PRIMARY}
         print(f"{run.file.stem} {shown} {time.perf_counter() - start:.0f} s", flush=True)
 
@@ -446,11 +453,14 @@ def grid() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["grid", "tune", "train", "report"])
-    parser.add_argument("--data", type=Path, default=Path("data/scenes"))
+    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs/common_mode/scenes.pt"))
+    parser.add_argument("--source", type=Path, help="the folder of Fashion-MNIST, as `diffvision data make` takes it")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
     options = parser.parse_args()
-    if options.what in ("tune", "train"):
+    if options.what == "data":
+        make_data(options.source, options.data)
+    elif options.what in ("tune", "train"):
         train_all(tuning() if options.what == "tune" else confirming(), options.data, tuple(options.part))
     else:
         {"grid": grid, "report": report}[options.what]()
