@@ -36,13 +36,15 @@ def make(
     """Write a dataset as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, stdlib (text: the running Python's library), recall (synthetic text: needles and
-            mappings to mix into training text), folder to pack your images as training shards, or evaluation
-            to pack them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions).
+        name: digits, digit-scenes, stdlib (text: the running Python's library), text (English from packages), recall
+            (synthetic text: needles and mappings to mix into training text), folder to pack your images as training
+            shards, or evaluation to pack them as an evaluation folder (zero-shot of those with labels, retrieval of
+            those with captions).
         directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT.
+            saved, or torchvision:NAME:ROOT. For text: a folder of unpacked packages, NAME=PATH for one of them, or
+            NAME for one that is installed; several with commas (gcide=packages,python-doc,stdlib).
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: for folder: train, validation or test, of a source that has splits; train by default.

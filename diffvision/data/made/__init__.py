@@ -23,11 +23,16 @@ class Dataset:
 
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
+_TEXT = (
+    "a folder of unpacked packages (`apt-get download dict-gcide wordnet-base python3.11-doc linux-doc-6.1 && for d in "
+    "*.deb; do dpkg-deb -x $d packages; done`), or names of installed ones, such as gcide,python-doc,stdlib"
+)
 
 MADE: dict[str, Dataset] = {
     "digits": Dataset("diffvision.data.made.digits:make_digits", frozenset({"copies", "seed"})),
     "digit-scenes": Dataset("diffvision.data.made.scenes:make_scenes", frozenset({"copies", "seed"})),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
+    "text": Dataset("diffvision.data.made.text:make_text", frozenset({"source"}), _TEXT),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
     "folder": Dataset("diffvision.data.make:pack_folder", _PACKED | {"split"}, _IMAGES),
     "evaluation": Dataset("diffvision.data.make:pack_evaluation", _PACKED | {"templates"}, _IMAGES),
