@@ -136,7 +136,7 @@ def _rst_lines(lines: list[str], out: list[str]) -> None:
             note = _FOOTNOTE.match(line)
             block, number = _block(lines, number)
             if note:
-                _rst_lines([note[1], *dedent("\n".join(block)).splitlines()], out)
+                _rst_lines([note[1], *dedent("\n".join(block)).splitlines(), ""], out)
         elif _SIMPLE_TABLE.match(stripped):
             number = _simple_table(lines, number, out)
         elif _SECTION.match(stripped) or _GRID_LINE.match(stripped):
@@ -208,7 +208,7 @@ def _directive(name: str, argument: str, block: list[str], out: list[str]) -> No
     if label:
         colon = ":" if body and not label.endswith(":") else ""
         body, head = [f"{label} {argument.strip()}{colon}".strip(), *body], []
-    out.extend(_inline(line.removesuffix("\\")) for line in head if line)
+    out.extend([*(_inline(line.removesuffix("\\")) for line in head if line), ""])
     _rst_lines(body, out)
 
 

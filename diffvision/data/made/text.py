@@ -171,6 +171,7 @@ def make_text(directory: str | Path, source: str) -> str:
     for name, path in _resolve(source).items():
         counted = counts[name] = _Counts()
         for document, text in track(SOURCES[name].read(path), f"reading {name}"):
+            text = text.rstrip() + "\n"
             digest = hashlib.sha256(text.encode()).digest()
             if digest in hashes:
                 counted.repeated += 1
@@ -211,7 +212,7 @@ def make_text(directory: str | Path, source: str) -> str:
 
 def _samples(documents: list[tuple[bytes, str, str]]) -> Iterator[Sample]:
     for number, (_, source, text) in enumerate(sorted(documents)):
-        yield {"__key__": f"{number:07d}-{source}", "txt": text + "\n" * (not text.endswith("\n"))}
+        yield {"__key__": f"{number:07d}-{source}", "txt": text}
 
 
 def _resolve(items: str) -> dict[str, Path]:
