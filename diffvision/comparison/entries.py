@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from diffvision.opening import best_checkpoint, labelled, run_in
-from diffvision.opening.runs import RUN_CONFIG
+from diffvision.opening.runs import run_config
 from diffvision.opening.weights import run_of
 
 # Settings that do not change which model a run trains.
@@ -119,19 +117,9 @@ def _read(given: str) -> Entry:
     run = run_in(path)
     if run is None:
         given_run = run_of(path)
-        return Entry(spec, spec, "as given", given_label, given_run, _config(given_run))
+        return Entry(spec, spec, "as given", given_label, given_run, run_config(given_run))
     checkpoint, which = best_checkpoint(run)
-    return Entry(spec, str(checkpoint), which, given_label, run, _config(run))
-
-
-def _config(run: Path | None) -> dict[str, Any]:
-    if run is None or not (run / RUN_CONFIG).is_file():
-        return {}
-    try:
-        content = yaml.safe_load((run / RUN_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{run / RUN_CONFIG} cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return Entry(spec, str(checkpoint), which, given_label, run, run_config(run))
 
 
 # ---- seeds ---------------------------------------------------------------------------------------------------------

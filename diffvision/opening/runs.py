@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from diffvision.models.checkpoint import harmless
 from diffvision.opening.weights import CONFIG, OPEN_CLIP
@@ -64,6 +65,21 @@ def best_checkpoint(run: Path) -> tuple[Path, str]:
                 shown = "" if score is None else f" {float(score):.4f}"
                 return best, f"best {state['monitor']}{shown}"
     return last, f"last, step {content.get('global_step', 0):,}"
+
+
+def run_config(run: Path | None) -> dict[str, Any]:
+    """Return the configuration of a run, empty without one.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if run is None or not (run / RUN_CONFIG).is_file():
+        return {}
+    try:
+        content = yaml.safe_load((run / RUN_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{run / RUN_CONFIG} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _is_run(path: Path) -> bool:
