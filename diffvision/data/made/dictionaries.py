@@ -68,10 +68,10 @@ def dictd_entries(dictionary: str | Path) -> Iterator[tuple[str, str]]:
     data = (gzip.decompress if dictionary.suffix == ".dz" else bytes)(dictionary.read_bytes())
     words: dict[tuple[int, int], str] = {}
     for line in index.read_text(encoding="utf-8").splitlines():
-        word, offset, length = line.split("\t")[:3]
+        word, *position = line.split("\t")
         # Words with 00 are about the database; one entry is listed under each of its words.
         if not word.startswith("00"):
-            words.setdefault((_number(offset), _number(length)), word)
+            words.setdefault((_number(position[0]), _number(position[1])), word)
     entries: dict[str, list[str]] = defaultdict(list)
     for (offset, length), word in sorted(words.items()):
         text = data[offset : offset + length].decode("utf-8", errors="replace")
