@@ -294,6 +294,9 @@ def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path, monkeypatch):
     assert best_checkpoint(run) == (run / "checkpoints" / "best.ckpt", "best val/acc1 0.5000")
     for folder in (run, run / "checkpoints", tmp_path / "out", tmp_path):
         assert run_in(folder) == run
+    (tmp_path / "out" / "fit" / "version_1" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "fit" / "version_1" / "config.yaml").write_text("")
+    assert run_in(tmp_path / "out") == run  # the other was never trained
     monkeypatch.chdir(run / "checkpoints")
     assert run_in(".") == run
     (run / "checkpoints" / "best.ckpt").unlink()

@@ -37,7 +37,9 @@ def run_in(folder: str | Path) -> Path | None:
     if folder.absolute().name == CHECKPOINTS and _is_run(folder.absolute().parent):
         # As it was written, where that names a parent.
         return folder.parent if folder.name == CHECKPOINTS else folder.absolute().parent
-    runs = list(_runs_below(folder, _MAX_DEPTH))
+    every = list(_runs_below(folder, _MAX_DEPTH))
+    # An attempt that failed leaves a run without checkpoints.
+    runs = [run for run in every if any((run / CHECKPOINTS).glob("*.ckpt"))] or every
     if len(runs) > 1:
         names = ", ".join(str(run) for run in runs[:4])
         raise ValueError(
