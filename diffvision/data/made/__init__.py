@@ -23,12 +23,53 @@ class Dataset:
 
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
+_PUBLISHED = frozenset({"source", "images"})
+_FASHION = (
+    "the folder of Fashion-MNIST's files: torchvision's ROOT after datasets.FashionMNIST(ROOT, download=True), or "
+    "/usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`"
+)
 
 MADE: dict[str, Dataset] = {
     "digits": Dataset("diffvision.data.made.digits:make_digits", frozenset({"copies", "seed"})),
-    "digit-scenes": Dataset("diffvision.data.made.scenes:make_scenes", frozenset({"copies", "seed"})),
+    "digit-scenes": Dataset("diffvision.data.made.digit_scenes:make_digit_scenes", frozenset({"copies", "seed"})),
+    "fashion": Dataset("diffvision.data.made.fashion:make_fashion", frozenset({"source", "seed"}), _FASHION),
+    "fashion-scenes": Dataset(
+        "diffvision.data.made.fashion_scenes:make_fashion_scenes",
+        frozenset({"source", "scenes", "evaluated", "seed"}),
+        _FASHION,
+    ),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
     "folder": Dataset("diffvision.data.make:pack_folder", _PACKED | {"split"}, _IMAGES),
     "evaluation": Dataset("diffvision.data.make:pack_evaluation", _PACKED | {"templates"}, _IMAGES),
+    "mmvp": Dataset(
+        "diffvision.data.published.mmvp:make_mmvp",
+        _PUBLISHED,
+        "the folder with Questions.csv (hf download MMVP/MMVP_VLM --repo-type dataset --local-dir FOLDER)",
+    ),
+    "sugarcrepe": Dataset(
+        "diffvision.data.published.sugarcrepe:make_sugarcrepe",
+        _PUBLISHED,
+        "the repository RAIVNLab/sugar-crepe on GitHub, with --images FOLDER of COCO's val2017",
+    ),
+    "aro": Dataset(
+        "diffvision.data.published.aro:make_aro",
+        _PUBLISHED,
+        "the folder that VG_Relation and VG_Attribution of mertyg/vision-language-models-are-bows download",
+    ),
+    "winoground": Dataset(
+        "diffvision.data.published.winoground:make_winoground",
+        _PUBLISHED,
+        "a folder (ask for access, then: hf download facebook/winoground --repo-type dataset --local-dir FOLDER)",
+    ),
+    "ohd-caps": Dataset(
+        "diffvision.data.published.ohd_caps:make_ohd_caps",
+        _PUBLISHED,
+        "the repository Yufang-Liu/clip_hallucination on GitHub, with --images FOLDER of COCO, Flickr30k and NoCaps",
+    ),
+    "pope": Dataset(
+        "diffvision.data.published.pope:make_pope",
+        _PUBLISHED,
+        "the repository RUCAIBox/POPE on GitHub, with --images FOLDER of COCO's val2014",
+    ),
 }
