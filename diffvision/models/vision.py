@@ -308,7 +308,7 @@ def _contrast(shape: Shape) -> Shape:
     """Return a shape for Visual-Contrast Attention, with as many parameters as the plain model's.
 
     Queries are pooled to half of the grid, at least to 2 x 2, which is n tokens. A block's embeddings of them,
-    convolution, norms and lambdas have as many parameters as n + 6 units of its MLP (within 2 units for all sizes), and
+    convolution, norms and lambdas have as many parameters as n + 6 units of its MLP (within 1 unit for all sizes), and
     the MLP is so much narrower. Half a unit more is for rounding down.
     """
     size = SIZES[shape.size]
