@@ -37,12 +37,14 @@ def make(
 
     Args:
         name: digits, digit-scenes, stdlib (text: the running Python's library), recall (synthetic text: needles and
-            mappings to mix into training text), emoji (two vendors' pictures with names, of installed packages), folder to pack your images as training shards, or evaluation
-            to pack them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions).
+            mappings to mix into training text), emoji (vendors' pictures with names, as packages have them),
+            openclipart (drawings with titles and tags), tuxpaint (stamps with captions, for tests only), folder to pack
+            your images as training shards, or evaluation to pack them as an evaluation folder (zero-shot of those with
+            labels, retrieval of those with captions).
         directory: the folder to write; it must have no shards yet.
-        source: for emoji: the folder with the installed packages. For folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
+        source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT.
+            saved, or torchvision:NAME:ROOT. For emoji, openclipart and tuxpaint: the folder with the packages.
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: for folder: train, validation or test, of a source that has splits; train by default.
@@ -50,7 +52,7 @@ def make(
         copies: for digits and digit-scenes: images made of each training digit.
         documents: for recall: how many.
         words: for recall: the most words of a document with needles.
-        seed: determines all random choices in digits, digit-scenes, recall and emoji; 0 by default.
+        seed: determines all random choices in digits, digit-scenes, recall, emoji and openclipart; 0 by default.
         per_shard: for folder and evaluation: samples a shard; 10,000 by default.
         num_workers: for folder and evaluation: processes; 2 by default.
     """

@@ -6,6 +6,7 @@
 import hashlib
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -27,16 +28,30 @@ class Rasteriser(NamedTuple):
     draw: Callable[[Path], bytes]
 
 
-def paste(picture: str | Path | bytes, size: int = SIZE) -> bytes:
+def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) -> bytes:
     """Return a PNG [size, size]: the picture, scaled to fit, in the middle of the background.
 
     Args:
         picture: a file, or its content; any format and mode that Pillow reads.
-        size: of the result, in pixels; a smaller picture is not enlarged.
+        size: of the result, in pixels.
+        trim: cut transparent margins off first, for a small drawing on a large page.
+
+    Raises:
+        ValueError: nothing of the picture is visible, or it has so many pixels that Pillow takes it for an attack.
     """
-    with Image.open(BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
-        image = opened.convert("RGBA")
-    if max(image.size) > size:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
+                image = opened.convert("RGBA")
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ValueError(f"{picture!s:.200} is too large: {error}") from None
+    if trim:
+        visible = image.getchannel("A").getbbox()
+        if visible is None:
+            raise ValueError(f"{picture!s:.200} is all transparent")
+        image = image.crop(visible)
+    if max(image.size) != size:
         # Colours of transparent pixels are arbitrary: scaling weights them by alpha, as "RGBa" does.
         scale = size / max(image.size)
         fitting = max(1, round(image.width * scale)), max(1, round(image.height * scale))
@@ -72,6 +87,21 @@ def find_rasteriser() -> Rasteriser:
     return Rasteriser(
         version, lambda path: subprocess.run([*arguments, str(path)], capture_output=True, check=True).stdout
     )
+
+
+def unpacked(source: str | Path, folder: str, package: str) -> Path:
+    """Return a folder of a Debian package, which is installed (source: /) or unpacked in a folder.
+
+    Raises:
+        ValueError: the folder is not there.
+    """
+    path = Path(source) / folder
+    if not path.is_dir():
+        raise ValueError(
+            f"there is no {path}: give --source / after `apt-get install {package}`, or the folder of "
+            f"`apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER`"
+        )
+    return path
 
 
 def held_out(name: str, percent: int) -> bool:
