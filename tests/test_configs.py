@@ -86,6 +86,7 @@ def digits(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.quick("clip/debug-settings0-zero_shot/digits/acc1", "vision/debug-settings3-val/acc1")
 @pytest.mark.parametrize(
     ("name", "settings", "metric"),
     [

@@ -253,6 +253,32 @@ def text_maps(model: str) -> list[str]:
 
 
 @pytest.mark.nightly
+@pytest.mark.slow
+def test_runs_trained_at_once_are_only_evaluated_later(tmp_path, capfd, monkeypatch):
+    """Both are trained in other processes, and one that cannot be is left to `finished_run`, which says why."""
+    digits.make_digits(tmp_path / "digits", copies=1)
+    arguments = [
+        f"--data.init_args.train={tmp_path / 'digits/train'}",
+        f"--data.init_args.evaluations=[{tmp_path / 'digits/zero_shot'}]",
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=3",
+        "--trainer.log_every_n_steps=1",
+    ]
+    planned = [("CLIP-debug", 0), ("DiffCLIP-debug", 0), ("DiffCLIP-debgu", 0)]
+    runs.train_at_once(images.RECIPE, planned, tmp_path, *arguments, processes=2)
+    assert "DiffCLIP-debug, seed 0: epoch 1/1 step 3/3 100%" in capfd.readouterr().out
+    monkeypatch.setattr(ContrastiveModule, "training_step", lambda *_: pytest.fail("trained again"))
+    for model, seed in planned[:2]:
+        done = runs.finished_run(
+            images.RECIPE, model, seed, tmp_path, *arguments, unit="samples", measure=lambda m: ({"step": 3.0}, None)
+        )
+        assert done.curves["train/loss"].steps == [0, 1, 2]
+    with pytest.raises(SystemExit):
+        runs.finished_run(
+            images.RECIPE, *planned[2], tmp_path, *arguments, unit="samples", measure=lambda m: ({}, None)
+        )
+
+
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
     """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

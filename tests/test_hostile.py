@@ -458,6 +458,7 @@ def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
 # ---- shards --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("pyd", "pickle", "pt", "npz", "jpg")
 @pytest.mark.parametrize("suffix", HOSTILE_TYPES)
 def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
     directory = hostile_shards(tmp_path / "shards", trace, suffix)
@@ -499,6 +500,7 @@ def test_a_pickle_as_the_tokens_of_a_shard(tmp_path, trace, capsys):
 COMMANDS = ["pipe:touch {0}", "a.tar::pipe:touch {0}", "file:{0}", "ssh://x/{0}", "-c touch {0}", "gs+pipe://touch {0}"]
 
 
+@pytest.mark.quick("pipe:touch {0}", "-c touch {0}")
 @pytest.mark.parametrize("location", COMMANDS)
 def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
     """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
@@ -646,6 +648,7 @@ def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
+@pytest.mark.quick("yaml-command0", "json-command1")
 @pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["evaluate-language"]])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, capsys):

@@ -114,6 +114,10 @@ class Row:
         return f'<div class="row" style="--least:{self.least}rem">{cells}</div>\n'
 
 
+def _joined(parts: Iterable[Part | Section]) -> str:
+    return "".join(part.html() for part in parts)
+
+
 @dataclass(frozen=True)
 class Folded:
     """Parts that are shown after a click on their title."""
@@ -123,8 +127,7 @@ class Folded:
 
     def html(self) -> str:
         """Return the parts as HTML."""
-        body = "".join(part.html() for part in self.parts)
-        return f"<details><summary>{html.escape(self.title)}</summary>\n{body}</details>\n"
+        return f"<details><summary>{html.escape(self.title)}</summary>\n{_joined(self.parts)}</details>\n"
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,7 @@ class Section:
 
     def html(self) -> str:
         """Return the section as HTML."""
-        body = "".join(part.html() for part in self.parts)
-        return f"<section><h2>{html.escape(self.title)}</h2>\n{body}</section>\n"
+        return f"<section><h2>{html.escape(self.title)}</h2>\n{_joined(self.parts)}</section>\n"
 
 
 def html_page(title: str, lead: str, sections: Iterable[Section], foot: str = "") -> str:
@@ -213,7 +215,7 @@ def html_page(title: str, lead: str, sections: Iterable[Section], foot: str = ""
     files = resources.files("diffvision.analysis")
     style = (files / "page.css").read_text(encoding="utf-8")
     script = (files / "page.js").read_text(encoding="utf-8")
-    body = "".join(section.html() for section in sections)
+    body = _joined(sections)
     last = f"<footer>{_marked(foot)}</footer>\n" if foot else ""
     return f"""<!doctype html>
 <html lang="en">

@@ -24,7 +24,7 @@ from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations, make_
 from diffvision.demo.images_page import page
 from diffvision.demo.pictures import shown
 from diffvision.demo.report import Run, comparison, of_model
-from diffvision.demo.runs import claim, finished_run, prepare
+from diffvision.demo.runs import claim, finished_run, prepare, train_at_once
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.evaluation.suite import evaluate
@@ -88,11 +88,13 @@ def _trained(
     if not data.exists():
         console.rule(f"Making digits in {data}")
         prepare(data, partial(make_digits, digit_only=digit_only))
+    folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
+    planned = [(model, seed) for seed in range(seeds) for model in models]
+    train_at_once(RECIPE, planned, directory, *folders, *arguments)
     runs = []
-    for seed in range(seeds):
-        for model in models:
-            console.rule(f"{model}, seed {seed}")
-            runs.append(_train_and_evaluate(model, seed, data, directory, *arguments))
+    for model, seed in planned:
+        console.rule(f"{model}, seed {seed}")
+        runs.append(_train_and_evaluate(model, seed, data, directory, *folders, *arguments))
     return runs
 
 
@@ -109,8 +111,7 @@ def _train_and_evaluate(model: str, seed: int, data: Path, directory: Path, *arg
         pictures = None if seed else shown(module.model, transform, tokenizer, data).as_json()
         return metrics | parts_right(pairs.images, pairs.texts), pictures
 
-    folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
-    return finished_run(RECIPE, model, seed, directory, *folders, *arguments, unit="samples", measure=measure)
+    return finished_run(RECIPE, model, seed, directory, *arguments, unit="samples", measure=measure)
 
 
 def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:

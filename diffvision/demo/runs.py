@@ -5,22 +5,34 @@ its record.json when it is trained and evaluated.
 """
 
 import json
+import multiprocessing
+import os
+import re
 import shutil
+import signal
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import diffvision
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.demo.report import Run
 from diffvision.evaluation.output import check_folder, write_json
+from diffvision.progress import bar
 from diffvision.training.fit import fit
 from diffvision.training.recipes import recipe
 
 RECORD = "record.json"
+LOG = "training.log"
+_STEP = re.compile(r"^epoch .* (\d+)% ")
 Measured = tuple[dict[str, float], Any]
 """The metrics of a model, and what else the report shows, as JSON holds it."""
 
@@ -76,6 +88,98 @@ def prepare(folder: Path, make: Callable[[str], Any]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         make(str(unfinished))
         unfinished.rename(folder)
+
+
+def train_at_once(
+    config: str, runs: Sequence[tuple[str, int]], directory: Path, *arguments: str, processes: int | None = None
+) -> None:
+    """Train runs that are not finished yet in processes of their own, several at once.
+
+    A small model gains little from more than one thread, so two of them take little longer together than one alone. A
+    run that fails here is left to `finished_run`, which resumes it and reports the error.
+
+    Args:
+        config: a file of configs/, for `diffvision fit`.
+        runs: models' names and seeds.
+        directory: the demo's folder.
+        arguments: further arguments of `diffvision fit`.
+        processes: how many train at once; by default as many as there are cores, and four at most.
+    """
+    processes = processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, 4)
+    waiting = [run for run in runs if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
+    if min(processes, len(waiting)) < 2:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    logs = {run: directory / f"{run[0]}-{run[1]}" / LOG for run in waiting}
+    with bar("training", 100 * len(waiting)) as advance, _terminated_as_interrupted():
+        training: dict[tuple[str, int], Any] = {}
+        shown: dict[tuple[str, int], str] = {}
+        percent = 0
+        try:
+            while waiting or any(process.is_alive() for process in training.values()):
+                while waiting and sum(process.is_alive() for process in training.values()) < processes:
+                    run = waiting.pop(0)
+                    logs[run].parent.mkdir(parents=True, exist_ok=True)
+                    command = _command(config, *run, logs[run].parent, arguments)
+                    training[run] = spawn.Process(target=_train, args=(command, logs[run]))
+                    training[run].start()
+                time.sleep(0.5)
+                lines = {run: _last_line(logs[run]) for run in training}
+                if not sys.stdout.isatty():
+                    for run in [run for run in lines if lines[run] != shown.get(run, "")]:
+                        print(f"{run[0]}, seed {run[1]}: {lines[run]}", flush=True)
+                shown = lines
+                done = sum(_percent(line) for line in lines.values())
+                advance(max(done - percent, 0))
+                percent = max(done, percent)
+        finally:
+            for process in training.values():
+                if process.is_alive():
+                    process.terminate()
+            for process in training.values():
+                process.join()
+
+
+def _train(command: list[str], log: Path) -> None:
+    """Run `diffvision fit` in this process, which ends when its parent does."""
+    with open(log, "w", buffering=1) as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    torch.set_num_threads(1)
+    fit(command)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that what a block has started is ended."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of progress in a log, or an empty string."""
+    lines = [line for line in log.read_text().splitlines() if _STEP.search(line)] if log.is_file() else []
+    return lines[-1] if lines else ""
+
+
+def _percent(line: str) -> int:
+    match = _STEP.search(line)
+    return int(match[1]) if match else 0
 
 
 def finished_run(

@@ -19,7 +19,7 @@ from diffvision.analysis.maps import opened_layers
 from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, comparison, of_model
-from diffvision.demo.runs import claim, finished_run, prepare
+from diffvision.demo.runs import claim, finished_run, prepare, train_at_once
 from diffvision.demo.text_page import page
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.needle import needle_samples
@@ -69,11 +69,12 @@ def text(directory: Path, seeds: int) -> None:
     text_tokenizer = _prepare_data(directory, console)
     texts = read_texts([directory / "stdlib" / "validation"])
     documents, num_bytes = tokenised(texts, text_tokenizer, OPTIONS.tokens)
+    planned = [(model, seed) for seed in range(seeds) for model in MODELS]
+    train_at_once(RECIPE, planned, directory, *_arguments(directory))
     runs = []
-    for seed in range(seeds):
-        for model in MODELS:
-            console.rule(f"{model}, seed {seed}")
-            runs.append(_train_and_evaluate(model, seed, directory, text_tokenizer, documents, num_bytes))
+    for model, seed in planned:
+        console.rule(f"{model}, seed {seed}")
+        runs.append(_train_and_evaluate(model, seed, directory, text_tokenizer, documents, num_bytes))
     console.print(table(runs))
     for run in runs[: len(MODELS)]:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
@@ -107,20 +108,19 @@ def _train_and_evaluate(
         shown = {"writes": _sample(module, text_tokenizer), **attention_on_needle(module, text_tokenizer)}
         return metrics, shown
 
-    return finished_run(
-        RECIPE,
-        model,
-        seed,
-        directory,
+    return finished_run(RECIPE, model, seed, directory, *_arguments(directory), unit="tokens", measure=measure)
+
+
+def _arguments(directory: Path) -> list[str]:
+    """Return the arguments of `diffvision fit` that all models share."""
+    return [
         f"--model.init_args.tokenizer={directory / 'tokenizer.json'}",
         f"--data.init_args.train=[{directory / 'stdlib/train'},{directory / 'recall'}]",
         f"--data.init_args.evaluation={directory / 'stdlib/validation'}",
         f"--trainer.max_steps={STEPS}",
         f"--trainer.val_check_interval={STEPS // 4}",
         "--trainer.limit_val_batches=4",
-        unit="tokens",
-        measure=measure,
-    )
+    ]
 
 
 def _sample(model: Any, text_tokenizer: Tokenizer) -> str:

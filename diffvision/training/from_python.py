@@ -186,7 +186,15 @@ def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[st
         measured = []
     callbacks = content.get("trainer", {}).get("callbacks") or []
     watching = [_watching(callback, paths, measured) for callback in callbacks]
-    return words if watching == callbacks else words + options({"trainer.callbacks": watching})
+    if watching == callbacks:
+        return words
+    # What monitored a metric may now save the same as the one that saves the last steps.
+    different = [one for n, one in enumerate(watching) if _filename(one) not in ("", *map(_filename, watching[:n]))]
+    return words + options({"trainer.callbacks": [one for one in watching if not _filename(one) or one in different]})
+
+
+def _filename(callback: Any) -> str:
+    return str(callback.get("init_args", {}).get("filename", "")) if isinstance(callback, Mapping) else ""
 
 
 def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
@@ -195,7 +203,7 @@ def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
     task, _, rest = str(settings.get("monitor", "")).partition("/")
     if not paths and (task == "val" or task in HEADLINES):
         # Said, not left out: the configuration's callback of the same class would fill in what is not named.
-        return {**callback, "init_args": {**settings, "monitor": None, "filename": None}}
+        return {**callback, "init_args": {**settings, "monitor": None, "filename": "last"}}
     if task not in HEADLINES or any(one.startswith(f"{task}/{rest.rpartition('/')[0]}/") for one in measured):
         return callback
     best = next((one for one in measured if one.startswith(f"{task}/")), measured[0])

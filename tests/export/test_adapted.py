@@ -66,6 +66,7 @@ def inputs(kind):
     return batch if kind == "classifier" else {**batch, "text": torch.randint(1, 1000, (2, 77))}
 
 
+@pytest.mark.quick("v1-timm", "v2-own", "dex-language", "v1-classifier")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["v2", "dex", "v1"])
 def test_the_host_loads_what_was_written(kind, method, folders, tmp_path, capsys):

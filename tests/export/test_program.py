@@ -94,6 +94,7 @@ def test_features_may_be_left_as_long_as_they_are():
     assert graph.about["normalized"] == "false"
 
 
+@pytest.mark.slow
 def test_a_language_model_decodes_the_tokens_of_generate_for_prompts_of_unequal_length(text_model, greedy):
     own = {name: export_program(graph).module() for name, graph in graphs(text_model).items()}
 

@@ -73,6 +73,12 @@ def test_a_folder_of_transformers(tmp_path):
         open_model(tmp_path / "llama")
 
 
+@pytest.mark.quick(
+    "text_cfg-width-1000000000",
+    "text_cfg-layers-30000000",
+    "text_cfg-context_length-1000000",
+    "vision_cfg-image_size-1000000",
+)
 @pytest.mark.parametrize(
     ("tower", "field", "value"),
     [

@@ -321,6 +321,9 @@ def test_the_text_tower_says_what_to_cast_to():
         assert build("DiffCLIP-debug", precision=precision).transformer.get_cast_dtype() == expected
 
 
+@pytest.mark.quick(
+    "bf16-DiffCLIP-debug", "fp16-DiffCLIP-V2-debug", "amp_bf16-DiffCLIP-GDA-debug", "pure_bf16-CLIP-debug"
+)
 @pytest.mark.parametrize("name", DEBUG)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "amp_bf16"])
 def test_precisions(name, precision):
@@ -504,6 +507,11 @@ def test_twin_differs_in_attention_only(name):
             assert open_clip.get_model_config(twin_of(name))[key] == value
 
 
+@pytest.mark.quick(
+    "DiffCLIP-ViT-B-16-ViT-B-16-768-9216",
+    "DiffCLIP-V2-ViT-B-16-ViT-B-16-768-167424",
+    "DiffCLIP-GDA-ViT-B-16-ViT-B-16-768--17712384",
+)
 @pytest.mark.parametrize(
     ("name", "open_clips", "image_width", "added"),
     [

@@ -403,6 +403,7 @@ def _fx_model(model: nn.Module, train: bool = False) -> nn.Module:
     )
 
 
+@pytest.mark.quick("diff_vit_debug", "diff_vit_tiny_patch16_reg4_gap_256")
 @each_model
 def test_fx_forward_is_exact(name):
     model = build(name, **SHORT[name])
@@ -413,6 +414,7 @@ def test_fx_forward_is_exact(name):
         assert torch.equal(output, model(batch))
 
 
+@pytest.mark.quick("diff_vit_debug", "diff_vit_tiny_patch16_reg4_gap_256")
 @each_model
 def test_fx_backward(name):
     model = build(name, num_classes=42, **SHORT[name]).train()
@@ -435,7 +437,7 @@ def test_fx_features_of_single_blocks():
 
 
 @each_model
-@pytest.mark.quick("diff_vit_debug")
+@pytest.mark.slow
 def test_export(name):
     model = build(name, **SHORT[name])
     batch = images(model)
@@ -463,7 +465,7 @@ def _compiled_equals_eager(name: str, backend: str) -> None:
 
 
 @each_model
-@pytest.mark.quick("diff_vit_debug")
+@pytest.mark.slow
 def test_compiles_whole(name):
     _compiled_equals_eager(name, "aot_eager")
 
@@ -478,6 +480,7 @@ def test_compiles_with_inductor(name):
 # ---------------------------------------------------------------------------------------------- precision and sharding
 
 
+@pytest.mark.quick("diff_vit_debug-dtype1", "diffv2_vit_debug-dtype0", "diff_vit_tiny_patch16_reg4_gap_256-dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_model
 def test_autocast(name, dtype):
@@ -494,6 +497,7 @@ def test_autocast(name, dtype):
         assert gradient.isfinite().all(), parameter
 
 
+@pytest.mark.quick("diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug")
 @each_model
 def test_one_dtype(name):
     """FSDP2 shards parameters of one dtype only, so lambdas follow the model's."""

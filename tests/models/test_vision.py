@@ -93,7 +93,7 @@ def test_registering_warns_of_nothing(caplog):
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
-@pytest.mark.quick("tiny", "base")
+@pytest.mark.quick("tiny")
 def test_parameters_as_stated(size):
     plain, v1, v2 = PARAMETERS[size]
     assert count(on_meta(f"diff_vit_{size}")) == v1
@@ -110,7 +110,7 @@ SHARED = sorted(set(vision.SHAPES) & {name.removeprefix("vit_") for name in timm
 
 
 @pytest.mark.parametrize("shape", SHARED)
-@pytest.mark.quick("base_patch16_224", "small_patch32_384")
+@pytest.mark.quick("base_patch16_224")
 def test_parameters_against_timms_plain_model(shape):
     """V1 at timm's shape is timm's model and six head sizes a block; where it differs, it is by name."""
     plain = on_meta(f"vit_{shape}", num_classes=1000)
@@ -133,6 +133,7 @@ def test_shapes_shared_with_timm():
     }
 
 
+@pytest.mark.quick("debug-heads0", "base-heads3")
 @pytest.mark.parametrize(("size", "heads"), HEADS.items())
 def test_heads(size, heads):
     for family, (number, head_dim) in zip(("diff_vit", "diffv2_vit"), heads, strict=True):
@@ -181,6 +182,7 @@ def test_attention_settings():
 # ------------------------------------------------------------------------------------------------------- initialisation
 
 
+@pytest.mark.quick("False-diffv2_vit_tiny", "True-diff_vit_tiny", "False-plain_vit_small_patch16_clip_224")
 @pytest.mark.parametrize("name", ["diff_vit_tiny", "diffv2_vit_tiny", "plain_vit_small_patch16_clip_224"])
 @pytest.mark.parametrize("again", [False, True])
 def test_initialised_by_timm(name, again):

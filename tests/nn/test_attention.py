@@ -107,6 +107,7 @@ def test_standard_equals_torch_s_multihead_attention(grouped):
     torch.testing.assert_close(layer(x), expected.transpose(0, 1))
 
 
+@pytest.mark.quick("v1", "v2", "dex")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradcheck_of_the_input(variant):
     layer = build_attention(variant, 8, 2, qk_norm=True, rotary=100.0, dtype=torch.float64)
@@ -114,6 +115,17 @@ def test_gradcheck_of_the_input(variant):
     assert gradcheck(lambda x: layer(x, is_causal=True), x)
 
 
+@pytest.mark.quick(
+    "standard-None",
+    "v1-None",
+    "v2-None",
+    "gda-None",
+    "dex-None",
+    "v1_dual-None",
+    "v1_head-None",
+    "v1_token-None",
+    "v1_token_head-None",
+)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_trains_and_every_parameter_has_a_gradient(variant, autocast):
@@ -344,7 +356,7 @@ def test_meta_device_then_reset(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.quick("v1", "v2")
+@pytest.mark.slow
 def test_compiles_whole_and_exports(variant):
     torch._dynamo.reset()  # else one process would meet more variants than a function may be compiled anew for
     layer = build_attention(variant, 32, 2, rotary=1e4, qk_norm=True).eval()

@@ -69,7 +69,7 @@ def test_equals_the_formula(backend, shape, causal, masked):
 @pytest.mark.parametrize("shape", ["v1 grouped", "v2 grouped", "lam per token", "a cache of keys"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.quick(*(f"{backend}-True-{shape}" for backend in NAMES for shape in ("v1 grouped", "v2 grouped")))
+@pytest.mark.quick(*(f"{backend}-True-v2 grouped" for backend in NAMES))
 def test_gradcheck(backend, shape, causal):
     inputs = tensors(**{"b": 1, "d": 3, "v": 4, **SHAPES[shape], "lam": (1, 4, 1, 1)})
     mask = torch.ones(inputs[0].shape[3], inputs[1].shape[3], dtype=torch.bool)
@@ -111,6 +111,7 @@ def test_maps_are_softmaxes():
     torch.testing.assert_close(out, diff_attention(q, k, v, lam, causal=True))
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("backend", [*NAMES, "auto"])
 def test_compiles_whole_and_exports(backend):
     q, k, v, lam = (t.detach().float() for t in tensors())

@@ -115,6 +115,26 @@ ACCURACY = [
 ]
 
 
+@pytest.mark.quick(
+    "eager-cpu-float32-1025-1025-True",
+    "sdpa-cpu-float32-1025-1025-True",
+    "blocked-cpu-float32-1025-1025-True",
+    "triton-cpu-float16-17-17-True",
+    "triton-cpu-float32-17-17-True",
+    "sdpa-cpu-float16-65-127-True",
+    "eager-cpu-float32-257-257-True",
+    "sdpa-cpu-float32-257-257-True",
+    "blocked-cpu-float32-257-257-True",
+    "sdpa-cpu-bfloat16-65-127-True",
+    "eager-cpu-float16-17-17-True",
+    "eager-cpu-float32-65-127-True",
+    "blocked-cpu-float32-65-127-True",
+    "eager-cpu-float32-3-130-False",
+    "eager-cpu-float32-129-33-False",
+    "sdpa-cpu-float16-65-65-False",
+    "sdpa-cpu-bfloat16-65-65-False",
+    "sdpa-cpu-float32-129-33-False",
+)
 @pytest.mark.parametrize(("backend", "device", "dtype", "m", "n", "causal"), ACCURACY)
 def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal, record_property):
     """Output at most 2.5 times and gradients at most 3 times the error of plain SDPA at the same dtype."""
@@ -279,6 +299,7 @@ def test_gradients_of_some_inputs_only(backend, device, dtype, wanted):
         torch.testing.assert_close(got.double(), true[i], rtol=0, atol=close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "device", "dtype"), [p for p in BACKEND if p.values[:2] not in (("flex", "cuda"), ("triton", "cpu"))]
 )
@@ -313,6 +334,13 @@ def test_exports_with_a_dynamic_batch(backend, device, dtype):
     torch.testing.assert_close(exported.module()(*more, inputs[3]), attend(backend, *more, inputs[3], True), **close)
 
 
+@pytest.mark.quick(
+    "True-eager-cpu-float32",
+    "False-blocked-cpu-float32",
+    "True-blocked-cpu-float32",
+    "False-sdpa-cpu-float32",
+    "True-sdpa-cpu-float32",
+)
 @pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[0] != "flex"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_equal_each_alone(backend, device, dtype, causal):

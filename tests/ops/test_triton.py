@@ -127,6 +127,18 @@ def make(case, device, dtype=torch.float32):
     return inputs(m, n, dtype=dtype, device=device, **rest), settings
 
 
+@pytest.mark.quick(
+    "129 causal",
+    "33 causal keys odd sizes",
+    "17 causal pairs token",
+    "65 pairs shared",
+    "3 keys grouped",
+    "1 query, 65 keys",
+    "63 shared causal grouped token",
+    "more keys causal",
+    "negative scale",
+    "1",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_whole_rows_equal_the_formula(device, name):
     """float32, but half precision in every third case; rows beyond 256 keys stream anyway."""
@@ -135,6 +147,14 @@ def test_whole_rows_equal_the_formula(device, name):
     check(tensors, **settings)
 
 
+@pytest.mark.quick(
+    "33 causal keys odd sizes",
+    "65 pairs shared",
+    "3 keys grouped",
+    "63 shared causal grouped token",
+    "more queries causal",
+    "1 query, 65 keys",
+)
 @pytest.mark.usefixtures("_streaming")
 @pytest.mark.parametrize("name", [n for i, n in enumerate(CASES) if i % 4 and not n.startswith("257")])
 def test_streaming_equals_the_formula(device, name):
@@ -186,6 +206,7 @@ def kernels(request):
     return request.param
 
 
+@pytest.mark.quick("rows")
 @pytest.mark.usefixtures("kernels")
 def test_strides_of_every_kind(device):
     """Projections' layout, a transposed last axis, keys shared by expansion: the same as of copies."""
@@ -235,6 +256,7 @@ def test_empty_batches_pass(device):
     assert (out[-1] == 0).all()
 
 
+@pytest.mark.quick("rows-dtype0-10000.0", "streaming-dtype1-100.0")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("logit", [1e2, 1e4, 6e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -245,6 +267,7 @@ def test_extreme_logits_stay_finite(device, dtype, logit):
         assert t.isfinite().all()
 
 
+@pytest.mark.quick("rows")
 @pytest.mark.usefixtures("kernels")
 def test_every_run_gives_the_same(device):
     tensors = inputs(77, h=2, hk=1, dtype=torch.float16, device=device)
@@ -286,6 +309,7 @@ def test_few_queries_of_a_long_cache_are_decoded(device, monkeypatch):
 OPCHECK = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
+@pytest.mark.quick("nothing", "rows")
 @OPCHECK
 @pytest.mark.parametrize("keep", ["nothing", "rows", "streaming"])
 def test_opcheck(device, keep):
@@ -341,7 +365,7 @@ LENGTHS = (17, 1, 65, 40)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", PACKED)
-@pytest.mark.quick("rows-v1", "streaming-v2 grouped causal", "streaming-per token")
+@pytest.mark.quick("rows-v1", "streaming-per token")
 def test_packed_sequences_equal_a_loop(device, case):
     rest = dict(PACKED[case])
     causal, keys, lam = rest.pop("causal", False), rest.pop("keys", LENGTHS), rest.pop("lam", None)

@@ -64,6 +64,14 @@ CASES += [pytest.param(shape, torch.float32, False, marks=pytest.mark.slow) for 
 CASES += [(shape, torch.float16, True) for shape in HALF]
 
 
+@pytest.mark.quick(
+    "one query-dtype0-True",
+    "a shared key-dtype3-True",
+    "sizes that are no powers of two-dtype24-True",
+    "one key-dtype8-True",
+    "wide-dtype10-True",
+    "short-dtype7-True",
+)
 @interpreted
 @pytest.mark.parametrize(("shape", "dtype", "causal"), CASES)
 def test_equals_the_formula(shape, dtype, causal):
@@ -81,6 +89,7 @@ MASKS = {
 }
 
 
+@pytest.mark.quick("padding-", "by query-causal", "by head-", "all axes-")
 @interpreted
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("name", MASKS)

@@ -193,6 +193,7 @@ class Saved(pl.Callback):
         torch.save(gradients, self.directory / f"{trainer.global_rank}.pt")
 
 
+@pytest.mark.quick("clip-2")
 @pytest.mark.forks
 @pytest.mark.parametrize(("loss", "accum_freq"), [("clip", 1), ("clip", 2), ("siglip", 2)])
 def test_two_processes_have_the_gradients_of_one(loss, accum_freq, tmp_path):

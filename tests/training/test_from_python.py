@@ -140,8 +140,10 @@ def parsed(words: list[str]) -> dict[str, str]:
 
 
 def monitor(words: list[str]) -> str | None:
-    (saver,) = [c["init_args"] for c in json.loads(parsed(words)["trainer.callbacks"]) if "save_last" in str(c)]
-    return saver.get("monitor")
+    callbacks = json.loads(parsed(words)["trainer.callbacks"])
+    savers = [c["init_args"] for c in callbacks if isinstance(c, dict) and c["class_path"] == "ModelCheckpoint"]
+    monitors = {saver.get("monitor") for saver in savers}
+    return next(iter(monitors - {None}), None)
 
 
 def test_a_folder_brings_its_evaluation(data, tmp_path):

@@ -273,6 +273,7 @@ def test_what_contrastive_training_does_by_other_settings_is_named(settings, our
     trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
 
 
+@pytest.mark.quick("vision")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_learning_rate_is_looked_for_and_set(kind, tmp_path):
     module = make(kind)
@@ -349,6 +350,7 @@ def test_predictions_of_text_are_log_probabilities_of_its_tokens():
 # --- hyperparameters ---
 
 
+@pytest.mark.quick("clip")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_all_that_a_module_needs(kind, tmp_path):
     settings = OptimizerSettings(lr=1e-3, warmup_steps=0, betas=(0.8, 0.9), clip_norm=1.0)
@@ -421,7 +423,7 @@ def test_a_subclass_keeps_objects_out_of_its_checkpoint(tmp_path):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("made") / "digits"
-    main(["data", "make", "digits", str(directory)])
+    main(["data", "make", "digits", str(directory), "--copies", "1"])
     return directory
 
 
@@ -450,6 +452,7 @@ def text(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.quick("module first-clip", "data first-vision", "module first-language")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["module first", "data first"])
 def test_a_module_and_data_need_no_more_than_a_trainer(kind, order, digits, text):

@@ -69,12 +69,12 @@ def run(data: Path, root: Path, *arguments: str, monitor: str = "null"):
             "--trainer.callbacks+=ModelCheckpoint",
             "--trainer.callbacks.filename=best",
             "--trainer.callbacks.mode=max",
-            "--trainer.callbacks.save_last=true",
             f"--trainer.callbacks.monitor={monitor}",
         ]
     )
 
 
+@pytest.mark.quick("arguments1---data.evaluation={}-val/acc1-acc1")
 @pytest.mark.parametrize(
     ("arguments", "evaluation", "monitor", "metric"),
     [
@@ -116,7 +116,7 @@ def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path,
     """Its settings `resume` and `resume_ranks` are of fit alone; another's module is evaluated in this way."""
     monkeypatch.chdir(tmp_path)
     cli = run(data, Path("runs"), *CONTRASTIVE, f"--data.evaluations+={data / 'noise'}")
-    command = evaluating(cli.trainer, BoringModel(), "runs/fit/version_0/checkpoints/last.ckpt")
+    command = evaluating(cli.trainer, BoringModel(), "runs/fit/version_0/checkpoints/best.ckpt")
     assert command[-2:] == ["--allow", "lightning"]
     capfd.readouterr()
     assert main(command[1:-2]) == 0

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.analysis.figures.style import RIGHT, colours_of, pictures, scale, scale_below, styled, without_frame
+from diffvision.analysis.figures.style import (
+    RIGHT,
+    colours_of,
+    new_figure,
+    pictures,
+    scale,
+    scale_below,
+    styled,
+    without_frame,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,9 +60,7 @@ def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
         row: an image and its three maps.
         lam: lambda of the layer.
     """
-    from diffvision.analysis.figures.figure import StyledFigure
-
-    figure = StyledFigure(figsize=(5.4, 1.75), layout="compressed")
+    figure = new_figure(5.4, 1.75, layout="compressed")
     axes = figure.subplots(1, 6, width_ratios=[1, 1, 0.62, 1, 0.3, 1])
     limit = _limit([row.maps])
     panels = axes[[0, 1, 3, 5]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.analysis.figures.style import INK, SOFT, colours_of, styled
+from diffvision.analysis.figures.style import INK, SOFT, colours_of, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +32,9 @@ def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
     Each model has a colour, and each kind of map a line, its mean over heads. Dots are the heads of the map that is
     applied to the values.
     """
-    from diffvision.analysis.figures.figure import StyledFigure
-
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = StyledFigure(figsize=(2.9 * columns + 0.3, 2.2 * rows + 0.5), layout="constrained")
+    figure = new_figure(2.9 * columns + 0.3, 2.2 * rows + 0.5)
     one_quantity = all(panel.log for panel in panels)
     axes = list(figure.subplots(rows, columns, squeeze=False, sharey=one_quantity).flat)
     colours = colours_of(run for panel in panels for run in panel.runs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffvision.analysis.figures.style import COLOURS, scale, scale_below, styled, without_frame
+from diffvision.analysis.figures.style import COLOURS, new_figure, scale, scale_below, styled, without_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,14 +37,12 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
         columns: labels below the columns; of a long list every second or so is written.
         across: what the columns are ("layer").
     """
-    from diffvision.analysis.figures.figure import StyledFigure
-
     tiled = [_tiled(block.cells) for block in blocks]
     width = min(8.0, 1.15 * len(columns))
     heights = [max(0.55, width * picture.shape[0] / picture.shape[1]) for picture in tiled]
     if (total := sum(heights)) > 26:
         heights = [26 * height / total for height in heights]
-    figure = StyledFigure(figsize=(width + 0.7, sum(heights) + 0.5 * len(blocks) + 0.7), layout="compressed")
+    figure = new_figure(width + 0.7, sum(heights) + 0.5 * len(blocks) + 0.7, layout="compressed")
     axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     colours = scale(True, _limit(tiled))
     for ax, block, picture in zip(axes, blocks, tiled, strict=True):
@@ -74,8 +72,6 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
         reads: {model: {kind: [N]}}.
         answer: positions of its tokens, [start, stop); they are bold.
     """
-    from diffvision.analysis.figures.figure import StyledFigure
-
     rows = [(f"{name}: {kind}" if len(kinds) > 1 else name, 100 * np.asarray(values))
             for name, kinds in reads.items() for kind, values in kinds.items()]  # fmt: skip
     # The first token takes most of a row in many layers, and would leave all others dark
@@ -83,7 +79,7 @@ def text_strips(words: Sequence[str], reads: Mapping[str, Mapping[str, Any]], an
     lines = math.ceil(len(words) / _LINE)
     line = _LINE if lines > 1 else max(len(words), 1)
     width = 0.5 + 0.085 * max(len(label) for label, _ in rows) + 0.2 * max(16, line)
-    figure = StyledFigure(figsize=(width, lines * (0.24 * len(rows) + 0.85) + 0.6), layout="constrained")
+    figure = new_figure(width, lines * (0.24 * len(rows) + 0.85) + 0.6)
     axes = figure.subplots(lines * len(rows), 1, squeeze=False)[:, 0]
     for index, ax in enumerate(axes):
         start, (label, values) = index // len(rows) * _LINE, rows[index % len(rows)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.style import COLOURS, colours_of, draw_bars, legend_below, panels, styled
+from diffvision.analysis.figures.style import COLOURS, colours_of, draw_bars, legend_below, new_figure, panels, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,15 +48,13 @@ def run_overview(curves: Mapping[str, Curve]) -> Figure:
     """
     import matplotlib as mpl
 
-    from diffvision.analysis.figures.figure import StyledFigure
-
     layers = {name: curve for name, curve in curves.items() if name.startswith("lambda/")}
     shown = [name for name in curves if not name.startswith(("data/", "lambda")) and _says_something(curves[name])]
     shown.sort(key=lambda name: (not name.endswith("loss"), name.startswith("train/"), name))
     count = len(shown) + bool(layers)
     columns = min(4, max(count, 1))
     rows = math.ceil(count / columns) or 1
-    figure = StyledFigure(figsize=(2.7 * columns, 2.1 * rows), layout="constrained")
+    figure = new_figure(2.7 * columns, 2.1 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax, name in zip(axes, shown, strict=False):
         dots = "o" if len(curves[name].steps) < 20 else None

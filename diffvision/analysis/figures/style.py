@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import numpy as np
 
@@ -98,11 +98,16 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 # ---- panels --------------------------------------------------------------------------------------------------------
 
 
-def panels(count: int, *, width: float, height: float, sharey: bool = False) -> tuple[Figure, Any]:
-    """Return a figure with panels side by side, each of a size in inches."""
+def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
+    """Return an empty figure in the style above, of a size in inches."""
     from diffvision.analysis.figures.figure import StyledFigure
 
-    figure = StyledFigure(figsize=(width * count, height), layout="constrained")
+    return StyledFigure(figsize=(width, height), layout=layout, style=STYLE)
+
+
+def panels(count: int, *, width: float, height: float, sharey: bool = False) -> tuple[Figure, Any]:
+    """Return a figure with panels side by side, each of a size in inches."""
+    figure = new_figure(width * count, height)
     return figure, figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
 
 
@@ -173,9 +178,7 @@ def pictures(
     rows: int, columns: int, *, width: float, height: float, margin: tuple[float, float]
 ) -> tuple[Figure, Any]:
     """Return a figure with rows of pictures without frames, each of a size in inches."""
-    from diffvision.analysis.figures.figure import StyledFigure
-
-    figure = StyledFigure(figsize=(width * columns + margin[0], height * rows + margin[1]), layout="compressed")
+    figure = new_figure(width * columns + margin[0], height * rows + margin[1], layout="compressed")
     grid = figure.subplots(rows, columns, squeeze=False)
     for ax in grid.flat:
         without_frame(ax)

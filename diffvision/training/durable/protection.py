@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
 from diffvision.training.durable import lightning_internals
 from diffvision.training.durable.checkpoints import DurableCheckpointIO
@@ -66,6 +67,7 @@ def protect(
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     state, peers = RunState(settings), Peers()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+    warn_of_old_last(callbacks)
     callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
     with (
         watched_launcher(),
@@ -85,6 +87,20 @@ def in_order(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
     savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     return [FailureNews(peers), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
+
+
+def warn_of_old_last(callbacks: list[Any]) -> None:
+    """Warn of a `save_last` that would not be of the last steps.
+
+    Lightning writes it only when the same callback saves another checkpoint: one that monitors a metric does so when
+    the metric improves.
+    """
+    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    if all(saver.monitor and saver.save_top_k >= 0 for saver in savers) and any(saver.save_last for saver in savers):
+        rank_zero_warn(
+            "save_last of a ModelCheckpoint that monitors a metric is written only when the metric improves: what is "
+            "trained after that is in no checkpoint. Add a second ModelCheckpoint, with filename: last and no monitor"
+        )
 
 
 def refuse_sharded(strategy: Any) -> None:

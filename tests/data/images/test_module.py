@@ -66,6 +66,7 @@ def fit(module, data, directory, ckpt_path=None, **settings):
     return trainer
 
 
+@pytest.mark.quick("1", "6", "13")
 @pytest.mark.parametrize("stop_after", [1, 4, 5, 6, 10, 13])
 def test_a_run_cut_anywhere_goes_on_exactly(corpus, whole, tmp_path, stop_after):
     def data():

@@ -17,6 +17,7 @@ NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 TINY = {"vocab_size": 50, "dim": 32, "depth": 2, "num_heads": 2, "head_dim": 8, "mlp_dim": 40, "max_length": 64}
 
 
+@pytest.mark.quick("debug", "1m", "10m", "830m")
 @pytest.mark.parametrize("size", SIZES)
 def test_the_three_models_of_a_size_match(size):
     with torch.device("meta"):
@@ -41,6 +42,7 @@ PAPER = {
 }
 
 
+@pytest.mark.quick("3b")
 @pytest.mark.parametrize("size", PAPER)
 def test_the_paper_s_sizes(size):
     width, depth, heads, head_dim, parameters = PAPER[size]
@@ -239,7 +241,7 @@ def test_half_precision_and_autocast(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick("diff-debug")
+@pytest.mark.slow
 def test_compiles_whole(name):
     model = language.create(name, vocab_size=64).eval()
     tokens = torch.randint(64, (2, 12))

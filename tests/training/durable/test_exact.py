@@ -55,6 +55,7 @@ def whole(root):
     return outcome
 
 
+@pytest.mark.quick("ranks1")
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(2,), (2, 1)])
 def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks, tmp_path):
@@ -64,6 +65,10 @@ def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, rank
     assert verdict(case, outcome, whole(case)) == []
 
 
+@pytest.mark.quick(
+    "language-epochs-ema-accumulate_3-workers_0-ranks_1-in_accumulation,_saved_there",
+    "classification-epochs-ema-accumulate_1-workers_0-ranks_1-three:_validation",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path):
     outcome = outcome_of(root / "data", tmp_path / "kept", case)

@@ -84,6 +84,17 @@ def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
         assert type(trainer.strategy.checkpoint_io) is Custom
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_last_checkpoint_that_waits_for_a_better_metric_is_warned_of(several, tmp_path, recwarn):
+    trainer = trainer_of(tmp_path, 1)
+    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", "best", "loss", save_last=True)]
+    trainer.callbacks += [ModelCheckpoint(tmp_path / "kept", "last")] if several else []
+    with protect(trainer, Tiny()):
+        pass
+    said = [str(warning.message) for warning in recwarn if "save_last" in str(warning.message)]
+    assert len(said) == (0 if several else 1)
+
+
 def test_every_name_of_the_door_is_there():
     for name in durable.__all__:
         assert getattr(durable, name) is not None
