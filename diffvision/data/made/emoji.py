@@ -3,7 +3,7 @@
 Noto's pictures are for training and Twemoji's for testing. Where OpenMoji is given, its coloured drawings are for
 training and its outlines for testing. Flags are left out, and so is an emoji that looks like another one in some style.
 A tenth of the emoji, each with its variants, is for validation: their pictures by Noto are not trained on, and no
-picture of them is in a test.
+picture of them is in a test. Without OpenMoji their names are not trained on either.
 """
 
 import json

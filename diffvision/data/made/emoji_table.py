@@ -102,7 +102,7 @@ def read_emoji(packages: dict[str, Path]) -> list[Emoji]:
         drawings = {_bare(row["hexcode"]): row for row in table}
     emoji: list[Emoji] = []
     for row in sorted(rows, key=lambda row: row["sort_order"]):
-        # Without the vendor's picture, the packages have another vendor's in its stead.
+        # A package may have another vendor's picture where its vendor has none.
         if row["category"] == "Flags" or not _drawn_by_both(row):
             continue
         code = row["unified"]

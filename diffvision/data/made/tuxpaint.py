@@ -40,7 +40,7 @@ def _captioned(stamps: Path) -> Iterator[tuple[str, bytes, str]]:
     captions: set[str] = set()
     for path in track(sorted(stamps.rglob("*.png")), "stamps"):
         name, text = path.relative_to(stamps).with_suffix(""), path.with_suffix(".txt")
-        # Mirrored stamps (x_mirror.png) have no caption of their own.
+        # Mirrored stamps (x_mirror.png) have no caption.
         if name.parts[:2] == _LEFT_OUT or not text.is_file():
             continue
         # The first line is English; the others are translations, "de.utf8=Ein Tiger."
