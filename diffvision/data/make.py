@@ -22,6 +22,7 @@ def make(
     name: str,
     directory: str,
     source: str | None = None,
+    images: str | None = None,
     captions: str | None = None,
     columns: dict[str, str] | None = None,
     split: str | None = None,
@@ -41,10 +42,14 @@ def make(
             openclipart (drawings with titles and tags), tuxpaint (stamps with captions, for tests only), folder to pack
             your images as training shards, or evaluation to pack them as an evaluation folder (zero-shot of those with
             labels, retrieval of those with captions).
+            Published sets as evaluation folders, from the files that you have: mmvp, sugarcrepe, aro, winoground,
+            ohd-caps, pope.
         directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT. For emoji, openclipart and tuxpaint: the folder with the packages.
+            saved, or torchvision:NAME:ROOT. For emoji, openclipart and tuxpaint: the folder with the packages. For a
+            published set: the folder of its files.
+        images: for a published set: the folder of its images, where they are not in the source.
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: for folder: train, validation or test, of a source that has splits; train by default.
@@ -58,6 +63,7 @@ def make(
     """
     settings: dict[str, Any] = {
         "source": source,
+        "images": images,
         "captions": captions,
         "columns": columns,
         "split": split,

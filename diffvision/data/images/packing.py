@@ -30,7 +30,7 @@ from diffvision.data.shards.writer import (
 )
 from diffvision.progress import bar
 
-_SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _Shards(Dataset):
                 if images.captions is not None:
                     _check_captions(texts)
                 image = images.read(row)
-                suffix = _SUFFIXES[open_image(image).format or ""]
+                suffix = SUFFIXES[open_image(image).format or ""]
                 decode_image(image)  # all of it, as in training: a truncated file can still be opened
             except BadSample as reason:
                 packed.skipped[str(reason)] += 1

@@ -27,6 +27,7 @@ _EMOJI = (
     "the FOLDER of `npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter "
     "openmoji` (openmoji may be left out)"
 )
+_PUBLISHED = frozenset({"source", "images"})
 
 MADE: dict[str, Dataset] = {
     "digits": Dataset("diffvision.data.made.digits:make_digits", frozenset({"copies", "seed"})),
@@ -46,4 +47,34 @@ MADE: dict[str, Dataset] = {
     ),
     "folder": Dataset("diffvision.data.make:pack_folder", _PACKED | {"split"}, _IMAGES),
     "evaluation": Dataset("diffvision.data.make:pack_evaluation", _PACKED | {"templates"}, _IMAGES),
+    "mmvp": Dataset(
+        "diffvision.data.published.mmvp:make_mmvp",
+        _PUBLISHED,
+        "the folder with Questions.csv (hf download MMVP/MMVP_VLM --repo-type dataset --local-dir FOLDER)",
+    ),
+    "sugarcrepe": Dataset(
+        "diffvision.data.published.sugarcrepe:make_sugarcrepe",
+        _PUBLISHED,
+        "the repository RAIVNLab/sugar-crepe on GitHub, with --images FOLDER of COCO's val2017",
+    ),
+    "aro": Dataset(
+        "diffvision.data.published.aro:make_aro",
+        _PUBLISHED,
+        "the folder that VG_Relation and VG_Attribution of mertyg/vision-language-models-are-bows download",
+    ),
+    "winoground": Dataset(
+        "diffvision.data.published.winoground:make_winoground",
+        _PUBLISHED,
+        "a folder (ask for access, then: hf download facebook/winoground --repo-type dataset --local-dir FOLDER)",
+    ),
+    "ohd-caps": Dataset(
+        "diffvision.data.published.ohd_caps:make_ohd_caps",
+        _PUBLISHED,
+        "the repository Yufang-Liu/clip_hallucination on GitHub, with --images FOLDER of COCO, Flickr30k and NoCaps",
+    ),
+    "pope": Dataset(
+        "diffvision.data.published.pope:make_pope",
+        _PUBLISHED,
+        "the repository RUCAIBox/POPE on GitHub, with --images FOLDER of COCO's val2014",
+    ),
 }

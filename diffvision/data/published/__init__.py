@@ -1,0 +1,1 @@
+"""Published evaluation sets, from the files that their authors distribute to evaluation folders: a module for each."""

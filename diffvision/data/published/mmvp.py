@@ -1,0 +1,81 @@
+"""`mmvp`: MMVP-VLM (Tong et al., "Eyes Wide Shut?", 2024, arXiv 2401.06209), 135 pairs of images in nine patterns.
+
+Format and protocol are those of the repository tsb0601/MMVP (MIT), scripts/evaluate_vlm.py: two rows of Questions.csv
+that follow each other are a pair, the odd number is of the first image, and each text is "a photo of " and the row's
+statement. For both texts a softmax over the two images must choose the right one; that is Winoground's image score,
+and chance is 25%. A tie counts as a choice of the second image there, and as wrong here.
+
+Their patterns follow each other in the file, 15 pairs each; here a pattern is known by the row's type, which is also
+the name of the images' folder. Quantity and Count, and Texts are not among the seven over which DiffCLIP averages
+(arXiv 2503.06626, the axes of figure 4): `pairs` gives both means where all nine are there.
+"""
+
+import csv
+from io import StringIO
+from pathlib import Path
+
+from diffvision.data.published.cases import Case, Folder, Images, file_in, folder_of, pair, write_folders
+from diffvision.data.shards.sources import decoded
+
+PATTERNS = {
+    "Orientation": "Orientation and Direction",
+    "Presence": "Presence of Specific Features",
+    "State": "State and Condition",
+    "Quantity": "Quantity and Count",
+    "Spatial": "Positional and Relational Context",
+    "Color": "Color and Appearance",
+    "Structural Character": "Structural Characteristics",
+    "Text": "Texts",
+    "Camera Perspective": "Viewpoint and Perspective",
+}
+"""Type in Questions.csv -> the pattern's name in tables."""
+_LAYOUT = 'MMVP-VLM is a folder with Questions.csv (number, type, statement) and "MLLM_VLM Images" or MMVP_VLM_Images'
+
+
+def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
+    """Write the evaluation folder `pairs`.
+
+    Args:
+        directory: the folder to write.
+        source: the folder of MMVP-VLM, with Questions.csv.
+        images: the folder that holds a folder of images for each pattern; by default the one in `source`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: another layout, or images are missing or damaged.
+    """
+    root = folder_of(source)
+    given = Path(images) if images else folder_of(root, "MLLM_VLM Images", "MMVP_VLM_Images")
+    finder = Images([given], "give the folder with the patterns' folders as --images")
+    cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), finder)
+    return write_folders(
+        directory,
+        [Folder("pairs", "pairs", cases)],
+        finder,
+        source="MMVP-VLM, tsb0601/MMVP",
+        licence="MIT",
+    )
+
+
+def _pairs(table: Path, images: Images) -> list[Case]:
+    text = StringIO(decoded(table.read_bytes(), table), newline="")
+    rows = [row for row in csv.reader(text) if row][1:]
+    pairs = []
+    for line in range(0, len(rows), 2):
+        two = rows[line : line + 2]
+        numbers = [int(row[0]) if len(row) == 3 and row[0].isdecimal() else 0 for row in two]
+        if numbers[0] % 2 == 0 or numbers[1:] != [numbers[0] + 1] or two[0][1] != two[1][1]:
+            raise ValueError(
+                f"{table}: rows {line + 1} and {line + 2} are not an odd and an even number of one type: {_LAYOUT}"
+            )
+        kind = two[0][1].strip().replace("_", " ")
+        if kind not in PATTERNS:
+            raise ValueError(f"{table}, row {line + 1}: type {kind!r} is none of {', '.join(PATTERNS)}")
+        files = [images(f"{kind}/{number}.jpg") for number in numbers]
+        captions = [f"a photo of {row[2]}" for row in two]
+        pairs.append(pair(files, captions, kind=PATTERNS[kind]))
+    if not pairs:
+        raise ValueError(f"{table} has no rows: {_LAYOUT}")
+    return pairs

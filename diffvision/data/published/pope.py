@@ -1,0 +1,63 @@
+"""`pope`: the questions of POPE (Li et al., 2023, arXiv 2305.10355), for CLIP-like models.
+
+The format is that of the repository RUCAIBox/POPE (MIT), output/: rows {question_id, image, text, label} as JSON lines
+or as one list. A file has 3,000 questions about 500 images: three objects of each, and three that are not there, drawn
+at random, the most frequent (popular), or those that occur most often together with what is there (adversarial).
+Questions with yes and no take turns, except in two files of SEEM's, which have three of each: there the first no
+belongs to the first yes. "an" and the "imange" of derived files are read too.
+
+POPE is made for models that answer in words. A bare CLIP has no answer yes or no, so `objects` measures what it ranks;
+its numbers are not those of POPE's tables. There is a folder for each file, named after it.
+"""
+
+import re
+from pathlib import Path
+
+from diffvision.data.images.folders import TEMPLATES
+from diffvision.data.published.cases import Case, Folder, Images, folder_of, objects, read_rows, write_folders
+
+_QUESTION = re.compile(r"Is there an? (.+) in the iman?ge\?")
+_LAYOUT = "POPE's folder output/coco has coco_pope_random.json, coco_pope_popular.json and coco_pope_adversarial.json"
+
+
+def make_pope(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
+    """Write an evaluation folder for each file of questions, such as `coco-pope-random`.
+
+    Args:
+        directory: the folder to write.
+        source: the folder of the files, or POPE's repository, whose questions on COCO are taken.
+        images: the folder of the images, COCO's val2014; by default they are looked for in `source`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: another layout, or images are missing or damaged.
+    """
+    root = folder_of(source, "output/coco")
+    files = sorted(root.glob("*pope*_*.json"))
+    if not files:
+        raise ValueError(f"{root} has no file of POPE's questions: {_LAYOUT}")
+    finder = Images([Path(images or source)], "give the folder of COCO's val2014 as --images")
+    folders = [Folder(path.stem.replace("_", "-"), "objects", _cases(path, finder), TEMPLATES) for path in files]
+    return write_folders(
+        directory,
+        folders,
+        finder,
+        source="POPE's questions, RUCAIBox/POPE",
+        licence="MIT; images under the terms of their collection",
+    )
+
+
+def _cases(path: Path, images: Images) -> list[Case]:
+    answers: dict[str, dict[str, list[str]]] = {}
+    for number, row in enumerate(read_rows(path, image=str, text=str, label=str), start=1):
+        question = _QUESTION.fullmatch(row["text"].strip())
+        if question is None or row["label"] not in ("yes", "no"):
+            raise ValueError(
+                f"{path}, row {number}: {row['text']!r}, {row['label']!r} is no question of POPE's: {_LAYOUT}"
+            )
+        answers.setdefault(row["image"], {"yes": [], "no": []})[row["label"]].append(question[1])
+    if uneven := [image for image, lists in answers.items() if len(lists["yes"]) != len(lists["no"])]:
+        raise ValueError(f"{path}: {uneven[0]} has not as many questions with yes as with no: get the file again")
+    return [objects(images(image), lists["yes"], lists["no"]) for image, lists in answers.items()]

@@ -1,0 +1,337 @@
+"""Published sets in miniature, in the exact formats of their authors: what becomes of them, and what is refused."""
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import webdataset
+from PIL import Image
+from pyarrow import parquet
+
+from diffvision.data import find_folders, make
+from diffvision.data.published.aro import make_aro
+from diffvision.data.published.mmvp import PATTERNS, make_mmvp
+from diffvision.data.published.ohd_caps import make_ohd_caps
+from diffvision.data.published.pope import make_pope
+from diffvision.data.published.sugarcrepe import KINDS, make_sugarcrepe
+from diffvision.data.published.winoground import make_winoground
+
+
+def picture(path, seed=0, size=(9, 7)):
+    """Write a small image; return its bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path.read_bytes()
+
+
+def text(path, *lines):
+    """Write lines: strings as they are, others as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
+
+
+def samples(folder):
+    """Return the members of each sample of a folder, JSON read."""
+    tars = sorted(map(str, (folder / "test").glob("*.tar")))
+    read = webdataset.WebDataset(tars, shardshuffle=False, empty_check=False)
+    return [
+        {
+            name: json.loads(data) if name == "json" else data.decode() if name.endswith("txt") else data
+            for name, data in sample.items()
+            if not name.startswith("__")
+        }
+        for sample in read
+    ]
+
+
+# ---- MMVP-VLM ------------------------------------------------------------------------------------------------------
+
+
+def mmvp(root):
+    rows = ["Question ID,Type,Statement"]
+    for number, kind in enumerate(PATTERNS):
+        for image in (2 * number + 1, 2 * number + 2):
+            rows.append(f'{image},{kind},"a dog, number {image}"')
+            picture(root / "MLLM_VLM Images" / kind / f"{image}.jpg", image)
+    text(root / "Questions.csv", *rows)
+    return root
+
+
+def test_mmvp_is_pairs_with_their_patterns(tmp_path):
+    source = mmvp(tmp_path / "source")
+    make_mmvp(tmp_path / "mmvp", source)
+    written = samples(tmp_path / "mmvp/pairs")
+    assert [sample["json"]["kind"] for sample in written] == list(PATTERNS.values())
+    images = [(source / f"MLLM_VLM Images/Presence/{number}.jpg").read_bytes() for number in (3, 4)]
+    assert written[1] == {
+        "0.jpg": images[0],
+        "1.jpg": images[1],
+        "0.txt": "a photo of a dog, number 3",
+        "1.txt": "a photo of a dog, number 4",
+        "json": {"kind": "Presence of Specific Features"},
+    }
+    assert (tmp_path / "mmvp/pairs/dataset_type.txt").read_text() == "pairs\n"
+
+
+def test_mmvp_of_the_readme_has_underscores_in_its_folders(tmp_path):
+    source = mmvp(tmp_path / "source")
+    (source / "MLLM_VLM Images").rename(source / "MMVP_VLM_Images")
+    (source / "MMVP_VLM_Images/Camera Perspective").rename(source / "MMVP_VLM_Images/Camera_Perspective")
+    assert make_mmvp(tmp_path / "mmvp", source) == "9 samples in pairs"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("19,Orientation,a dog", "rows 19 and 20 are not an odd and an even number of one type"),
+        ("19,Smell,a\n20,Smell,b", "type 'Smell' is none of Orientation"),
+    ],
+)
+def test_mmvp_rows_that_are_no_pair_are_refused(tmp_path, row, message):
+    source = mmvp(tmp_path / "source")
+    with open(source / "Questions.csv", "a") as file:
+        file.write(row + "\n")
+    with pytest.raises(ValueError, match=message):
+        make_mmvp(tmp_path / "mmvp", source)
+
+
+# ---- SugarCrepe ----------------------------------------------------------------------------------------------------
+
+
+def sugarcrepe(root):
+    for number, kind in enumerate(KINDS):
+        row = {"filename": f"{number:012d}.jpg", "caption": f"a {kind}\nhere", "negative_caption": f"no {kind}"}
+        text(root / f"data/{kind}.json", {"7": row})
+        picture(root.parent / f"val2017/{number:012d}.jpg", number)
+    return root
+
+
+def test_sugarcrepe_is_one_composition_folder_whose_kinds_are_its_files(tmp_path, capsys):
+    source = sugarcrepe(tmp_path / "sugar-crepe")
+    images = str(tmp_path / "val2017")
+    assert make.make("sugarcrepe", str(tmp_path / "sc"), source=str(source), images=images) == 0
+    assert "7 samples in composition" in capsys.readouterr().out
+    (folder,) = find_folders(tmp_path / "sc")
+    assert (folder.name, folder.task) == ("sc", "composition")
+    written = samples(folder.path)
+    assert [sample["json"]["kind"] for sample in written] == list(KINDS)
+    # A line break in a caption would make two wrong captions of one.
+    assert [sample["txt"] for sample in written] == [f"a {kind} here\nno {kind}" for kind in KINDS]
+    assert written[2]["jpg"] == (tmp_path / "val2017/000000000002.jpg").read_bytes()
+    about = json.loads((tmp_path / "sc/about.json").read_text())
+    assert about["samples"] == {"composition": 7}
+    with pytest.raises(ValueError, match="has shards already"):
+        make_sugarcrepe(tmp_path / "sc", source, images)
+
+
+# ---- ARO -----------------------------------------------------------------------------------------------------------
+
+
+def box(image, true, false, **facts):
+    sides = {"bbox_x": 2, "bbox_y": 1, "bbox_w": 4, "bbox_h": 5}
+    return {"image_path": image, **sides, "true_caption": true, "false_caption": false, **facts}
+
+
+def test_aro_crops_to_the_box_and_leaves_out_what_the_mean_leaves_out(tmp_path):
+    source = tmp_path / "aro"
+    picture(source / "images/1.png")
+    relations = [
+        box("1.png", "the dog is on the mat", "the mat is on the dog", relation_name="on"),
+        box("1.png", "the dog is near the mat", "the mat is near the dog", relation_name="near"),
+    ]
+    attributes = [["white", "large"]] * 25 + [["large", "white"]] * 24
+    text(source / "visual_genome_relation.json", relations)
+    rows = [box("1.png", "the white dog", "the large dog", attributes=two) for two in attributes]
+    text(source / "visual_genome_attribution.json", rows)
+    written = make_aro(tmp_path / "made", source)
+    assert written == "1 samples in vg-relation, 25 samples in vg-attribution"
+    (relation,) = samples(tmp_path / "made/vg-relation")
+    assert (relation["txt"], relation["json"]) == (
+        "the dog is on the mat\nthe mat is on the dog",
+        {"kind": "on"},
+    )
+    whole = np.asarray(Image.open(source / "images/1.png"))
+    assert np.array_equal(np.asarray(Image.open(BytesIO(relation["png"]))), whole[1:6, 2:6])
+    assert {s["json"]["kind"] for s in samples(tmp_path / "made/vg-attribution")} == {"white and large"}
+    about = json.loads((tmp_path / "made/about.json").read_text())
+    assert about["left_out"] == {"vg-relation": 1, "vg-attribution": 24}
+
+
+def test_aro_orders_of_words_are_cleaned_and_cut_to_thirty(tmp_path):
+    source = tmp_path / "aro"
+    image = "val2014/COCO_val2014_000000391895.jpg"
+    picture(tmp_path / "coco" / image)
+    options = ['A dog,  and "his" Cat.', *(f"{'word ' * 31}{n}" for n in range(4))]
+    text(source / "coco_order.json", [{"image": image, "caption_options": options}])
+    make_aro(tmp_path / "made", source, tmp_path / "coco")
+    (sample,) = samples(tmp_path / "made/coco-order")
+    right, *wrong = sample["txt"].split("\n")
+    assert right == "a dog, and his cat"
+    assert wrong == [" ".join(["word"] * 30)] * 4
+    assert "json" not in sample
+
+
+# ---- Winoground ----------------------------------------------------------------------------------------------------
+
+TAGS = {"tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
+CAPTIONS = {"caption_0": "an adult beside a child", "caption_1": "a child beside an adult"}
+
+
+@pytest.mark.parametrize("layout", ["lines", "parquet"])
+def test_winoground_is_pairs_by_their_tag(tmp_path, layout):
+    source = tmp_path / "winoground"
+    images = [picture(source / f"data/images/ex_0_img_{side}.png", side) for side in (0, 1)]
+    if layout == "lines":
+        names = {f"image_{side}": f"ex_0_img_{side}" for side in (0, 1)}
+        text(source / "data/examples.jsonl", {"id": 0, **names, **CAPTIONS, **TAGS})
+    else:
+        (source / "data/images").rename(tmp_path / "not-needed")
+        cells = {f"image_{side}": {"bytes": images[side], "path": None} for side in (0, 1)}
+        rows = pyarrow.Table.from_pylist([{"id": 0, **cells, **CAPTIONS, **TAGS}])
+        parquet.write_table(rows, source / "data/test-00000-of-00001.parquet")
+    make_winoground(tmp_path / "made", source)
+    assert samples(tmp_path / "made/pairs") == [
+        {
+            "0.png": images[0],
+            "1.png": images[1],
+            "0.txt": "an adult beside a child",
+            "1.txt": "a child beside an adult",
+            "json": {"kind": "Object", "tag": "Noun"},
+        }
+    ]
+
+
+# ---- OHD-Caps ------------------------------------------------------------------------------------------------------
+
+
+def ohd_caps(root):
+    wrong = [f"wrong {number}" for number in range(27)]
+    row = {"image": "COCO_val2014_000000310196.jpg", "caption": [*wrong[:20], "right", *wrong[20:]], "label": 20}
+    test = root / "data/OHD-Caps/test"
+    text(test / "coco_out_label.json", row)
+    kinds = {"adversarial": wrong[:7], "popular": wrong[7:14], "random": wrong[14:21], "delete": wrong[21:]}
+    text(
+        test / "coco_annotations.json",
+        {"file_path": "of another split.jpg", **_annotation(kinds)},
+        {"file_path": row["image"], **_annotation(kinds)},
+    )
+    picture(root / "val2014" / row["image"])
+    return root
+
+
+def _annotation(kinds):
+    negatives = {f"{kind}_samples": {str(n): c for n, c in enumerate(wrong)} for kind, wrong in kinds.items()}
+    return {"ground_truth": ["person"], "positive_sample": "right", **negatives}
+
+
+def test_ohd_caps_has_the_right_caption_first_against_all_and_by_kind(tmp_path):
+    make_ohd_caps(tmp_path / "made", ohd_caps(tmp_path / "source"))
+    (sample,) = samples(tmp_path / "made/composition")
+    assert sample["txt"].split("\n") == ["right", *(f"wrong {number}" for number in range(27))]
+    assert sample["json"] == {"kind": "COCO"}
+    by_kind = {s["json"]["kind"]: s["txt"].split("\n") for s in samples(tmp_path / "made/ohd-caps-by-kind")}
+    assert {kind: len(captions) for kind, captions in by_kind.items()} == {
+        "adversarial": 8,
+        "popular": 8,
+        "random": 8,
+        "delete": 7,
+    }
+    assert all(captions[0] == "right" for captions in by_kind.values())
+    assert by_kind["popular"][1] == "wrong 7"
+
+
+# ---- POPE ----------------------------------------------------------------------------------------------------------
+
+
+def questions(image, answers, ending="image"):
+    return [
+        {"question_id": n, "image": image, "text": f"Is there {what} in the {ending}?", "label": label}
+        for n, (what, label) in enumerate(answers, start=1)
+    ]
+
+
+def test_pope_asks_each_absent_object_against_a_present_one(tmp_path):
+    answers = [("a snowboard", "yes"), ("an oven", "no"), ("a dining table", "yes"), ("a car", "no")]
+    source = tmp_path / "POPE/output/coco"
+    picture(tmp_path / "images/val2014/COCO_val2014_1.jpg")
+    rows = questions("COCO_val2014_1.jpg", answers)
+    text(source / "coco_pope_random.json", *rows)
+    # SEEM's files are one list and ask what is there first; derived ones misspell.
+    seem = questions("COCO_val2014_1.jpg", sorted(answers, key=lambda one: one[1], reverse=True), "imange")
+    text(source / "gqa_pope_seem_random.json", json.dumps(seem, indent=4))
+    make_pope(tmp_path / "made", tmp_path / "POPE", tmp_path / "images")
+    for name in ("coco-pope-random", "gqa-pope-seem-random"):
+        (sample,) = samples(tmp_path / "made" / name)
+        assert sample["json"] == {"present": ["snowboard", "dining table"], "absent": ["oven", "car"]}
+        assert (tmp_path / "made" / name / "dataset_type.txt").read_text() == "objects\n"
+        assert "{c}" in (tmp_path / "made" / name / "zeroshot_classification_templates.txt").read_text()
+    text(source / "coco_pope_random.json", *rows[:3])
+    with pytest.raises(ValueError, match="has not as many questions with yes as with no"):
+        make_pope(tmp_path / "again", tmp_path / "POPE", tmp_path / "images")
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+MAKERS = {
+    "mmvp": make_mmvp,
+    "sugarcrepe": make_sugarcrepe,
+    "aro": make_aro,
+    "winoground": make_winoground,
+    "ohd-caps": make_ohd_caps,
+    "pope": make_pope,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has (no|none|neither) .*: .* folder") as error:
+        MAKERS[name](tmp_path / "made", tmp_path / "empty")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="there is no folder"):
+        MAKERS[name](tmp_path / "made", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"make {name} needs --source: "):
+        make.make(name, str(tmp_path / "made"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_missing_images_are_counted_before_anything_is_written(tmp_path):
+    source = sugarcrepe(tmp_path / "source")
+    for number in (1, 4):
+        (tmp_path / f"val2017/{number:012d}.jpg").unlink()
+    message = "2 of 7 images are not in .*val2017, first 000000000001.jpg: give the folder of COCO's val2017"
+    with pytest.raises(ValueError, match=message):
+        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
+    assert not (tmp_path / "made").exists()
+
+
+def test_damaged_images_and_foreign_paths_are_refused_before_anything_is_written(tmp_path):
+    source = sugarcrepe(tmp_path / "source")
+    last = tmp_path / "val2017/000000000006.jpg"
+    last.write_bytes(last.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"000000000006\.jpg: (damaged|truncated) image; get the set's images again"):
+        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
+    row = {"filename": "../secret.jpg", "caption": "a", "negative_caption": "b"}
+    text(source / "data/swap_obj.json", {"0": row})
+    with pytest.raises(ValueError, match=r"'\.\./secret\.jpg' is not a path inside"):
+        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no rows"),
+        ('{"0": {"filename": "a.jpg", "caption": 3}}', "row 1, has no caption that is a text"),
+    ],
+)
+def test_damaged_questions_are_refused(tmp_path, content, message):
+    source = sugarcrepe(tmp_path / "source")
+    text(source / f"data/{KINDS[0]}.json", content)
+    with pytest.raises(ValueError, match=message):
+        make_sugarcrepe(tmp_path / "made", source, Path(tmp_path / "val2017"))
