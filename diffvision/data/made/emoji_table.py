@@ -15,7 +15,7 @@ from diffvision.data.made.cutouts import held_out
 PACKAGES = {"Noto": "emoji-datasource-google", "Twemoji": "emoji-datasource-twitter", "OpenMoji": "openmoji"}
 INSTALL = "npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter openmoji"
 _REFUSED = {
-    "emoji-datasource-apple": "Apple's pictures are not licensed for it",
+    "emoji-datasource-apple": "Apple's pictures are not licensed for commercial use",
     "emoji-datasource-facebook": "Facebook's have no clear licence",
 }
 TONES = {"1F3FB": "light", "1F3FC": "medium-light", "1F3FD": "medium", "1F3FE": "medium-dark", "1F3FF": "dark"}
@@ -31,7 +31,7 @@ _WORDS = (  # names that differ in one of these words are a minimal pair
     ("direction", {"left", "right", "up", "down"}),
     ("direction", {"leftwards", "rightwards", "upwards", "downwards"}),
 )
-_FACING = ": facing right"
+_FACING = re.compile(":? facing right$")
 _DOING = {"person role": "role", "person activity": "activity", "person sport": "activity"}
 
 
@@ -157,9 +157,9 @@ def minimal_pairs(emoji: Sequence[Emoji], rng: np.random.Generator) -> list[tupl
             alike["skin tone", one.name.replace(one.tone, "", 1)].append(one)
             continue
         words = re.split(r"(\W+)", one.name)
-        if one.kind in _DOING and words[0] in ("man", "woman") and _FACING not in one.name:
+        if one.kind in _DOING and words[0] in ("man", "woman") and not _FACING.search(one.name):
             alike[_DOING[one.kind], words[0]].append(one)
-        alike["direction", one.name.replace(_FACING, "")].append(one)
+        alike["direction", _FACING.sub("", one.name)].append(one)
         for position, word in enumerate(words):
             for number, (kind, vocabulary) in enumerate(_WORDS):
                 if word in vocabulary:
