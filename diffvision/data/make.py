@@ -30,6 +30,8 @@ def make(
     copies: int | None = None,
     documents: int | None = None,
     words: int | None = None,
+    scenes: int | None = None,
+    evaluated: int | None = None,
     seed: int | None = None,
     per_shard: int | None = None,
     num_workers: int | None = None,
@@ -37,19 +39,16 @@ def make(
     """Write a dataset as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, stdlib (text: the running Python's library), recall (synthetic text: needles and
-            mappings to mix into training text), emoji (vendors' pictures with names, as packages have them),
-            openclipart (drawings with titles and tags), tuxpaint (stamps with captions, for tests only), folder to pack
-            your images as training shards, or evaluation to pack them as an evaluation folder (zero-shot of those with
-            labels, retrieval of those with captions).
-            Published sets as evaluation folders, from the files that you have: mmvp, sugarcrepe, aro, winoground,
-            ohd-caps, pope.
+        name: digits, digit-scenes, fashion, fashion-scenes, emoji, openclipart, tuxpaint (for tests only), stdlib
+            (text: the running Python's library), recall (synthetic text: needles and mappings to mix into training
+            text); folder to pack your images as training shards, or evaluation to pack them as an evaluation folder
+            (zero-shot of those with labels, retrieval of those with captions); mmvp, sugarcrepe, aro, winoground,
+            ohd-caps and pope: published evaluations, from the files that you have.
         directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT. For emoji, openclipart and tuxpaint: the folder with the packages. For a
-            published set: the folder of its files.
-        images: for a published set: the folder of its images, where they are not in the source.
+            saved, or torchvision:NAME:ROOT. For the others: the folder of the dataset's files.
+        images: for a published evaluation: the folder of its images, where they are not in the source.
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: for folder: train, validation or test, of a source that has splits; train by default.
@@ -57,7 +56,9 @@ def make(
         copies: for digits and digit-scenes: images made of each training digit.
         documents: for recall: how many.
         words: for recall: the most words of a document with needles.
-        seed: determines all random choices in digits, digit-scenes, recall, emoji and openclipart; 0 by default.
+        scenes: for fashion-scenes: training images; 55,000 by default.
+        evaluated: for fashion-scenes: images of each split for evaluation; 2,000 by default.
+        seed: determines all random choices in made datasets; 0 by default.
         per_shard: for folder and evaluation: samples a shard; 10,000 by default.
         num_workers: for folder and evaluation: processes; 2 by default.
     """
@@ -71,6 +72,8 @@ def make(
         "copies": copies,
         "documents": documents,
         "words": words,
+        "scenes": scenes,
+        "evaluated": evaluated,
         "seed": seed,
         "per_shard": per_shard,
         "num_workers": num_workers,

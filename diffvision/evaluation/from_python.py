@@ -25,8 +25,9 @@ def evaluate(
             several. A module that was built elsewhere is given with what belongs to it:
             diffvision.Model(name="mine", host="open_clip", module=module, transform=transform, tokenizer=tokenizer).
         data: evaluation folders, or folders that hold some, or images as they lie on the disk.
-        **settings: the options of the command: tasks="linear_probe,few_shot", checkpoint, output, cache, batch_size=64,
-            num_workers=2, device="auto", precision="fp32", preprocess, options=diffvision.evaluation.Options(...).
+        **settings: the options of the command: tasks="linear_probe,few_shot", checkpoint, output, cache, blind (a spec,
+            or a model that is open), batch_size=64, num_workers=2, device="auto", precision="fp32", preprocess,
+            options=diffvision.evaluation.Options(...).
 
     Returns:
         {metric: value}; of a list of models {label: {metric: value}}.

@@ -71,7 +71,7 @@ def sample_pictures() -> list[Picture]:
         pictures.append(Picture(words, image, ink.point(lambda grey: 255 * (grey >= _INK)), (words,)))
     scene = compose(test, (2,), np.random.default_rng(1))
     image = decode_image(draw_scene(scene, test, np.random.default_rng(4)))
-    empty = decode_image(draw_scene(replace(scene, digits=(), colours=(), places=()), test, np.random.default_rng(4)))
+    empty = decode_image(draw_scene(scene.emptied(), test, np.random.default_rng(4)))
     changed = np.abs(np.asarray(image, dtype=int) - np.asarray(empty, dtype=int)).max(axis=2) >= _INK // 3
     words = scene.caption()
     return [*pictures, Picture(words, image, Image.fromarray(np.uint8(255) * changed), (words,))]

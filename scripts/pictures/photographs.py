@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 import diffvision  # noqa: F401  registers the models
 from diffvision.analysis import layer_maps, patch_maps
 from diffvision.analysis.figures.style import scale
-from diffvision.data.made.digits import Digits, load_split
+from diffvision.data.made.digits import load_split
+from diffvision.data.made.drawings import Drawings
 from diffvision.training import ClassificationModule, OptimizerSettings
 
 SIZE, PATCH = 80, 8
@@ -47,7 +48,7 @@ KINDS = ("map 1", "map 2", "difference")
 class DigitsOnPhotographs(Dataset):
     """A digit in one colour at a random position of a random part of a photograph; sample i depends on (seed, i)."""
 
-    def __init__(self, digits: Digits, *, training: bool, length: int, seed: int):
+    def __init__(self, digits: Drawings, *, training: bool, length: int, seed: int):
         photos = load_sample_images().images
         middle = photos[0].shape[0] // 2
         halves = [photo[middle:] if training else photo[:middle] for photo in photos]

@@ -15,7 +15,7 @@ import torch
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.made import digits
-from diffvision.data.made.digits import Digits, load_split, make_digits
+from diffvision.data.made.digits import load_split, make_digits
 from diffvision.evaluation import cache as caching
 from diffvision.evaluation import evaluate, features, run
 from diffvision.evaluation.cache import Cache, files_digest, in_pieces, model_digest
@@ -30,7 +30,7 @@ def data(tmp_path_factory):
     """The demo's digits, the first of them."""
     root = tmp_path_factory.mktemp("digits") / "digits"
     train, test = load_split()
-    few = [Digits(d.images[:n], d.labels[:n], d.numbers[:n]) for d, n in ((train, 20), (test, 100))]
+    few = [train[:20], test[:100]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits, "load_split", lambda: few)
         make_digits(root, copies=1)

@@ -344,6 +344,9 @@ def sharded(rank, port, directory, name):
     )  # fmt: skip
     trainer.save_checkpoint(directory / "x.ckpt")
     torch.save({k: v.item() for k, v in trainer.logged_metrics.items()}, directory / f"metrics{rank}.pt")
+    # A process that ends while the other still talks to it can abort that one.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.forks

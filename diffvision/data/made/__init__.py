@@ -28,10 +28,20 @@ _EMOJI = (
     "openmoji` (openmoji may be left out)"
 )
 _PUBLISHED = frozenset({"source", "images"})
+_FASHION = (
+    "the folder of Fashion-MNIST's files: torchvision's ROOT after datasets.FashionMNIST(ROOT, download=True), or "
+    "/usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`"
+)
 
 MADE: dict[str, Dataset] = {
     "digits": Dataset("diffvision.data.made.digits:make_digits", frozenset({"copies", "seed"})),
-    "digit-scenes": Dataset("diffvision.data.made.scenes:make_scenes", frozenset({"copies", "seed"})),
+    "digit-scenes": Dataset("diffvision.data.made.digit_scenes:make_digit_scenes", frozenset({"copies", "seed"})),
+    "fashion": Dataset("diffvision.data.made.fashion:make_fashion", frozenset({"source", "seed"}), _FASHION),
+    "fashion-scenes": Dataset(
+        "diffvision.data.made.fashion_scenes:make_fashion_scenes",
+        frozenset({"source", "scenes", "evaluated", "seed"}),
+        _FASHION,
+    ),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
     "emoji": Dataset("diffvision.data.made.emoji:make_emoji", frozenset({"source", "seed"}), _EMOJI),

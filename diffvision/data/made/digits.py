@@ -5,13 +5,12 @@ fixed, whatever the seed, so no dataset made here trains on a digit that another
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from diffvision.data.made.drawings import Drawings, png, shade, with_article
 from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -58,30 +57,17 @@ DIGIT_ONLY_FRACTION = 0.8
 SIZE = 32
 _TEST_DIGITS = 397
 _SPLIT_SEED = 20
-_JITTER = 14  # of each colour channel
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Grey levels uint8 [N, 8, 8], labels [N], and each one's number in scikit-learn's set [N]."""
-
-    images: np.ndarray
-    labels: np.ndarray
-    numbers: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-
-def load_split() -> tuple[Digits, Digits]:
-    """Return (train, test) digits: 1,400 and 397, no drawing in both."""
+def load_split() -> tuple[Drawings, Drawings]:
+    """Return (train, test) digits of 8x8 grey levels: 1,400 and 397, no drawing in both."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(grey))
-    train, test = (np.sort(part) for part in (order[_TEST_DIGITS:], order[:_TEST_DIGITS]))
-    return tuple(Digits(grey[part], bunch.target[part], part) for part in (train, test))  # type: ignore[return-value]
+    digits = Drawings(grey, bunch.target, np.arange(len(grey)), WORDS)
+    return digits[np.sort(order[_TEST_DIGITS:])], digits[np.sort(order[:_TEST_DIGITS])]
 
 
 def make_digits(
@@ -127,28 +113,11 @@ def caption(template: str, label: int, colour: str, background: str) -> str:
     )
 
 
-def with_article(noun: str) -> str:
-    """Return "a noun" or "an noun"."""
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
 def draw(grey: np.ndarray, colour: str, background: str, rng: np.random.Generator) -> bytes:
     """Return a PNG of one digit that fills the frame, in shades of its colours."""
     ink = np.asarray(Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float32) / 255
     front, back = shade(INK[colour], rng), shade(PAPER[background], rng)
     return png(back + (front - back) * ink[:, :, None])
-
-
-def shade(colour: tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
-    """Return a colour with each channel changed a little at random."""
-    return np.asarray(colour, dtype=np.float32) + rng.integers(-_JITTER, _JITTER + 1, 3)
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """Return pixels in 0..255 as a PNG."""
-    data = BytesIO()
-    Image.fromarray(np.rint(pixels.clip(0, 255)).astype(np.uint8)).save(data, "PNG", compress_level=6)
-    return data.getvalue()
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
@@ -157,7 +126,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
     return names[first], names[second]
 
 
-def _training(digits: Digits, copies: int, digit_only: float, rng: np.random.Generator) -> Iterator[Sample]:
+def _training(digits: Drawings, copies: int, digit_only: float, rng: np.random.Generator) -> Iterator[Sample]:
     """Yield every digit `copies` times, in random order."""
     for position in rng.permutation(len(digits) * copies):
         which, copy = position % len(digits), position // len(digits)
@@ -172,13 +141,13 @@ def _training(digits: Digits, copies: int, digit_only: float, rng: np.random.Gen
         }
 
 
-def _classified(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+def _classified(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
     for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
         colour, background = _two_colours(rng)
         yield {"__key__": f"digit{number:04d}", "png": draw(image, colour, background, rng), "cls": str(label)}
 
 
-def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+def _distinct(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
     """Yield one image for each of `combinations`: no two captions are the same."""
     for label, colour, background in combinations():
         drawings = np.flatnonzero(digits.labels == label)
@@ -190,7 +159,7 @@ def _distinct(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
         }
 
 
-def _swapped(digits: Digits, rng: np.random.Generator) -> Iterator[Sample]:
+def _swapped(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
     """Yield images with the right caption, then the one with its two colours exchanged."""
     for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
         colour, background = _two_colours(rng)

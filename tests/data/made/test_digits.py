@@ -11,6 +11,7 @@ from diffvision.data import EvaluationFolder, find_folders
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import to_float
 from diffvision.data.made import digits
+from diffvision.data.made.digit_scenes import make_digit_scenes
 from diffvision.data.made.digits import (
     DIGIT_ONLY,
     INK,
@@ -18,13 +19,12 @@ from diffvision.data.made.digits import (
     UNSEEN_TEMPLATES,
     WITH_COLOURS,
     WORDS,
-    Digits,
     caption,
     draw,
     load_split,
     make_digits,
 )
-from diffvision.data.made.scenes import Scene, compose, draw_scene, make_scenes
+from diffvision.data.made.scenes import LAYOUTS, Scene, compose, draw_scene
 
 
 def samples_of(directory):
@@ -40,7 +40,7 @@ def numbers_in(key):
 @pytest.fixture(scope="module", params=["digits", "digit-scenes"])
 def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("made") / request.param
-    make = {"digits": make_digits, "digit-scenes": make_scenes}[request.param]
+    make = {"digits": make_digits, "digit-scenes": make_digit_scenes}[request.param]
     make(directory, copies=1, seed=0)
     return directory
 
@@ -94,7 +94,7 @@ def test_templates_of_evaluation_are_not_those_of_training():
 @pytest.fixture
 def few(monkeypatch):
     """Forty training digits and thirty for testing, of all classes."""
-    small = [Digits(d.images[:n], d.labels[:n], d.numbers[:n]) for d, n in zip(load_split(), (40, 30), strict=True)]
+    small = [split[:n] for split, n in zip(load_split(), (40, 30), strict=True)]
     monkeypatch.setattr(digits, "load_split", lambda: small)
 
 
@@ -148,8 +148,8 @@ def test_a_digit_is_drawn_in_the_colours_its_caption_names():
 def test_scenes_say_what_they_show():
     train, _ = load_split()
     seven, three = (int(np.flatnonzero(train.labels == label)[0]) for label in (7, 3))
-    places = ((17, 32), (47, 32))
-    scene = Scene((seven, three), (7, 3), ("red", "blue"), places, "{0} to the left of {1}")
+    (row,) = (layout for layout in LAYOUTS if layout.positions == ("left", "right"))
+    scene = Scene((seven, three), ("seven", "three"), ("red", "blue"), row, row.sentences[0])
     assert scene.caption() == "a red seven to the left of a blue three"
     assert scene.caption(colours=False) == "a seven to the left of a three"
     assert scene.swapped().caption() == "a blue seven to the left of a red three"
@@ -164,9 +164,9 @@ def test_scenes_have_one_to_three_digits_of_different_labels_and_colours():
     train, _ = load_split()
     rng = np.random.default_rng(0)
     scenes = [compose(train, (1, 2, 3), rng) for _ in range(200)]
-    assert {len(scene.digits) for scene in scenes} == {1, 2, 3}
-    assert all(len(set(s.labels)) == len(set(s.colours)) == len(s.digits) for s in scenes)
-    assert all(compose(train, (2,), rng, first=5).digits.count(5) == 1 for _ in range(20))
+    assert {len(scene.drawings) for scene in scenes} == {1, 2, 3}
+    assert all(len(set(s.kinds)) == len(set(s.colours)) == len(s.drawings) for s in scenes)
+    assert all(compose(train, (2,), rng, first=5).drawings.count(5) == 1 for _ in range(20))
 
 
 def test_evaluation_images_have_the_size_of_training(made):
