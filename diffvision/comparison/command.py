@@ -17,6 +17,7 @@ def compare(
     tasks: str | list[str] | None = None,
     output: str | list[str] | None = None,
     cache: str | None = None,
+    blind: str | None = None,
     rounds: int = 5,
     batch_size: int = 64,
     num_workers: int = 2,
@@ -38,6 +39,8 @@ def compare(
             by default those that fit. Language models are compared by perplexity.
         output: files to write: .html for a page with figures, .json, .csv (a list, or separated by commas).
         cache: folder that features are kept in, as `diffvision evaluate` has it.
+        blind: a language model that reads the captions of composition and pairs without the images, as
+            `diffvision evaluate` has it.
         rounds: how often each model's speed is measured; 0 for no speed.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
@@ -52,9 +55,11 @@ def compare(
     from diffvision.comparison.comparing import compare_models
     from diffvision.comparison.measuring import Settings
     from diffvision.comparison.output import check_outputs, write_outputs
+    from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.output import check_folder, listed
+    from diffvision.evaluation.output import bar, check_folder, listed
+    from diffvision.opening import open_model
     from diffvision.tables import show
 
     outputs = [] if output is None else listed(output)
@@ -63,12 +68,15 @@ def compare(
         check_folder(cache, "cache")
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
+    device = resolve_device(device)
+    kept = None if cache is None else Cache(cache)
     settings = Settings(
         batch_size=batch_size,
         num_workers=num_workers,
-        device=resolve_device(device),
+        device=device,
         precision=precision,
-        cache=None if cache is None else Cache(cache),
+        cache=kept,
+        blind=None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=kept),
         options=options,
     )
     comparison = compare_models(

@@ -27,6 +27,7 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import Comparison, Contestant, Row
+from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 
@@ -56,6 +57,8 @@ def compare_models(
     models = [dataclasses.replace(opened[group.entries[0].model], name=group.label) for group in groups]
     window = shared_window(list(opened.values()), entries)
     if models[0].is_language:
+        if settings.blind is not None:
+            raise ValueError("blind is for models of images and text, and these are language models: leave it out")
         if tasks not in (None, ["perplexity"]):
             raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
                              "`diffvision evaluate-language` has the others")  # fmt: skip
@@ -66,6 +69,8 @@ def compare_models(
         }
     else:
         planned = image_plan(data, tasks, models[0].host, settings.options)
+        if settings.blind is not None:
+            check_blind(planned)
         measured = _measured_images(groups, opened, planned, settings)
         seen = {name: few_images(model, planned, settings) for name, model in opened.items()}
     by_model = costs(models, settings, window, rounds)

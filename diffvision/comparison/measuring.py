@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffvision.comparison.entries import Entry
 from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.evaluation.blind import Blind
 from diffvision.evaluation.cache import Cache, tensor_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.language.options import LanguageOptions
@@ -45,6 +46,7 @@ class Settings:
     device: str = "cpu"
     precision: Precision = "fp32"
     cache: Cache | None = None
+    blind: Blind | None = None
     options: Options = field(default_factory=Options)
 
 
@@ -97,19 +99,22 @@ def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[s
         precision=settings.precision,
         progress=lambda batches, description: bar(batches, f"{model.name}: {description}"),
         cache=settings.cache,
+        blind=settings.blind,
     )
     measured: dict[str, Measured] = {}
     for folder, names in planned:
         for name in names:
             evaluation = EVALUATIONS[name]
+            results: Mapping[str, PerSample | float]
             if evaluation.samples is not None:
-                by_sample = evaluation.samples(features, folder, settings.options)
-                results = {metric: Measured(samples.mean(), samples) for metric, samples in by_sample.items()}
+                results = evaluation.samples(features, folder, settings.options)
             else:
                 values = evaluation.function(features, folder, settings.options)
-                kept = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
-                results = {metric: Measured(value) for metric, value in kept.items() if math.isfinite(value)}
-            measured |= {f"{name}/{folder.name}/{metric}": result for metric, result in results.items()}
+                results = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
+            for metric, result in results.items():
+                one = Measured(result.mean(), result) if isinstance(result, PerSample) else Measured(result)
+                if math.isfinite(one.value):
+                    measured[f"{name}/{folder.name}/{metric}"] = one
     return measured
 
 

@@ -12,7 +12,7 @@ from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, 
 from diffvision.comparison.result import FACTOR, Comparison, difference_text, in_short, towers
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order
-_HEADLINES = ("/acc1", "/acc", "retrieval_recall@1")
+_HEADLINES = ("/acc1", "/acc", "retrieval_recall@1", "/group_score", "/auc")
 _MOST = 4  # panels in a row of curves
 
 

@@ -184,7 +184,10 @@ class Comparison:
     def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
         unit = "%" if rows[0].factor == FACTOR else "nats a token" if rows[0].name == "nll" else ""
         counts = {row.count for row in rows if row.count is not None}
-        over = f", {' and '.join(f'{count:,}' for count in sorted(counts))} samples" if counts else ""
+        ends = (
+            f"{min(counts):,} to {max(counts):,}" if len(counts) > 2 else " and ".join(f"{n:,}" for n in sorted(counts))
+        )
+        over = f", {ends} samples" if counts else ""
         table = _table(f"{title}{over}")
         table.add_column("", no_wrap=True)
         table.add_column("model", overflow="fold")

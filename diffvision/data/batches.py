@@ -34,10 +34,15 @@ class ImageLabelBatch(TypedDict):
 
 
 class RetrievalBatch(TypedDict):
-    """Images with every caption of each; where one caption is right and the others wrong, the right one is first."""
+    """Images with every caption of each; where one caption is right and the others wrong, the right one is first.
+
+    Of `pairs`, a sample is two images that follow each other, each with its one caption. Of `objects`, the captions are
+    names: those of objects in the image, then as many of objects that are not.
+    """
 
     image: Tensor  # [B, 3, height, width] float
     captions: list[list[str]]
+    kind: NotRequired[list[str]]  # of each image, "" where its sample has none; of composition and pairs
 
 
 def named(batch: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ def run(
     tasks: str | list[str] | None = None,
     output: str | None = None,
     cache: str | None = None,
+    blind: str | None = None,
     batch_size: int = 64,
     num_workers: int = 2,
     device: str = "auto",
@@ -34,13 +35,15 @@ def run(
             Several come one after the other, each with LABEL= before it if wanted.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
-        tasks: zero_shot, retrieval, composition, classification (by its classifier), linear_probe, few_shot
-            (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that it fits.
-            By default the first three.
+        tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
+            few_shot (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that
+            it fits. By default the first five.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
         cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
             resumes from there, and one of the same model and images reuses them.
+        blind: a language model that reads the captions of composition and pairs without the images, as
+            `diffvision evaluate-language` takes one: which captions it finds likelier is printed as blind_acc.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...
@@ -52,13 +55,15 @@ def run(
         {metric: value} of one model, given as a string; {label: {metric: value}} of a list of models.
 
     Raises:
-        ValueError: a checkpoint with several models, or two models with one label; what the evaluations raise.
+        ValueError: a checkpoint with several models, or two models with one label; blind without captions to read;
+            what the evaluations raise.
     """
     from diffvision.data.images.folders import find_folders
+    from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.output import bar, check_folder, listed
-    from diffvision.evaluation.suite import Evaluated, check_output, evaluate, expand, plan, report
+    from diffvision.evaluation.suite import Evaluated, check_blind, check_output, evaluate, expand, plan, report
     from diffvision.opening import Model, check_spec, open_model
 
     if output is not None:
@@ -73,9 +78,17 @@ def run(
     feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
+    reader: Any = blind
+    if reader is not None:
+        check_blind(planned)
+        if not isinstance(reader, Model):
+            check_spec(reader)
     results: dict[str, dict[str, float]] = {}
     evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
+        if reader is not None:
+            language = reader if isinstance(reader, Model) else open_model(reader, device=device)
+            reader = Blind(language, progress=bar, cache=feature_cache)
         for label, spec in specs:
             if isinstance(spec, Model):
                 opened, spec = spec.for_images(), spec.weights or spec.name
@@ -97,6 +110,7 @@ def run(
                     options=options,
                     progress=bar,
                     cache=feature_cache,
+                    blind=reader,
                 )
             evaluated[label] = Evaluated(opened.name, opened.weights, spec)
         if rank_and_world()[0] == 0:

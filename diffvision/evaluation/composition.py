@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import PerSample, each
+from diffvision.evaluation.samples import PerSample, by_kind, each, means
+
+ROUNDING = 1e-6
+"""Cosine similarities that differ by no more are a tie: a text's features differ by as much between rows of a batch."""
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
-    """Return acc: the share of images that are closest to the first of their captions; see `selection_accuracy`."""
-    return {name: samples.mean() for name, samples in composition_samples(features, folder, options).items()}
+    """Return acc, the share of images that are closest to the first of their captions, over all and by kind; and ties.
+
+    acc is CLIP_benchmark's, see `selection_accuracy`: an exact tie counts as right. ties is the share of images whose
+    first caption is no further than `ROUNDING` from the best of the others, so that rounding or the order decided.
+
+    With a language model in `features.blind`: blind_acc, the share of images whose first caption it finds likeliest,
+    which is what can be chosen without the image.
+    """
+    return means(composition_samples(features, folder, options))
 
 
 def composition_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metric of `composition` image by image."""
+    """Return the metrics of `composition` image by image."""
     pairs = features.pairs(folder, options.split)
-    single = pairs.owner.bincount(minlength=len(pairs.images)) < 2
-    if single.any():
+    counts = pairs.owner.bincount(minlength=len(pairs.images))
+    if (counts < 2).any():
         raise ValueError(
-            f"evaluation folder {folder.name!r}: image {int(single.nonzero()[0, 0])} of split {options.split!r} has "
-            "fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
+            f"evaluation folder {folder.name!r}: image {int((counts < 2).nonzero()[0, 0])} of split {options.split!r} "
+            "has fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
         )
-    return {"acc": each(selections(pairs.images, pairs.texts, pairs.owner))}
+    scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
+    samples = by_kind("acc", selected(scores), pairs.kinds) | {"ties": each(tied(scores))}
+    if features.blind is not None:
+        likelihoods = features.blind.log_likelihoods(pairs.captions).split(counts.tolist())
+        samples |= by_kind("blind_acc", selected(likelihoods), pairs.kinds)
+    return samples
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
@@ -34,14 +51,20 @@ def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
     Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending. An exact tie counts as right,
     as in CLIP_benchmark, where this is `acc` and `text_acc`. Its `image_acc` is always 1 with one image to choose from.
     """
-    return selections(images, texts, owner).sum().item() / len(images)
+    return selected(caption_scores(images, texts, owner)).sum().item() / len(images)
 
 
-def selections(images: Tensor, texts: Tensor, owner: Tensor) -> Tensor:
-    """Return which images score highest with the first of their captions, bool [N]; see `selection_accuracy`."""
-    right, start = [], 0
-    for image, count in zip(images, owner.bincount(minlength=len(images)).tolist(), strict=True):
-        captions = texts[start : start + count]
-        right.append(int((image[None] @ captions.T).argmax()) == 0)
-        start += count
-    return torch.tensor(right)
+def caption_scores(images: Tensor, texts: Tensor, owner: Tensor) -> list[Tensor]:
+    """Return the scores of each image with its captions, [captions] each; arguments as `selection_accuracy`."""
+    counts = owner.bincount(minlength=len(images)).tolist()
+    return [(image[None] @ captions.T)[0] for image, captions in zip(images, texts.split(counts), strict=True)]
+
+
+def selected(scores: Sequence[Tensor]) -> Tensor:
+    """Return where no score is above the first one, bool [N]."""
+    return torch.tensor([int(of_image.argmax()) == 0 for of_image in scores])
+
+
+def tied(scores: Sequence[Tensor]) -> Tensor:
+    """Return where the first score is equal to the highest of the others, up to `ROUNDING`, bool [N]."""
+    return torch.stack([(of_image[0] - of_image[1:].max()).abs() <= ROUNDING for of_image in scores])

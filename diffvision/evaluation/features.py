@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.shards.report import Tally
+from diffvision.evaluation.blind import Blind
 from diffvision.evaluation.cache import (
     Cache,
     Rows,
@@ -41,6 +43,16 @@ class Pairs(NamedTuple):
     images: Tensor  # [N, D] float32, unit length
     texts: Tensor  # [T, D] float32, unit length
     owner: Tensor  # [T] int64
+    captions: list[str]  # T, as the tokenizer reads them
+    kinds: list[str]  # N, "" of an image whose sample has none
+
+
+class Asked(NamedTuple):
+    """Images, and the objects that they are asked for; name t is asked of image `owner[t]`."""
+
+    images: Tensor  # [N, D] float32, unit length
+    names: list[str]  # T: of each image, those of objects in it, then as many of objects that are not
+    owner: Tensor  # [T] int64
 
 
 class Features:
@@ -58,6 +70,7 @@ class Features:
         precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
         progress: wraps an iterable in a progress bar, given also its description; None for silence.
         cache: keeps features beyond this object's life, those too of an evaluation that is ended.
+        blind: scores captions without the images, for composition and pairs; None for no blind baseline.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class Features:
         precision: Precision = "fp32",
         progress: Callable[[Any, str], Iterable] | None = None,
         cache: Cache | None = None,
+        blind: Blind | None = None,
     ) -> None:
         if precision not in ("fp32", *_AUTOCAST):
             raise ValueError(f"precision is {precision!r}: choose fp32, {', '.join(_AUTOCAST)}")
@@ -83,7 +97,7 @@ class Features:
         layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         self.dtype = layers[0].weight.dtype if layers else torch.float32
         self.progress = progress or (lambda batches, description: batches)
-        self.cache = cache
+        self.cache, self.blind = cache, blind
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
@@ -103,7 +117,20 @@ class Features:
             count = self._gathered(rows, "counts", torch.int64)
             self._refuse_empty(count, folder, split)
             owner = torch.arange(len(count)).repeat_interleave(count)
-            self._kept[key] = Pairs(self._gathered(rows, "images"), self._gathered(rows, "texts"), owner)
+            images, texts = self._gathered(rows, "images"), self._gathered(rows, "texts")
+            strings = self._strings(rows, "captions"), self._strings(rows, "kinds")
+            self._kept[key] = Pairs(images, texts, owner, *strings)
+        return self._kept[key]
+
+    def asked(self, folder: EvaluationFolder, split: str) -> Asked:
+        """Return features of the images of an `objects` folder, and the names of objects that they are asked for."""
+        key = ("asked", folder.path, split)
+        if key not in self._kept:
+            rows = self._rows(folder, split, self._encode_asked)
+            count = self._gathered(rows, "counts", torch.int64)
+            self._refuse_empty(count, folder, split)
+            owner = torch.arange(len(count)).repeat_interleave(count)
+            self._kept[key] = Asked(self._gathered(rows, "images"), self._strings(rows, "names"), owner)
         return self._kept[key]
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
@@ -198,6 +225,13 @@ class Features:
     def _gathered(self, rows: Rows, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return gather_rows(rows.get(key), self.device, dtype)
 
+    def _strings(self, rows: Rows, key: str) -> list[str]:
+        """Return strings that `_packed` made rows of, gathered."""
+        lengths = self._gathered(rows, f"{key}_bytes", torch.int64).tolist()
+        content = self._gathered(rows, key, torch.uint8).numpy().tobytes()
+        stops = itertools.accumulate(lengths)
+        return [content[stop - length : stop].decode() for stop, length in zip(stops, lengths, strict=True)]
+
     def _refuse_empty(self, rows: Tensor, folder: EvaluationFolder, split: str) -> None:
         if not len(rows):
             raise ValueError(f"split {split!r} of evaluation folder {folder.name!r} has no readable sample")
@@ -206,11 +240,20 @@ class Features:
         return {"images": self._encode_images(batch["image"]), "labels": batch["label"]}
 
     def _encode_captioned(self, batch: Any) -> Rows:
-        captions = batch["captions"]
+        captions = [text for of_image in batch["captions"] for text in of_image]
         return {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "texts": F.normalize(self._encode_texts([text for of_image in captions for text in of_image]), dim=-1),
-            "counts": torch.tensor([len(of_image) for of_image in captions]),
+            "texts": F.normalize(self._encode_texts(captions), dim=-1),
+            "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
+            **_packed("captions", captions),
+            **_packed("kinds", batch.get("kind") or [""] * len(batch["captions"])),
+        }
+
+    def _encode_asked(self, batch: Any) -> Rows:
+        return {
+            "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
+            "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
+            **_packed("names", [name for of_image in batch["captions"] for name in of_image]),
         }
 
     def _encode_images(self, images: Tensor) -> Tensor:
@@ -234,6 +277,13 @@ class Features:
         )
         with evaluating(self.model), autocast:
             yield
+
+
+def _packed(key: str, strings: Sequence[str]) -> Rows:
+    """Return strings as rows, which can be cached and gathered: their bytes, end to end, and the length of each."""
+    encoded = [string.encode() for string in strings]
+    content = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
+    return {key: content, f"{key}_bytes": torch.tensor([len(one) for one in encoded], dtype=torch.int64)}
 
 
 def _finite(features: Tensor, of: str) -> Tensor:

@@ -19,6 +19,7 @@ def evaluate(
     tasks: str | Sequence[str] | None = None,
     output: str | Path | None = None,
     cache: str | Path | None = None,
+    blind: str | Path | Model | None = None,
     batch_size: int = 64,
     num_workers: int = 2,
     device: str | None = None,
@@ -37,9 +38,12 @@ def evaluate(
             diffvision.Model(name="mine", host="open_clip", module=module, transform=transform, tokenizer=tokenizer).
         data: evaluation folders, or folders that hold some, or images as they lie on the disk.
         checkpoint: of a name: a file of weights, or a tag of pretrained ones.
-        tasks: names of evaluations, as a list or separated by commas; by default zero_shot, retrieval and composition.
+        tasks: names of evaluations, as a list or separated by commas; by default zero_shot, retrieval, composition,
+            pairs and objects.
         output: a file ending in .json, or a folder, for records as CLIP_benchmark has them.
         cache: folder that features are kept in, from which an evaluation that was ended resumes.
+        blind: a language model that reads the captions of composition and pairs without the images; a spec, or a model
+            that is open.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...; by default where an opened model is, and auto for the others.
@@ -79,6 +83,7 @@ def evaluate(
         tasks=tasks if tasks is None or isinstance(tasks, str) else list(tasks),
         output=None if output is None else str(output),
         cache=None if cache is None else str(cache),
+        blind=blind if blind is None or isinstance(blind, Model) else _spec(blind),  # type: ignore[arg-type]
         batch_size=batch_size,
         num_workers=num_workers,
         device=device or "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,36 @@ class PerSample(NamedTuple):
             (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
             for a, b in ((self.units, other.units), (self.classes, other.classes), (self.weights, other.weights))
         )
+
+
+MOST_KINDS = 64
+"""More kinds than these have their mean alone: ARO's pairs of attributes are over a hundred."""
+NO_KIND = "no kind"
+"""The kind of samples without one, where others have one."""
+
+
+def means(results: Mapping[str, PerSample | float]) -> dict[str, float]:
+    """Return the metrics; a number stands for itself, one that is no mean over samples."""
+    return {name: result.mean() if isinstance(result, PerSample) else result for name, result in results.items()}
+
+
+def by_kind(name: str, right: Tensor, kinds: Sequence[str]) -> dict[str, PerSample]:
+    """Return the metric `name` over all samples, and where they have kinds the mean over kinds and each kind's.
+
+    Args:
+        name: such as "acc": the others are "mean_per_kind_acc" and "acc/KIND".
+        right: bool [N].
+        kinds: of the samples, N; "" for one that has none.
+    """
+    results = {name: each(right)}
+    if any(kinds):
+        named = list(dict.fromkeys(kind or NO_KIND for kind in kinds))
+        classes = torch.tensor([named.index(kind or NO_KIND) for kind in kinds])
+        results[f"mean_per_kind_{name}"] = each(right, classes)
+        for number, kind in enumerate(named if len(named) <= MOST_KINDS else ()):
+            units = (classes == number).nonzero()[:, 0]
+            results[f"{name}/{kind}"] = PerSample(right[units], units)
+    return results
 
 
 def each(right: Tensor, classes: Tensor | None = None) -> PerSample:

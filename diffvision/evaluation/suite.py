@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.evaluation.blind import Blind
 from diffvision.evaluation.cache import Cache
 from diffvision.evaluation.classification import classification, classifier_samples
 from diffvision.evaluation.composition import composition, composition_samples
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
+from diffvision.evaluation.objects import objects, objects_samples
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import check_folder, write_json
+from diffvision.evaluation.pairs import pairs, pairs_samples
 from diffvision.evaluation.retrieval import retrieval, retrieval_samples
 from diffvision.evaluation.samples import PerSample
 from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
@@ -36,8 +39,9 @@ class Evaluation(NamedTuple):
     record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
     probe: bool = False  # fitted on a training split; reads no text
     asked: bool = False  # runs only if it is named in `tasks`, as the probes do
-    # The same metrics sample by sample; None where they are not means over samples of the split.
-    samples: Callable[[Features, Any, Options], dict[str, PerSample]] | None = None
+    # The same metrics sample by sample, or as a number those that are no mean over samples; None where none is.
+    samples: Callable[[Features, Any, Options], Mapping[str, PerSample | float]] | None = None
+    captions: bool = False  # a blind baseline says what its captions give away
 
     @property
     def by_default(self) -> bool:
@@ -47,7 +51,11 @@ class Evaluation(NamedTuple):
 EVALUATIONS = {
     "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification", samples=zero_shot_samples),
     "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval", samples=retrieval_samples),
-    "composition": Evaluation(composition, "composition", "image_caption_selection", samples=composition_samples),
+    "composition": Evaluation(
+        composition, "composition", "image_caption_selection", samples=composition_samples, captions=True
+    ),
+    "pairs": Evaluation(pairs, "pairs", "image_caption_pairs", samples=pairs_samples, captions=True),
+    "objects": Evaluation(objects, "objects", "object_presence", samples=objects_samples),
     "classification": Evaluation(classification, "zero_shot", "classification", asked=True, samples=classifier_samples),
     "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
@@ -71,6 +79,7 @@ def evaluate(
     options: Options = Options(),  # noqa: B008  frozen
     progress: Callable[[Any, str], Iterable] | None = None,
     cache: Cache | None = None,
+    blind: Blind | None = None,
 ) -> dict[str, float]:
     """Return metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
 
@@ -89,6 +98,7 @@ def evaluate(
         precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
         progress: wraps an iterable in a progress bar, given also its description.
         cache: of features, from which an evaluation that was ended resumes.
+        blind: a language model that reads the captions of composition and pairs without the images.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -110,6 +120,7 @@ def evaluate(
         precision=precision,
         progress=progress,
         cache=cache,
+        blind=blind,
     )
     return {
         f"{name}/{folder.name}/{metric}": value
@@ -201,6 +212,15 @@ def plan(
         kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
         raise ValueError(f"no folder fits {', '.join(idle)}: found {kinds}")
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
+
+
+def check_blind(planned: Iterable[tuple[EvaluationFolder, list[str]]]) -> None:
+    """Raise a ValueError if no evaluation has captions that a blind baseline could choose among."""
+    reading = [name for name, evaluation in EVALUATIONS.items() if evaluation.captions]
+    if not any(name in reading for _, names in planned for name in names):
+        raise ValueError(
+            f"blind is for {' and '.join(reading)}, and none of them runs: leave it out, or give such data"
+        )
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:

@@ -30,7 +30,8 @@ from diffvision.training.optim import OptimizerSettings, adamw, param_groups, sc
 from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
-HEADLINES = ("/acc1", "retrieval_recall@1", "/acc")  # metrics of an evaluation that the progress bar shows
+# Metrics of an evaluation that the progress bar shows.
+HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 
 
 class ContrastiveModule(TrainingModule):

@@ -20,7 +20,13 @@ Source = str | Path | Sequence[str | Path]
 """Data as the command line takes them: a path, or several."""
 
 _TOP = ("ckpt_path", "resume", "resume_ranks", "seed_everything", "trainer")  # all other settings are the trainer's
-HEADLINES = {"zero_shot": "acc1", "retrieval": "image_retrieval_recall@1", "composition": "acc"}
+HEADLINES = {
+    "zero_shot": "acc1",
+    "retrieval": "image_retrieval_recall@1",
+    "composition": "acc",
+    "pairs": "group_score",
+    "objects": "auc",
+}
 """Task of an evaluation folder -> the metric that checkpoints are chosen by."""
 _INTERRUPTED = 130  # exit status of a run that was saved and ended by SIGINT: Ctrl-C, or a notebook's stop button
 

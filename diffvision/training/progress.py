@@ -29,6 +29,8 @@ ALIASES = {
     r"retrieval/(?P<dataset>.+)/image_retrieval_recall@(?P<k>\d+)": "t2i R@{k}",
     r"retrieval/(?P<dataset>.+)/text_retrieval_recall@(?P<k>\d+)": "i2t R@{k}",
     r"composition/(?P<dataset>.+)/acc": "composition",
+    r"pairs/(?P<dataset>.+)/group_score": "pairs",
+    r"objects/(?P<dataset>.+)/auc": "objects",
     r"val/perplexity": "val ppl",
     r"train/samples_per_second": "img/s",
     r"train/tokens_per_second": "tok/s",

@@ -8,6 +8,7 @@ from PIL import Image
 from torch import nn
 
 from diffvision.data.shards.report import Limits, Report, Tally
+from diffvision.evaluation.features import Features
 
 
 @dataclass
@@ -15,7 +16,7 @@ class MemoryFolder:
     """What the evaluations ask of an `EvaluationFolder`; images are grey, of the value given."""
 
     task: str
-    rows: dict[str, list]  # split -> (grey value, label or captions)
+    rows: dict[str, list]  # split -> (grey value, label or captions, kind or not); of pairs, two rows a sample
     name: str = "memory"
     classnames: list[str] | None = None
     templates: list[str] | None = None
@@ -29,17 +30,19 @@ class MemoryFolder:
     def batches(self, transform, *, split="test", batch_size=64, num_workers=0, rank=0, world_size=1):
         self.reads.append(split)
         rows = self.rows[split]
-        start, stop = (len(rows) * r // world_size for r in (rank, rank + 1))
-        return MemoryBatches(list(self._batches(transform, rows, start, stop, batch_size)))
+        images = 2 if self.task == "pairs" else 1  # of a sample
+        start, stop = (len(rows) // images * r // world_size * images for r in (rank, rank + 1))
+        return MemoryBatches(list(self._batches(transform, rows, start, stop, batch_size * images)))
 
     def _batches(self, transform, rows, start, stop, batch_size):
         for first in range(start, stop, batch_size):
             own = rows[first : min(first + batch_size, stop)]
-            image = torch.stack([transform(Image.new("RGB", (8, 8), (grey,) * 3)) for grey, _ in own])
+            image = torch.stack([transform(Image.new("RGB", (8, 8), (row[0],) * 3)) for row in own])
             if self.task == "zero_shot":
                 yield {"image": image, "label": torch.tensor([label for _, label in own])}
             else:
-                yield {"image": image, "captions": [captions for _, captions in own]}
+                kinds = {"kind": [row[2] for row in own]} if len(own[0]) > 2 else {}
+                yield {"image": image, "captions": [row[1] for row in own], **kinds}
 
 
 @dataclass
@@ -119,5 +122,19 @@ def swapped():
 
 
 @pytest.fixture
+def paired():
+    """Three pairs of two kinds; in the second, the captions are of the other image."""
+    pairs = [((10, 200), "Texts"), ((100, 20), "State and Condition"), ((250, 150), "State and Condition")]
+    rows = [(grey, [f"grey {grey}"], kind) for greys, kind in pairs for grey in greys]
+    rows[2], rows[3] = (100, ["grey 20"], rows[2][2]), (20, ["grey 100"], rows[3][2])
+    return MemoryFolder("pairs", {"test": rows})
+
+
+@pytest.fixture
 def memory_folder():
     return MemoryFolder
+
+
+@pytest.fixture
+def features_of():
+    return Features

@@ -25,10 +25,15 @@ def _rank(rank, path, setup, results):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes inherit the model, which spawning would pickle")
-def test_two_ranks_equal_one(tmp_path, circle, to_tensor, numbers, classified, captioned, swapped, memory_folder):
+def test_two_ranks_equal_one(
+    tmp_path, circle, to_tensor, numbers, classified, captioned, swapped, paired, memory_folder
+):
     # Three captioned images: one and two a rank; one image of a single class: none and one.
     lone = memory_folder("zero_shot", {"test": [(10, 0)]}, classnames=["10", "200"], templates=["{c}"])
-    folders = [classified, captioned, swapped, lone]
+    asked = [(10, ["15", "100"]), (100, ["95", "20", "10", "250"]), (200, ["210", "190"])]
+    objects = memory_folder("objects", {"test": asked}, templates=["{c}"])
+    alone = memory_folder("pairs", {"test": paired.rows["test"][:2]})  # on one rank; the other one has nothing
+    folders = [classified, captioned, swapped, paired, alone, objects, lone]
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     setup = (circle, to_tensor, numbers, folders)

@@ -44,12 +44,14 @@ def run_overview(curves: Mapping[str, Curve]) -> Figure:
     """Return a figure of one run: a panel for each metric over the steps, and one for lambda of all layers.
 
     Args:
-        curves: as `curves.read_metrics` returns them; the counts of samples (`data/...`) are left out.
+        curves: as `curves.read_metrics` returns them; the counts of samples (`data/...`) and the metrics of single
+            kinds (`composition/DATASET/acc/KIND`) are left out.
     """
     import matplotlib as mpl
 
     layers = {name: curve for name, curve in curves.items() if name.startswith("lambda/")}
-    shown = [name for name in curves if not name.startswith(("data/", "lambda")) and _says_something(curves[name])]
+    named = [name for name in curves if not name.startswith(("data/", "lambda")) and name.count("/") < 3]
+    shown = [name for name in named if _says_something(curves[name])]
     shown.sort(key=lambda name: (not name.endswith("loss"), name.startswith("train/"), name))
     count = len(shown) + bool(layers)
     columns = min(4, max(count, 1))

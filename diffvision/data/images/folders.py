@@ -2,11 +2,15 @@
 
     FOLDER/
         classnames.txt  zeroshot_classification_templates.txt     for classification; templates hold {c}
-        dataset_type.txt                                          "retrieval" where samples have captions
+        dataset_type.txt                                          one of KINDS; "retrieval" for captions
         test/nshards.txt  test/0.tar  ...                         and other splits next to it
 
 A folder called `composition`, or with that word in dataset_type.txt, has for each image its right caption and then
-wrong ones. Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`.
+wrong ones. One with `pairs` there has two images and two captions a sample (0.png, 1.png, 0.txt, 1.txt; caption i is of
+image i), one with `objects` an image and {"present": [...], "absent": [...]} in a member json. Samples of composition
+and pairs may have {"kind": "swapped colours"} in such a member.
+
+Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`.
 """
 
 import os
@@ -21,8 +25,11 @@ from diffvision.data.images.datasets import TORCHVISION
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.samples import (
     CaptionMember,
+    Composition,
     ImageLabel,
     ImageMember,
+    ImageObjects,
+    ImagePair,
     Retrieval,
     Tokenizer,
     Transform,
@@ -34,7 +41,9 @@ from diffvision.data.shards.sample import SampleKind
 from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.storage import ShardSet
 
-TASKS = ("zero_shot", "retrieval", "composition")
+TASKS = ("zero_shot", "retrieval", "composition", "pairs", "objects")
+KINDS = ("classification", *TASKS[1:])
+"""What dataset_type.txt may say; without that file, a folder is for classification."""
 TEMPLATES = ("a photo of a {c}.",)
 """Of images in a folder for each class, which come with no templates."""
 _MAX_DEPTH = 3
@@ -46,7 +55,7 @@ class EvaluationFolder:
 
     Attributes:
         name: as given, else that of the folder, or of its parent where the folder is called after its task.
-        task: "zero_shot", "retrieval" or "composition": what its samples are for.
+        task: one of TASKS: what its samples are for.
         classnames, templates: lines of the text files; empty where there are none.
         splits: the splits it has, such as ["test", "train"].
         transform, tokenizer: what `bound` gave; defaults for `batches`.
@@ -61,15 +70,12 @@ class EvaluationFolder:
         if not self.splits:
             raise ValueError(f"{path} is no evaluation folder: no split such as test/ with nshards.txt and 0.tar")
         kind = " ".join(lines_of(self.path / "dataset_type.txt")).lower() or "classification"
-        if kind not in ("classification", "retrieval", "composition"):
-            raise ValueError(
-                f"{self.path}/dataset_type.txt says {kind!r}: only classification, retrieval and composition are read"
-            )
+        if kind not in KINDS:
+            raise ValueError(f"{self.path}/dataset_type.txt says {kind!r}: only {', '.join(KINDS)} are read")
         absolute = Path(os.path.abspath(self.path))  # a link keeps the name that the user gave it
-        if kind == "classification":
-            self.task = "zero_shot"
-        else:
-            self.task = "composition" if "composition" in (kind, absolute.name) else "retrieval"
+        self.task = "zero_shot" if kind == "classification" else kind
+        if kind == "retrieval" and absolute.name == "composition":
+            self.task = "composition"
         self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
         self.classnames = lines_of(self.path / "classnames.txt")
         self.templates = lines_of(self.path / "zeroshot_classification_templates.txt")
@@ -109,7 +115,13 @@ class EvaluationFolder:
     def kind(self, transform: Transform) -> SampleKind:
         """Return what is made of its samples."""
         image = ImageMember(transform)
-        return ImageLabel(image) if self.task == "zero_shot" else Retrieval(image, CaptionMember())
+        if self.task == "zero_shot":
+            return ImageLabel(image)
+        if self.task == "pairs":
+            return ImagePair(transform)
+        if self.task == "objects":
+            return ImageObjects(image)
+        return Composition(image, CaptionMember()) if self.task == "composition" else Retrieval(image, CaptionMember())
 
     def samples(self, split: str) -> ShardSet | ImageSet:
         """Return the samples of a split."""

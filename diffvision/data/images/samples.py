@@ -37,6 +37,8 @@ IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
 """The usual names of a caption in JSON and in tables."""
 LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label")
+MAX_KIND = 60
+"""Characters of a sample's kind, which is part of the names of metrics."""
 _LISTED = 6  # members, in a reason
 
 Transform = Callable[[Image.Image], Tensor]
@@ -213,3 +215,92 @@ class Retrieval:
         """Join decoded samples into a batch."""
         images, captions = zip(*items, strict=True)
         return {"image": default_collate(list(images)), "captions": list(captions)}
+
+
+class Composition:
+    """`RetrievalBatch`: an image, its captions, the right one first, and what kind of sample it is."""
+
+    def __init__(self, image: ImageMember, caption: CaptionMember) -> None:
+        self._captioned = Retrieval(image, caption)
+
+    def decode(self, members: Members) -> tuple[str, tuple[Tensor, list[str]]]:
+        """Decode one sample."""
+        return kind_of(members), self._captioned.decode(members)
+
+    def collate(self, items: list[tuple[str, tuple[Tensor, list[str]]]]) -> RetrievalBatch:
+        """Join decoded samples into a batch."""
+        kinds, captioned = zip(*items, strict=True)
+        return {**self._captioned.collate(list(captioned)), "kind": list(kinds)}
+
+
+class ImagePair:
+    """`RetrievalBatch`: two images with a caption each, from `0.png` and `1.png` (or jpg) and `0.txt` and `1.txt`."""
+
+    def __init__(self, transform: Transform) -> None:
+        self._images = [ImageMember(transform, [f"{side}.{key}" for key in IMAGE_KEYS]) for side in (0, 1)]
+        self._captions = [CaptionMember(f"{side}.txt") for side in (0, 1)]
+
+    def decode(self, members: Members) -> tuple[str, list[Tensor], list[str]]:
+        """Decode one sample."""
+        names = members.names()
+        for side, (image, caption) in enumerate(zip(self._images, self._captions, strict=True)):
+            for one, what in ((image.keys, f"{side}.png or {side}.jpg"), ((caption.key,), caption.key)):
+                if not set(one) & set(names):
+                    raise BadSample(f"missing {what}: the sample has {', '.join(names[:_LISTED]) or 'no members'}")
+        captions = [caption.one(members) for caption in self._captions]
+        return kind_of(members), [image(members) for image in self._images], captions
+
+    def collate(self, items: list[tuple[str, list[Tensor], list[str]]]) -> RetrievalBatch:
+        """Join decoded samples into a batch, the two images of each next to each other."""
+        return {
+            "image": default_collate([image for _, images, _ in items for image in images]),
+            "captions": [[caption] for _, _, captions in items for caption in captions],
+            "kind": [kind for kind, _, _ in items for _ in range(2)],
+        }
+
+
+class ImageObjects:
+    """`RetrievalBatch`: an image with names of objects in it, then as many of objects that are not.
+
+    They are the lists `present` and `absent` of the sample's JSON; absent[i] is asked against present[i].
+    """
+
+    def __init__(self, image: ImageMember) -> None:
+        self.image = image
+
+    def decode(self, members: Members) -> tuple[Tensor, list[str]]:
+        """Decode one sample."""
+        record = _record(members)
+        if record is None:
+            raise BadSample("missing json, which has the lists present and absent")
+        lists = [record.get(name) for name in ("present", "absent")]
+        present, absent = [names if isinstance(names, list) and names and is_caption(names) else [] for names in lists]
+        if not present or len(present) != len(absent):
+            raise BadSample("present and absent in the JSON are not two lists of names of one length")
+        return self.image(members), [clean_caption(name) for name in (*present, *absent)]
+
+    def collate(self, items: list[tuple[Tensor, list[str]]]) -> RetrievalBatch:
+        """Join decoded samples into a batch."""
+        images, names = zip(*items, strict=True)
+        return {"image": default_collate(list(images)), "captions": list(names)}
+
+
+def kind_of(members: Members) -> str:
+    """Return what kind of sample it is, the field `kind` of its JSON; "" where it has none.
+
+    Raises:
+        BadSample: the JSON is damaged, or its kind cannot be part of a metric's name.
+    """
+    kind = (_record(members) or {}).get("kind", "")
+    if not isinstance(kind, str) or not kind.isprintable() or "/" in kind or len(kind) > MAX_KIND:
+        raise BadSample(f"kind in the JSON is not a text of {MAX_KIND} characters or fewer without a slash")
+    return kind.strip()
+
+
+def _record(members: Members) -> dict[str, Any] | None:
+    size = members.size("json")
+    if size is None:
+        return None
+    if size > MAX_JSON_BYTES:
+        raise BadSample("JSON too large")
+    return json_record(members.read("json", size))

@@ -68,6 +68,61 @@ def test_a_retrieval_folder(corpus, tmp_path):
     assert batch["image"].shape == (3, 3, 2, 2)
 
 
+def test_kinds_of_composition(corpus, tmp_path):
+    samples = captioned(corpus, 4)
+    samples[0]["json"], samples[2]["json"] = b'{"kind": "swapped colours"}', b'{"source": "by hand"}'
+    samples[3]["json"] = b'{"kind": "a/b"}'  # metrics have slashes in their names
+    folder = EvaluationFolder(folder_of(tmp_path / "composition", corpus, samples, dataset_type="retrieval"))
+    batches = folder.batches(to_float, limits=LENIENT)
+    (batch,) = batches
+    assert batch["kind"] == ["swapped colours", "", ""]
+    assert [captions[0] for captions in batch["captions"]] == ["right 0", "right 1", "right 2"]
+    refused = "kind in the JSON is not a text of 60 characters or fewer without a slash"
+    assert batches.report.skipped == {refused: 1}
+
+
+def test_a_folder_of_pairs(corpus, tmp_path):
+    def pair(n, **members):
+        texts = {f"{side}.txt": f"caption {2 * n + side}" for side in (0, 1)}
+        images = {f"{side}.png": corpus.png(2 * n + side) for side in (0, 1)}
+        return {"__key__": f"s{n}", **images, **texts, **members}
+
+    lone = pair(2)
+    del lone["1.png"]
+    samples = [pair(0, json=b'{"kind": "Texts"}'), pair(1), lone]
+    folder = EvaluationFolder(folder_of(tmp_path / "mmvp" / "pairs", corpus, samples, dataset_type="pairs", shards=1))
+    assert (folder.name, folder.task) == ("mmvp", "pairs")
+    batches = folder.batches(to_float, limits=LENIENT)
+    (batch,) = batches
+    assert corpus.numbers(batch["image"]) == [0, 1, 2, 3]  # the two of a sample next to each other
+    assert batch["captions"] == [["caption 0"], ["caption 1"], ["caption 2"], ["caption 3"]]
+    assert batch["kind"] == ["Texts", "Texts", "", ""]
+    assert batches.report.skipped == {"missing 1.png or 1.jpg: the sample has 0.png, 0.txt, 1.txt": 1}
+
+
+def test_a_folder_of_objects(corpus, tmp_path):
+    records = [
+        b'{"present": ["dog", "cat"], "absent": ["car", "bus"]}',
+        b'{"present": ["dog"], "absent": []}',
+        b'{"present": "dog", "absent": "car"}',
+        b'{"present": ["potted plant"], "absent": ["dog"]}',
+    ]
+    samples = [{"__key__": f"s{n}", "png": corpus.png(n), "json": record} for n, record in enumerate(records)]
+    samples.append({"__key__": "s9", "png": corpus.png(9)})
+    path = folder_of(tmp_path / "objects-popular", corpus, samples, dataset_type="objects")
+    (path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}")
+    folder = EvaluationFolder(path)
+    assert (folder.name, folder.task, folder.templates) == ("objects-popular", "objects", ["a photo of a {c}"])
+    batches = folder.batches(to_float, limits=LENIENT)
+    (batch,) = batches
+    assert corpus.numbers(batch["image"]) == [0, 3]
+    assert batch["captions"] == [["dog", "cat", "car", "bus"], ["potted plant", "dog"]]
+    assert batches.report.skipped == {
+        "present and absent in the JSON are not two lists of names of one length": 2,
+        "missing json, which has the lists present and absent": 1,
+    }
+
+
 def test_folders_called_after_their_task_have_their_parents_name(corpus, tmp_path, monkeypatch):
     folder_of(tmp_path / "mine" / "composition", corpus, captioned(corpus, 3), dataset_type="retrieval")
     folder_of(tmp_path / "mine" / "retrieval", corpus, captioned(corpus, 3), dataset_type="retrieval")

@@ -1,0 +1,101 @@
+"""Which objects are in an image, asked of image-text models: POPE's questions (arXiv 2305.10355), by similarity.
+
+POPE asks a model that answers in words. A CLIP has scores: these metrics say how well they separate objects that are in
+an image from objects that are not, and need a threshold only for POPE's five.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from diffvision.data.images.folders import TEMPLATES, EvaluationFolder
+from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.prompts import Prompts
+from diffvision.evaluation.samples import PerSample, means
+
+
+def objects(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+    """Return auc, ap, paired_acc, paired_ties, and POPE's accuracy, precision, recall, f1, yes_ratio.
+
+    `asked_metrics` defines them. The score of an object is the cosine similarity of the image and the object's vector,
+    the normalised mean of its prompts' unit vectors.
+    """
+    return means(objects_samples(features, folder, options))
+
+
+def objects_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample | float]:
+    """Return the metrics of `objects`, question by question where they are means over questions."""
+    asked = features.asked(folder, options.split)
+    if len(asked.images) < 2:
+        raise ValueError(
+            f"evaluation folder {folder.name!r} has 1 image in split {options.split!r}: objects needs at least 2, "
+            "because the threshold for each half of the images is chosen on the other half"
+        )
+    names = sorted(set(asked.names))
+    vectors = features.classes(Prompts(names, folder.templates or list(TEMPLATES), None).texts())
+    row = {name: number for number, name in enumerate(names)}
+    scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.names]]).sum(dim=1)
+    return asked_metrics(*_sides(scores, asked.owner))
+
+
+def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> dict[str, PerSample | float]:
+    """Return metrics of the scores of Q pairs of objects, one in the image and one not.
+
+    auc, ap: area under the ROC curve, and average precision, of all 2Q questions, yes being the positive answer.
+    paired_acc: the share of pairs whose present object scores higher; a tie is wrong, and paired_ties their share.
+    accuracy, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images are in two
+    halves by turns; the threshold of each is the one of the highest accuracy on the other. (That of the highest F1 is
+    yes to everything where scores are weak, the fault that POPE found.)
+
+    Args:
+        present, absent: float [Q].
+        owner: int64 [Q], the image of each pair.
+    """
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    scores, units = torch.cat([present, absent]), torch.cat([owner, owner])
+    truth = torch.arange(len(scores)) < len(present)
+    yes = torch.zeros_like(truth)
+    for half in (0, 1):
+        measured = units % 2 == half
+        yes[measured] = scores[measured] > best_threshold(scores[~measured], truth[~measured])
+    hits, answered = int((yes & truth).sum()), int(yes.sum())
+    return {
+        "auc": float(roc_auc_score(truth.numpy(), scores.numpy())),
+        "ap": float(average_precision_score(truth.numpy(), scores.numpy())),
+        "paired_acc": PerSample(present > absent, owner),
+        "paired_ties": PerSample(present == absent, owner),
+        "accuracy": PerSample(yes == truth, units),
+        "precision": hits / answered if answered else math.nan,
+        "recall": PerSample(yes[truth], owner),
+        "f1": 2 * hits / (answered + len(present)),
+        "yes_ratio": PerSample(yes, units),
+    }
+
+
+def best_threshold(scores: Tensor, truth: Tensor) -> float:
+    """Return the threshold of the highest accuracy, halfway between two scores; of several the middle one.
+
+    Args:
+        scores: float [N].
+        truth: bool [N]; yes is right above the threshold.
+    """
+    values = scores.double().unique()
+    cuts = torch.cat([values[:1] - 1, (values[:-1] + values[1:]) / 2, values[-1:] + 1])
+    ordered, order = scores.double().sort()
+    # Below a cut, each no is right and each yes is wrong.
+    right_below = torch.cat([torch.zeros(1), (~truth[order]).double().cumsum(0) - truth[order].double().cumsum(0)])
+    gained = right_below[torch.searchsorted(ordered, cuts)]
+    best = (gained == gained.max()).nonzero()[:, 0]
+    return float(cuts[best[len(best) // 2]])
+
+
+def _sides(scores: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of present objects, of absent ones, and the image of each of these pairs."""
+    counts = owner.bincount()
+    present, absent = torch.cat([of_image.view(2, -1) for of_image in scores.split(counts.tolist())], dim=1)
+    return present, absent, torch.arange(len(counts)).repeat_interleave(counts // 2)
