@@ -23,6 +23,10 @@ class Dataset:
 
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
+_TEXT = (
+    "a folder of unpacked packages (`apt-get download dict-gcide wordnet-base python3.11-doc linux-doc-6.1 && for d in "
+    "*.deb; do dpkg-deb -x $d packages; done`), or names of installed ones, such as gcide,python-doc,stdlib"
+)
 _EMOJI = (
     "the FOLDER of `npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter "
     "openmoji` (openmoji may be left out)"
@@ -43,6 +47,7 @@ MADE: dict[str, Dataset] = {
         _FASHION,
     ),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
+    "text": Dataset("diffvision.data.made.text:make_text", frozenset({"source"}), _TEXT),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
     "emoji": Dataset("diffvision.data.made.emoji:make_emoji", frozenset({"source", "seed"}), _EMOJI),
     "openclipart": Dataset(
