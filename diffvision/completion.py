@@ -42,7 +42,8 @@ _diffvision() {
         case "$command" in
 @OPTIONS@
         esac
-    elif [[ $COMP_CWORD -eq $first ]]; then
+    elif [[ $COMP_CWORD -eq $first ||
+        (" @SEVERAL@ " == *" $command "* && " ${COMP_WORDS[*]:first:COMP_CWORD-first}" != *" -"*) ]]; then
         case "$command" in
 @FIRST@
         esac
@@ -84,6 +85,15 @@ def options(command: str) -> dict[str, list[str]]:
 
         every[""] = list(MADE)
     return every | ({JSON: []} if command in TABLES else {})
+
+
+def takes_several(command: str) -> bool:
+    """Return whether a command's first argument, a model, may be given several times."""
+    if command in TRAINER_COMMANDS:
+        return False
+    module, function, _ = COMMANDS[command]
+    first = next(iter(inspect.signature(getattr(importlib.import_module(module), function)).parameters.values()), None)
+    return first is not None and first.name in ("model", "models") and "list[str]" in str(first.annotation)
 
 
 def _of_function(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
@@ -149,6 +159,7 @@ def _bash(commands: dict[str, dict[str, list[str]]]) -> str:
     cases = {
         "COMMANDS": " ".join(first),
         "DATA": " ".join(of_data),
+        "SEVERAL": " ".join(name for name in commands if takes_several(name)),
         "VALUES": "\n".join(
             f'        "{name} {option}") words="{" ".join(values)}" ;;'
             for name, of_command in commands.items()
@@ -187,7 +198,9 @@ def _fish(commands: dict[str, dict[str, list[str]]]) -> str:
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
         for option, values in of_command.items():
             valued = "" if option == JSON else " -x" if values and option not in _PATHS else " -r"  # -x: no files
-            flag = f" -l {option.removeprefix('--')}{valued}" if option else " -f"
+            # A model may be a file or a folder too.
+            no_files = "" if values == _models() else " -f"
+            flag = f" -l {option.removeprefix('--')}{valued}" if option else no_files
             chosen = f" -a '{' '.join(values)}'" if values else ""
             if option or values:
                 lines.append(f"complete -c diffvision -n '{seen}'{flag}{chosen}")

@@ -24,7 +24,8 @@ def generate_text(
     """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
     Args:
-        model: a .ckpt of our language training, the folder of a language model, or a name with `checkpoint`.
+        model: the directory of a run of our language training or a .ckpt of it, the folder of a language model, or a
+            name with `checkpoint`.
         prompt: text to continue.
         checkpoint: if model is a name: its weights, a .ckpt file or a folder.
         max_new_tokens: the largest number of tokens to generate.

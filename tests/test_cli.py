@@ -79,7 +79,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),
         ("evaluate --data .", 2, "the following arguments are required: model; see diffvision evaluate --help"),
         ("models --filter nope*", 1, "none of our models matches 'nope*': leave out --filter to see all"),
-        ("models --filter zzz_vit_bas*", 1, "matches 'zzz_vit_bas*': the nearest names are diff_vit_base"),
+        ("models --filter zzz_diff_vit_bas*", 1, "matches 'zzz_diff_vit_bas*': the nearest names are diff_vit_base"),
         (
             "evaluate CLIP-debug --data . --precision fp8",
             2,

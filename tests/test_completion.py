@@ -32,6 +32,13 @@ def script(tmp_path_factory):
         ("data ch", ["check"]),
         ("data make digit", ["digits", "digit-scenes"]),
         ("evaluate CLIP-d", ["CLIP-debug"]),
+        ("evaluate CLIP-debug CLIP-d", ["CLIP-debug"]),
+        ("compare runs/a CLIP-debug CLIP-d", ["CLIP-debug"]),
+        ("evaluate-language a diff-de", ["diff-debug"]),
+        ("inspect CLIP-debug CLIP-d", []),  # it takes one
+        ("inspect CLIP-debug --versus CLIP-d", ["CLIP-debug"]),
+        ("compare CLIP-debug --data CLIP-d", []),
+        ("compare CLIP-debug --data x CLIP-d", []),
         ("evaluate CLIP-debug --batch", ["--batch_size"]),
         ("compare CLIP-debug DiffCLIP-debug --rou", ["--rounds"]),
         ("evaluate CLIP-debug --precision ", ["fp32", "bf16", "fp16"]),
@@ -72,4 +79,6 @@ def test_other_shells(capsys):
     assert (
         "complete -c diffvision -n '__fish_seen_subcommand_from evaluate' -l precision -x -a 'fp32 bf16 fp16'" in fish
     )
+    assert "from data; and __fish_seen_subcommand_from make' -f -a 'digits " in fish
+    assert "-n '__fish_seen_subcommand_from evaluate' -a '" in fish  # and files
     assert cli.main(["completion", "tcsh"]) == 2

@@ -19,7 +19,7 @@ from diffvision.export.folders import save_folder
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.checkpoint import read_checkpoint, read_origin
-from diffvision.opening import labelled, open_model
+from diffvision.opening import best_checkpoint, labelled, open_model, run_in
 from diffvision.opening.texts import HuggingFaceTokenizer
 
 NAME = "DiffCLIP-debug"
@@ -199,6 +199,8 @@ def theirs(house):
         ("diff_vit_debug", "timm", "diff_vit_debug", None),
         ("diff-debug", "language", "diff-debug", None),
         ("run/checkpoints/last.ckpt", "open_clip", NAME, "run/checkpoints/last.ckpt"),
+        ("run", "open_clip", NAME, "run/checkpoints/last.ckpt"),
+        ("run/checkpoints", "open_clip", NAME, "run/checkpoints/last.ckpt"),
         ("text.ckpt", "language", "diff-debug", "text.ckpt"),
         ("clip", "open_clip", "clip", "clip"),
         ("local-dir:clip", "open_clip", "clip", "clip"),
@@ -271,6 +273,40 @@ def test_labels(tmp_path, monkeypatch):
     Path("epoch=3.ckpt").write_text("")
     assert labelled("epoch=3.ckpt") == ("epoch=3", "epoch=3.ckpt")
     assert labelled(".") == ("model", ".")
+    for spec in ("V1/0.8=epoch=3.ckpt", "V1:0.8=CLIP-debug", "a/b=hf:meta/llama"):
+        with pytest.raises(ValueError, match=r"^the label '.*' of .* has a '[/:]' in it: write it without / and :"):
+            labelled(spec)
+
+
+def best_of(folder, best):
+    """Write a run whose last checkpoint names its best one."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    state = {"monitor": "val/acc1", "best_model_path": f"/elsewhere/{best}", "best_model_score": torch.tensor(0.5)}
+    torch.save({}, folder / "checkpoints" / best)
+    content = {"global_step": 1234, "callbacks": {"ModelCheckpoint{'monitor': ...}": state}}
+    torch.save(content, folder / "checkpoints" / "last.ckpt")
+    return folder
+
+
+def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path, monkeypatch):
+    run = best_of(tmp_path / "out" / "fit" / "version_0", "best.ckpt")
+    assert best_checkpoint(run) == (run / "checkpoints" / "best.ckpt", "best val/acc1 0.5000")
+    for folder in (run, run / "checkpoints", tmp_path / "out", tmp_path):
+        assert run_in(folder) == run
+    (tmp_path / "out" / "fit" / "version_1" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "fit" / "version_1" / "config.yaml").write_text("")
+    assert run_in(tmp_path / "out") == run  # the other was never trained
+    monkeypatch.chdir(run / "checkpoints")
+    assert run_in(".") == run
+    (run / "checkpoints" / "best.ckpt").unlink()
+    assert best_checkpoint(run) == (run / "checkpoints" / "last.ckpt", "last, step 1,234")
+    (run / "checkpoints" / "last.ckpt").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read: name another checkpoint of the run"):
+        best_checkpoint(run)
+    assert run_in(tmp_path / "none") is None
+    (tmp_path / "config.json").write_text("{}")
+    assert run_in(tmp_path) is None  # the folder of a model
 
 
 def test_names_with_weights(house, monkeypatch):
@@ -293,7 +329,15 @@ def test_names_with_weights(house, monkeypatch):
         ("", {}, ValueError, "the model is '': give a model's name"),
         ("clip", {"preprocess": {"mean": [0, "x", 0]}}, ValueError, "preprocess.mean is .*: give three numbers"),
         ("local-dir:none", {}, FileNotFoundError, "no folder 'none'"),
-        ("run", {}, ValueError, r"is the directory of a run: give one of the files in its checkpoints/ \(last.ckpt\)"),
+        (
+            "local-dir:run",
+            {},
+            ValueError,
+            r"directory of a run: give it without local-dir:, or one of .* \(last.ckpt\)",
+        ),
+        ("run", {"checkpoint": "bare.pt"}, ValueError, "run is a model with weights: leave checkpoint out"),
+        ("runs", {}, ValueError, r"runs has 2 runs in it: name one of them \(runs/a, runs/b\)"),
+        ("runs/a", {}, ValueError, "runs/a has no checkpoint in checkpoints/: train it first"),
         ("bare.pt", {}, ValueError, "does not say of which model: give the model's name first, and the file as"),
         ("diff_vit_debg", {}, ValueError, "nearest names are diff_vit_debug"),
         ("dif-debug", {}, ValueError, "nearest names are diff-debug"),
@@ -314,6 +358,9 @@ def test_names_with_weights(house, monkeypatch):
 def test_what_names_no_model_is_one_sentence(spec, settings, error, message, house, monkeypatch):
     monkeypatch.chdir(house)
     train_tokenizer([Path(__file__).read_text(encoding="utf-8")], 320).save("large/tokenizer.json")
+    for run in ("runs/a", "runs/b"):
+        Path(run, "checkpoints").mkdir(parents=True, exist_ok=True)
+        Path(run, "config.yaml").write_text("")
     with pytest.raises(error, match=message):
         open_model(spec, **settings)
 

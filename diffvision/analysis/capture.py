@@ -16,8 +16,10 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch import Tensor, nn
 
-from diffvision.nn import AttentionLayer
+from diffvision.nn import AttentionLayer, DintAttention, VisualContrastAttention
 from diffvision.nn.attention import boolean_mask
+from diffvision.nn.contrast import NO_MAPS
+from diffvision.nn.dint import mean_of_rows
 
 _TIMM = (TimmDiffAttention, DiffParallelScalingBlock)
 _INTERFACE = "diffvision_captured"  # the name of our function in transformers' attention interface
@@ -32,6 +34,7 @@ class Scores(NamedTuple):
     logits: Tensor  # [B, H, P, M, N] in float32 or better, scaled, before the mask
     allowed: Tensor  # boolean, broadcastable to the logits: True = may attend
     lam: Tensor | None = None  # broadcastable to [B, H, M, 1]; None in standard layers
+    integral: bool = False  # whether lambda times the mean of map 1 is added (DINT)
 
     def maps(self) -> Tensor:
         """Return the softmax maps [B, H, P, M, N]; a row that may attend to nothing is zeros."""
@@ -41,10 +44,24 @@ class Scores(NamedTuple):
     def applied(self) -> Tensor:
         """Return what multiplies the values, [B, H, M, N]: map 1 - lambda * map 2, or the one map."""
         maps = self.maps()
-        return maps[:, :, 0] if self.lam is None else maps[:, :, 0] - self.lam * maps[:, :, 1]
+        if self.lam is None:
+            return maps[:, :, 0]
+        difference = maps[:, :, 0] - self.lam * maps[:, :, 1]
+        return difference + self.lam * self.mean(maps) if self.integral else difference
+
+    def mean(self, maps: Tensor) -> Tensor:
+        """Return DINT's mean of map 1 of the maps [B, H, 2, N, N], for each query over those that it may attend to."""
+        allowed = self.allowed.expand_as(maps)[:, :, 0]
+        return mean_of_rows(maps[:, :, 0], allowed, is_causal=False)
 
     def last_query(self) -> Scores:
-        """Return the scores of the last query alone, M = 1."""
+        """Return the scores of the last query alone, M = 1.
+
+        Raises:
+            ValueError: the layer is DINT's, where a row depends on the other queries.
+        """
+        if self.integral:
+            raise ValueError("a row of DINT's map depends on the other queries: take the last row of `applied()`")
         lam = None if self.lam is None else self.lam[..., -1:, :]
         return Scores(self.logits[..., -1:, :], self.allowed[..., -1:, :], lam)
 
@@ -88,7 +105,8 @@ class Call:
         allowed = allowed.tril(keys - queries) if self.is_causal else allowed
         if self.mask is not None:  # [B, H, M, N]: the maps of a head share it
             allowed = allowed & self.mask.reshape((1,) * (4 - self.mask.dim()) + self.mask.shape).unsqueeze(2)
-        return Scores(logits, allowed, None if self.lam is None else self.lam.to(dtype))
+        integral = isinstance(self.layer, DintAttention)
+        return Scores(logits, allowed, None if self.lam is None else self.lam.to(dtype), integral)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values of each head, [B, H, N, V]."""
@@ -123,7 +141,7 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, layer in model.named_modules():
-            if isinstance(layer, AttentionLayer):
+            if isinstance(layer, AttentionLayer) and _has_maps(layer):
                 stack.enter_context(_captured_ours(name, layer, counted))
             elif isinstance(layer, _TIMM):
                 stack.enter_context(_captured_timm(name, layer, counted))
@@ -136,7 +154,10 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
 
 def check_attention(model: nn.Module) -> None:
     """Raise a ValueError, before any work, if the model has no attention that can be captured."""
-    if not any(isinstance(layer, (AttentionLayer, *_TIMM)) for layer in model.modules()) and not is_transformers(model):
+    kinds = (AttentionLayer, *_TIMM)
+    if not any(isinstance(layer, kinds) and _has_maps(layer) for layer in model.modules()) and not is_transformers(
+        model
+    ):
         raise ValueError(_no_attention(model))
 
 
@@ -169,7 +190,13 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
             model(batch["tokens"], **({"use_cache": False} if is_transformers(model) else {}))
 
 
+def _has_maps(layer: nn.Module) -> bool:
+    return not isinstance(layer, VisualContrastAttention)
+
+
 def _no_attention(model: nn.Module) -> str:
+    if not all(_has_maps(layer) for layer in model.modules()):
+        return f"no attention of this {type(model).__name__} can be captured: {NO_MAPS}"
     return (
         f"no attention of this {type(model).__name__} can be captured: give one of our models or their plain twins "
         "(`diffvision models` lists them), timm's differential attention, or a transformers model that uses its "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
-from diffvision.nn import AttentionLayer, DexAttention
+from diffvision.nn import AttentionLayer, DexAttention, VisualContrastAttention
 
 
 def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> dict[str, float]:
@@ -31,6 +31,8 @@ def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
     for name, layer in model.named_modules():
         if isinstance(layer, DexAttention):  # its lambda weights outputs of heads, not maps
             lambdas[name] = layer.current_lambda().item()
+        if isinstance(layer, VisualContrastAttention):
+            lambdas |= {f"{name}.stage{n}": lam.item() for n, lam in enumerate(layer.compute_lambdas(), start=1)}
         if not isinstance(layer, AttentionLayer) or not hasattr(layer, "compute_lambda"):
             continue
         compute: Any = layer.compute_lambda

@@ -35,13 +35,18 @@ class LayerMaps:
     values: Tensor | None = None  # [H, N, V]; None where they are not captured
     norm: Callable[[Tensor], Tensor] = _unchanged  # of head outputs [H, N, V]
     factor: float = 1.0  # 1 - lambda_init, where there is one
+    mean: Tensor | None = None  # of map 1 [H, N, N], which DINT adds lambda times
 
     @property
     def applied(self) -> Tensor:
-        """What multiplies the values, [H, N, N]: map 1 - lambda * map 2 (rows sum to 1 - lambda), or the one map."""
+        """What multiplies the values, [H, N, N]: map 1 - lambda * map 2 (rows sum to 1 - lambda), or the one map.
+
+        In DINT layers lambda times the mean of map 1 is added, and rows sum to 1.
+        """
         if self.lam is None:
             return self.maps[:, 0]
-        return self.maps[:, 0] - self.lam * self.maps[:, 1]
+        difference = self.maps[:, 0] - self.lam * self.maps[:, 1]
+        return difference if self.mean is None else difference + self.lam * self.mean
 
     def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
@@ -57,7 +62,8 @@ class LayerMaps:
         """Return the maps of the first tokens only; in a causal layer they do not depend on the later tokens."""
         lam = None if self.lam is None else self.lam[:, :tokens]
         values = None if self.values is None else self.values[:, :tokens]
-        return replace(self, maps=self.maps[..., :tokens, :tokens], lam=lam, values=values)
+        mean = None if self.mean is None else self.mean[:, :tokens, :tokens]
+        return replace(self, maps=self.maps[..., :tokens, :tokens], lam=lam, values=values, mean=mean)
 
 
 def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | None = None) -> list[LayerMaps]:
@@ -80,9 +86,13 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
     if (count := len(next(iter(batch.values())))) != 1:
         raise ValueError(f"layer_maps takes one image or text, got a batch of {count}")
     return [
-        LayerMaps(layer.name, layer.maps.cpu(), None if layer.lam is None else layer.lam.cpu(), layer.causal)
+        LayerMaps(layer.name, layer.maps.cpu(), _on_cpu(layer.lam), layer.causal, mean=_on_cpu(layer.mean))
         for layer in opened_layers(model, batch)
     ]
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
 
 
 def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
@@ -109,13 +119,15 @@ def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Lay
 def opened(call: Call) -> LayerMaps:
     """Return the maps and values of the first sample of a call, without gradients."""
     scores = call.scores()
-    maps = scores.maps()[0]
+    of_all = scores.maps()
+    maps = of_all[0]
+    mean = scores.mean(of_all)[0] if scores.integral else None
     heads, _, tokens, _ = maps.shape
     lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
     values = None if call.v is None else call.values(maps.dtype)[0]
     causal = tokens > 1 and not bool(maps.triu(1).any())
     norm, factor = _norm(call)
-    return LayerMaps(call.name, maps, lam, causal, values, norm, factor)
+    return LayerMaps(call.name, maps, lam, causal, values, norm, factor, mean)
 
 
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:

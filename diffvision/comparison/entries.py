@@ -1,6 +1,6 @@
 """The models of a comparison: which file each argument stands for, and which of them are seeds of one model.
 
-A run's directory stands for its best checkpoint, or the last one where it watched no metric.
+A run's directory stands for the checkpoint that `opening.runs` chooses.
 """
 
 from __future__ import annotations
@@ -11,15 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-
-from diffvision.models.checkpoint import harmless
-from diffvision.opening import labelled
+from diffvision.opening import best_checkpoint, labelled, run_in
+from diffvision.opening.runs import run_config
 from diffvision.opening.weights import run_of
 
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-_MAX_DEPTH = 4
 # Settings that do not change which model a run trains.
 _INCIDENTAL = ("seed_everything", "data.init_args.seed", "ckpt_path", "weights_only", "resume", "resume_ranks")
 _INCIDENTAL_TRAINER = ("logger", "default_root_dir", "enable_progress_bar", "log_every_n_steps")
@@ -119,74 +114,12 @@ def _read(given: str) -> Entry:
     label, spec = labelled(given)
     given_label = label if spec != given else None
     path = Path(spec)
-    if not path.is_dir():
-        run = run_of(path)
-        return Entry(spec, spec, "as given", given_label, run, _config(run))
-    runs = [path] if _is_run(path) else list(_runs_below(path, _MAX_DEPTH))
-    if len(runs) > 1:
-        names = ", ".join(str(run) for run in runs[:4])
-        raise ValueError(
-            f"{spec} has {len(runs)} runs in it: name those to compare ({names}{', ...' if runs[4:] else ''})"
-        )
-    if not runs:
-        return Entry(spec, spec, "as given", given_label)
-    checkpoint, which = best_checkpoint(runs[0])
-    return Entry(spec, str(checkpoint), which, given_label, runs[0], _config(runs[0]))
-
-
-def _is_run(path: Path) -> bool:
-    return (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
-
-
-def _runs_below(path: Path, depth: int) -> Iterator[Path]:
-    for child in sorted(path.iterdir()) if depth else []:
-        if child.is_dir() and not child.name.startswith("."):
-            if _is_run(child):
-                yield child
-            else:
-                yield from _runs_below(child, depth - 1)
-
-
-def best_checkpoint(run: Path) -> tuple[Path, str]:
-    """Return a run's best checkpoint by the metric that it watched, or its last one, and which it is.
-
-    Raises:
-        ValueError: the run has no checkpoint, or a damaged one.
-    """
-    files = sorted((run / CHECKPOINTS).glob("*.ckpt"), key=lambda file: (file.stat().st_mtime, file.name))
-    if not files:
-        raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
-    # The newest one says which was the best.
-    newest = {file: _content(file) for file in files[-1:]}
-    last, content = next(iter(newest.items()))
-    for name, state in content.get("callbacks", {}).items():
-        if str(name).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
-            best = run / CHECKPOINTS / Path(state["best_model_path"]).name
-            if best.is_file():
-                score = state.get("best_model_score")
-                shown = "" if score is None else f" {float(score):.4f}"
-                return best, f"best {state['monitor']}{shown}"
-    return last, f"last, step {content.get('global_step', 0):,}"
-
-
-def _content(file: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds besides its weights; the scores of its callbacks are small tensors."""
-    try:
-        with harmless():
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch's reader raises errors of any class for a file that is not a checkpoint
-        raise ValueError(f"{file} cannot be read: name another checkpoint of the run ({error})") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _config(run: Path | None) -> dict[str, Any]:
-    if run is None or not (run / CONFIG).is_file():
-        return {}
-    try:
-        content = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{run / CONFIG} cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
+    run = run_in(path)
+    if run is None:
+        given_run = run_of(path)
+        return Entry(spec, spec, "as given", given_label, given_run, run_config(given_run))
+    checkpoint, which = best_checkpoint(run)
+    return Entry(spec, str(checkpoint), which, given_label, run, run_config(run))
 
 
 # ---- seeds ---------------------------------------------------------------------------------------------------------

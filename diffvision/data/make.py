@@ -39,15 +39,17 @@ def make(
     """Write a dataset as WebDataset shards with a manifest.
 
     Args:
-        name: digits, digit-scenes, fashion, fashion-scenes, stdlib (text: the running Python's library), recall
-            (synthetic text: needles and mappings to mix into training text); folder to pack your images as training
-            shards, or evaluation to pack them as an evaluation folder (zero-shot of those with labels, retrieval of
-            those with captions); mmvp, sugarcrepe, aro, winoground, ohd-caps and pope: published evaluations, from the
-            files that you have.
+        name: digits, digit-scenes, fashion, fashion-scenes, emoji, openclipart, tuxpaint (for tests only), stdlib
+            (text: the running Python's library), text (English from packages), recall (synthetic text: needles and
+            mappings to mix into training text); folder to pack your images as training shards, or evaluation to pack
+            them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions); mmvp,
+            sugarcrepe, aro, winoground, ohd-caps and pope: published evaluations, from the files that you have.
         directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
             class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT. For the others: the folder of the dataset's files.
+            saved, or torchvision:NAME:ROOT. For text: a folder of unpacked packages, NAME=PATH for one of them, or
+            NAME for one that is installed; several with commas (gcide=packages,python-doc,stdlib). For the others: the
+            folder of the dataset's files.
         images: for a published evaluation: the folder of its images, where they are not in the source.
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,7 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
         )
     images, labels = features.images(folder, options.split)
     labels = _numbered_as(features.model, folder, labels)
+    _warn_of_more_outputs(features.model, head.out_features, folder)
     if labels.max() >= head.out_features:
         raise ValueError(
             f"evaluation folder {folder.name!r} has the label {labels.max()}, but the model tells "
@@ -48,9 +51,24 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
         return torch.cat([head(batch).float().cpu() for batch in batches]), labels
 
 
+def _warn_of_more_outputs(model: nn.Module, outputs: int, folder: EvaluationFolder) -> None:
+    """Warn where the model has more outputs than the folder classes, and no names say which of them these are."""
+    if not _label_names(model) and 0 < len(folder.classnames or ()) < outputs:
+        warnings.warn(
+            f"the model tells {outputs} classes apart, and evaluation folder {folder.name!r} has "
+            f"{len(folder.classnames)}: they are taken for the first outputs, which is wrong unless the model was "
+            "trained on them as its first",
+            stacklevel=2,
+        )
+
+
+def _label_names(model: nn.Module) -> list[str]:
+    return class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+
+
 def _numbered_as(model: nn.Module, folder: EvaluationFolder, labels: Tensor) -> Tensor:
     """Return labels in the order of the model's classes, where the model and the folder both name theirs."""
-    names = class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+    names = _label_names(model)
     if not names or not folder.classnames or names == folder.classnames:
         return labels
     if unknown := [name for name in folder.classnames if name not in names]:

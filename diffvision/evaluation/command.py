@@ -1,5 +1,7 @@
 """`diffvision evaluate`: one or several models on any number of folders. What is measured is in `suite`."""
 
+import os
+import warnings
 from typing import Any
 
 from diffvision.evaluation.options import Options, Precision
@@ -27,8 +29,9 @@ def run(
     images are shared among the processes.
 
     Args:
-        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or any other
-            (`diffvision.open_model` has the whole grammar). timm's models are for classification and the probes.
+        model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
+            timm's, ours or any other (`diffvision.open_model` has the whole grammar). timm's models are for
+            classification and the probes.
             Several come one after the other, each with LABEL= before it if wanted.
         data: evaluation folders, or folders that hold some (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
@@ -67,7 +70,7 @@ def run(
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
-    specs: list[tuple[str, Any]] = [_named(one) for one in model] if isinstance(model, list) else [("", model)]
+    specs = [_named(one) for one in (model if isinstance(model, list) else [model])]
     for _, spec in specs[1:]:
         if isinstance(spec, str):
             check_spec(spec)  # before the first is evaluated
@@ -92,6 +95,7 @@ def run(
             else:
                 opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
+            _warn_of_training(opened, planned, options.split)
             for folder, names in planned:
                 results[label] |= evaluate(
                     opened.module,
@@ -113,14 +117,34 @@ def run(
             report(results, evaluated, checkpoint, output)
             if feature_cache is not None:
                 print(feature_cache)
-    return results if isinstance(model, list) else results[""]
+    return results if isinstance(model, list) else next(iter(results.values()))
 
 
 def _named(model: Any) -> tuple[str, Any]:
-    """Return the label of one of several models, and the model: a spec, or opened already."""
+    """Return the label of a model, and the model: a spec, or opened already."""
     from diffvision.opening import Model, labelled
 
     return (model.name, model) if isinstance(model, Model) else labelled(model)
+
+
+def _warn_of_training(model: Any, planned: Any, split: str) -> None:
+    """Warn where a folder is, by the configuration of the model's run, what the model was trained on."""
+    from diffvision.data.images.folders import ImageEvaluationFolder
+    from diffvision.opening.runs import run_config
+
+    data = run_config(model.run).get("data")
+    settings = data.get("init_args") if isinstance(data, dict) else None
+    train = settings.get("train") if isinstance(settings, dict) else None
+    trained = {os.path.realpath(path) for path in (train if isinstance(train, list) else [train]) if path}
+    for folder, _ in planned:
+        is_images = isinstance(folder, ImageEvaluationFolder)
+        # Of images that are divided, training reads the part for it.
+        measured = folder.path if is_images else folder.files(split)
+        if os.path.realpath(measured) in trained and not (is_images and split != "train" and "train" in folder.splits):
+            warnings.warn(
+                f"{measured} is what {model.name} was trained on: its metrics say nothing about other pictures",
+                stacklevel=3,
+            )
 
 
 def _check_models(labels: list[str], checkpoint: str | None) -> None:

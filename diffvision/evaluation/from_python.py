@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diffvision.evaluation.options import Options, Precision
     from diffvision.opening import Model
 
 
 def evaluate(
     model: str | Path | Model | Sequence[str | Path | Model],
     data: str | Path | Sequence[str | Path],
-    **settings: Any,
+    *,
+    checkpoint: str | Path | None = None,
+    tasks: str | Sequence[str] | None = None,
+    output: str | Path | None = None,
+    cache: str | Path | None = None,
+    blind: str | Path | Model | None = None,
+    batch_size: int = 64,
+    num_workers: int = 2,
+    device: str | None = None,
+    precision: Precision = "fp32",
+    preprocess: Mapping[str, Any] | None = None,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """Evaluate image models as `diffvision evaluate` does: print a table, and return the metrics.
 
@@ -25,18 +37,29 @@ def evaluate(
             several. A module that was built elsewhere is given with what belongs to it:
             diffvision.Model(name="mine", host="open_clip", module=module, transform=transform, tokenizer=tokenizer).
         data: evaluation folders, or folders that hold some, or images as they lie on the disk.
-        **settings: the options of the command: tasks="linear_probe,few_shot", checkpoint, output, cache, blind (a spec,
-            or a model that is open), batch_size=64, num_workers=2, device="auto", precision="fp32", preprocess,
-            options=diffvision.evaluation.Options(...).
+        checkpoint: of a name: a file of weights, or a tag of pretrained ones.
+        tasks: names of evaluations, as a list or separated by commas; by default zero_shot, retrieval, composition,
+            pairs and objects.
+        output: a file ending in .json, or a folder, for records as CLIP_benchmark has them.
+        cache: folder that features are kept in, from which an evaluation that was ended resumes.
+        blind: a language model that reads the captions of composition and pairs without the images; a spec, or a model
+            that is open.
+        batch_size: images a batch.
+        num_workers: processes that read and decode images.
+        device: auto, cpu, cuda, cuda:1, ...; by default where an opened model is, and auto for the others.
+        precision: fp32, bf16 or fp16.
+        preprocess: mean, std, interpolation, resize_mode where they differ from the model's.
+        options: settings of the evaluations, diffvision.evaluation.Options(...).
 
     Returns:
         {metric: value}; of a list of models {label: {metric: value}}.
 
     Raises:
         FileNotFoundError, ValueError: there is no such model or data, or they do not fit together.
-        TypeError: the model is of another kind, or a setting is unknown.
+        TypeError: the model is of another kind.
     """
     from diffvision.evaluation.command import run
+    from diffvision.evaluation.options import Options
     from diffvision.opening import Model
 
     several = list(model) if isinstance(model, list | tuple) else [model]
@@ -47,12 +70,27 @@ def evaluate(
                 "as diffvision.Model(name=..., host=..., module=..., transform=..., tokenizer=...)"
             )
     opened = [one for one in several if isinstance(one, Model)]
-    if opened and (given := {"checkpoint", "preprocess"} & settings.keys()):
-        raise ValueError(f"{opened[0].name} is open already: give {' and '.join(sorted(given))} to open_model")
-    if opened:  # where it is
-        settings = {"device": str(next(opened[0].module.parameters()).device)} | settings
+    given = [name for name, value in (("checkpoint", checkpoint), ("preprocess", preprocess)) if value is not None]
+    if opened and given:
+        raise ValueError(f"{opened[0].name} is open already: give {' and '.join(given)} to open_model")
+    if opened and device is None:
+        device = str(next(opened[0].module.parameters()).device)
     specs: list[Any] = [one if isinstance(one, Model) else _spec(one) for one in several]
-    return run(specs if isinstance(model, list | tuple) else specs[0], data=data, **settings)  # type: ignore[arg-type]
+    return run(
+        specs if isinstance(model, list | tuple) else specs[0],
+        data=data,  # type: ignore[arg-type]
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        tasks=tasks if tasks is None or isinstance(tasks, str) else list(tasks),
+        output=None if output is None else str(output),
+        cache=None if cache is None else str(cache),
+        blind=blind if blind is None or isinstance(blind, Model) else _spec(blind),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        num_workers=num_workers,
+        device=device or "auto",
+        precision=precision,
+        preprocess=None if preprocess is None else dict(preprocess),
+        options=options or Options(),
+    )
 
 
 def _spec(model: Any) -> str:

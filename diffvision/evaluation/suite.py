@@ -152,7 +152,7 @@ def report(
 ) -> None:
     """Print the table, with a column for each of several models, and write the records.
 
-    A file of weights is recorded as the checkpoint of its model's name.
+    A file of weights is recorded as the checkpoint of its model's name. Records of several models have the label too.
 
     Args:
         results: metrics by the model's label.
@@ -165,11 +165,12 @@ def report(
     for label, metrics in results.items():
         name, origin, spec = models[label]
         model, weights = spec, checkpoint or ""
-        if checkpoint is None and origin == spec and Path(spec).is_file():
-            model, weights = name, spec
+        if checkpoint is None and origin is not None and Path(origin).is_file():
+            model, weights = name, origin
         shown = weights or ("untrained weights" if origin is None else "the model's weights")
         title += f"{label}: {model}, {shown}\n" if len(results) > 1 else f"{model}, {shown}"
-        rows += records(metrics, model=model, pretrained=weights)
+        described = records(metrics, model=model, pretrained=weights)
+        rows += [{"label": label, **row} for row in described] if len(results) > 1 else described
     several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)
     show(several, data=rows)
     if output is not None:

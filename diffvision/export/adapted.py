@@ -29,7 +29,7 @@ from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.convert import convert
 from diffvision.models.files import FOLDER, check_free, written_whole
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.opening import Model, folder_host, open_model
+from diffvision.opening import Model, folder_host, open_model, run_in
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
@@ -74,7 +74,8 @@ def write_adapted(
 def _open(spec: str, checkpoint: str | None) -> Model:
     """Open the pretrained model; transformers' Llama becomes a `LanguageModel`."""
     folder = Path(spec.removeprefix("hf:").removeprefix(FOLDER))
-    if checkpoint is None and folder.is_dir() and folder_host(folder) == "transformers":
+    is_folder = checkpoint is None and folder.is_dir() and run_in(spec) is None
+    if is_folder and folder_host(folder) == "transformers":
         with tempfile.TemporaryDirectory() as scratch:
             convert(str(folder), f"{scratch}/language", to="language")
             return dataclasses.replace(open_model(f"{FOLDER}{scratch}/language"), weights=str(folder))

@@ -23,6 +23,19 @@ _GROUPED = """@misc{lim2025grouped,
   year = {2025},
   eprint = {2510.06949}
 }"""
+_DINT = """@misc{cang2025dint,
+  title = {{DINT} Transformer},
+  author = {Cang, Yueyang and Liu, Yuhang and Zhang, Xiaoteng and Zhao, Erlu and Shi, Li},
+  year = {2025},
+  eprint = {2501.17486}
+}"""
+_VCA = """@inproceedings{pu2025linear,
+  title = {Linear Differential Vision Transformer: Learning Visual Contrasts via Pairwise Differentials},
+  author = {Pu, Yifan and Ying, Jixuan and Li, Qixiu and Ye, Tianzhu and Han, Dongchen and others},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year = {2025},
+  eprint = {2511.00833}
+}"""
 _DEX = """@misc{kong2025understanding,
   title = {Understanding Differential Transformer Unchains Pretrained Self-Attentions},
   author = {Kong, Chaerin and Jang, Jiho and Kwak, Nojun},
@@ -51,18 +64,21 @@ _VIT = """@inproceedings{dosovitskiy2021image,
 }"""
 
 
+_OF_VARIANT = {"v2": [_V2], "gda": [_GROUPED], "v1_dint": [_DINT], "vca": [_VCA], "dex": [_DEX]}
+
+
 def bibtex(variants: Iterable[str], name: str, host: str) -> str:
     """Return the entries for a model.
 
     Args:
-        variants: keys of `diffvision.nn.ATTENTION` that its layers are of, and "dex".
+        variants: keys of `diffvision.nn.ATTENTION`, or "vca", that its layers are of.
         name: of the model at its host.
         host: open_clip, timm or language.
     """
     entries: dict[str, None] = {}
     for variant in variants:
         if variant != "standard":
-            entries |= dict.fromkeys([_DIFF, *{"v2": [_V2], "gda": [_GROUPED], "dex": [_DEX]}.get(variant, [])])
+            entries |= dict.fromkeys([_DIFF, *_OF_VARIANT.get(variant, [])])
     if host == "open_clip":
         entries |= dict.fromkeys([_DIFFCLIP] if entries and "diffclip" in name.lower() else []) | {_CLIP: None}
     if host == "timm" and "vit" in name:

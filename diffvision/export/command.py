@@ -20,8 +20,8 @@ def export(
     """Write a trained model in a format that other programs load. A failure leaves no file behind.
 
     Args:
-        model: a .ckpt of `diffvision fit`, the folder of an OpenCLIP, timm or language model, another file of weights
-            that records its model, or a name with `checkpoint`.
+        model: the directory of a run of `diffvision fit` or a .ckpt of it, the folder of an OpenCLIP, timm or language
+            model, another file of weights that records its model, or a name with `checkpoint`.
         destination: the folder or file to write; it must not exist yet.
         to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of any
             model: program (torch.export), onnx, or int8 (weights in eight bits).

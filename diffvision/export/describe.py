@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from diffvision.nn import AttentionLayer, DiffAttention
+from diffvision.nn import AttentionLayer, DiffAttention, VisualContrastAttention
 from diffvision.nn.dex import DexAttention
 from diffvision.opening import Model
 
@@ -62,7 +62,7 @@ def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
 
 
 def variants(towers: Mapping[str, list[AttentionLayer]]) -> set[str]:
-    """Return the keys of `diffvision.nn.ATTENTION`, and "dex", that layers of these towers are of."""
+    """Return the variants, keys of `diffvision.nn.ATTENTION` or "vca", that layers of these towers are of."""
     return {_variant(layer) for layers in towers.values() for layer in layers}
 
 
@@ -96,7 +96,8 @@ def _attention(layers: list[AttentionLayer]) -> str:
     parts.append(f"{len(layers)} layers of {first.num_heads} heads of {first.head_dim}")
     if first.num_kv_heads != first.num_heads:
         parts.append(f"{first.num_kv_heads} key/value heads")
-    if starts := [layer.lambda_init for layer in layers if isinstance(layer, DiffAttention)]:
+    with_init = (DiffAttention, VisualContrastAttention)
+    if starts := [layer.lambda_init for layer in layers if isinstance(layer, with_init)]:
         low, high = min(starts), max(starts)
         parts.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
     return ", ".join(parts)

@@ -21,9 +21,9 @@ def inspect(
     Writes index.html with all pictures inside, the pictures as PNG, and statistics.json.
 
     Args:
-        model: a .ckpt of a training run, the folder of a model, or a name of OpenCLIP's or timm's, ours or with
-            differential attention of timm's (`diffvision.open_model` has the whole grammar); LABEL= before it names it
-            on the page.
+        model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
+            timm's, ours or with differential attention of timm's (`diffvision.open_model` has the whole grammar);
+            LABEL= before it names it on the page.
         output: the folder to write: new, empty, or one of an earlier inspection, which is replaced.
         checkpoint: for a name without a second model: a file of weights or a tag of pretrained ones.
         image: files (one, or a list in brackets); by default drawn digits.

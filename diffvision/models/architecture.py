@@ -41,6 +41,7 @@ _SETTINGS = (
     "dex_lambda_init",
     "rotary",
     "signal_ratio",
+    "joint",
     "eps",
 )
 # Settings in configurations that are not recorded: of training, of sources of weights and tokenizers, and sizes that

@@ -7,6 +7,8 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     diffv2_vit_<shape>   V2: as many heads, the MLP narrower by half a width       diffv2_vit_base_patch16_224
     plain_vit_<shape>    standard attention in the same block, the twin of both    plain_vit_base_patch16_clip_224
     gda_vit_<shape>      grouped: V1's heads, several to a noise head               gda_vit_base_patch16_224
+    dint_vit_<shape>     DINT: V1 whose rows sum to 1                               dint_vit_base_patch16_224
+    vca_vit_<shape>      Visual-Contrast Attention: plain heads, a narrower MLP     vca_vit_base_patch16_224
 
 `diff_vit_base` and its siblings are short for the shapes of `ALIASES`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
@@ -27,11 +29,28 @@ from timm.models import VisionTransformer, build_model_with_cfg, generate_defaul
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from diffvision.nn import ATTENTION, AttentionLayer, DiffAttention, build_attention, settings_of
+from diffvision.nn import (
+    ATTENTION,
+    AttentionLayer,
+    DiffAttention,
+    VisualContrastAttention,
+    build_attention,
+    settings_of,
+)
 
 __all__ = ["ALIASES", "ATTENTION_SETTINGS", "CLIP_SHAPES", "MODELS", "SHAPES", "SIZES", "Block", "model_names"]
 
-ATTENTION_SETTINGS = ("num_kv_heads", "head_dim", "head_norm", "lambda_init", "rotary", "signal_ratio")
+ATTENTION_SETTINGS = (
+    "num_kv_heads",
+    "head_dim",
+    "head_norm",
+    "lambda_init",
+    "rotary",
+    "signal_ratio",
+    "contrast_size",
+    "joint",
+)
+_LAYERS: dict[str, type[AttentionLayer]] = {**ATTENTION, VisualContrastAttention.variant: VisualContrastAttention}
 
 # torch.fx cannot follow the operation's checks of its arguments: to a tracer an attention layer is one node.
 register_notrace_module(AttentionLayer)
@@ -118,6 +137,52 @@ class Block(nn.Module):
         """Map tokens [B, N, dim] to [B, N, dim]; the mask is that of `AttentionLayer.forward`."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class ContrastTransformer(VisionTransformer):
+    """timm's `VisionTransformer` with Visual-Contrast Attention, which it keeps informed of the grid of patches.
+
+    The arguments are those of `VisionTransformer`.
+
+    Raises:
+        ValueError: patch_drop_rate is not 0.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.patch_drop, nn.Identity):
+            raise ValueError("Visual-Contrast Attention pools a whole grid: leave patch_drop_rate (patch dropout) at 0")
+        self._set_grid(self.patch_embed.grid_size)
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """Change the resolution or the patch size, as timm's; the pooled tokens stay as many."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        self._set_grid(self.patch_embed.grid_size)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block's activations in the backward pass, as timm's.
+
+        Raises:
+            ValueError: enable is True in a model with dynamic_img_size, whose grid may have changed by then.
+        """
+        if enable and self.dynamic_img_size:
+            raise ValueError("gradient checkpointing needs one grid, and dynamic_img_size changes it: choose one")
+        super().set_grad_checkpointing(enable)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        if self.dynamic_img_size:  # x [B, h, w, dim]
+            self._set_grid((x.shape[1], x.shape[2]))
+        return super()._pos_embed(x)
+
+    def _set_grid(self, grid: Any) -> None:
+        for block in self.blocks:
+            block.attn.set_grid(grid, self.num_prefix_tokens)  # type: ignore[union-attr, operator]
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return timm's names and the embeddings of the pooled tokens, which are positions as well."""
+        own = {f"blocks.{index}.attn.contrast_embed" for index in range(len(self.blocks))}
+        return super().no_weight_decay() | own
 
 
 class Size(NamedTuple):
@@ -221,11 +286,36 @@ GROUPED = {
 }
 
 
+# The shapes of dint_vit_* and vca_vit_*.
+SHAPES_OF_BOTH = (
+    "debug",
+    "tiny_patch16_224",
+    "small_patch16_224",
+    "base_patch16_224",
+    "debug_clip",
+    "base_patch16_clip_224",
+)
+
+
 class Model(NamedTuple):
-    """The meaning of a registered name: a key of `ATTENTION` and a shape."""
+    """The meaning of a registered name: the variant, a key of `ATTENTION` or "vca", and a shape."""
 
     variant: str
     shape: Shape
+
+
+def _contrast(shape: Shape) -> Shape:
+    """Return a shape for Visual-Contrast Attention, with as many parameters as the plain model's.
+
+    Queries are pooled to half of the grid, at least to 2 x 2, which is n tokens. A block's embeddings of them,
+    convolution, norms and lambdas have as many parameters as n + 6 units of its MLP (within 1 unit for all sizes), and
+    the MLP is so much narrower. Half a unit more is for rounding down.
+    """
+    size = SIZES[shape.size]
+    contrast = max(2, shape.image // shape.patch // 2)
+    mlp_ratio = size.mlp_ratio - (contrast**2 + 5.5) / size.width
+    settings = {"contrast_size": contrast, "lambda_init": "depth", "mlp_ratio": mlp_ratio}
+    return shape._replace(settings={**(shape.settings or {}), **settings})
 
 
 MODELS = {
@@ -239,11 +329,15 @@ MODELS = {
         for name, shape in {**SHAPES, **CLIP_SHAPES}.items()
         if name in GROUPED
     },
+    **{f"dint_vit_{name}": Model("v1_dint", {**SHAPES, **CLIP_SHAPES}[name]) for name in SHAPES_OF_BOTH},
+    **{f"vca_vit_{name}": Model("vca", _contrast({**SHAPES, **CLIP_SHAPES}[name])) for name in SHAPES_OF_BOTH},
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
     "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
     "diff_vit_debug_clip_lambda02": Model("v1", Shape("debug", 8, 32, 1.0, _CLIP_DEBUG_02)),
     **{f"diff_vit_{alias}": Model("v1", SHAPES[name]) for alias, name in ALIASES.items()},
     **{f"diffv2_vit_{alias}": Model("v2", SHAPES[name]) for alias, name in ALIASES.items()},
+    **{f"dint_vit_{alias}": Model("v1_dint", SHAPES[ALIASES[alias]]) for alias in ("tiny", "small", "base")},
+    **{f"vca_vit_{alias}": Model("vca", _contrast(SHAPES[ALIASES[alias]])) for alias in ("tiny", "small", "base")},
 }
 
 
@@ -276,26 +370,27 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
     # A shape's settings serve all variants; a setting that a user gives must be one of this variant.
-    if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - settings_of(ATTENTION[variant]):
+    if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - settings_of(_LAYERS[variant]):
         raise TypeError(f"{name} has {variant!r} attention, which takes no {', '.join(sorted(useless))}")
     settings = {
         "patch_size": shape.patch,
         "embed_dim": size.width,
         "depth": size.depth,
-        "num_heads": size.diff_heads if issubclass(ATTENTION[variant], DiffAttention) else size.heads,
+        "num_heads": size.diff_heads if issubclass(_LAYERS[variant], DiffAttention) else size.heads,
         "mlp_ratio": size.mlp_ratio - 0.5 if variant == "v2" else size.mlp_ratio,
         **(shape.settings or {}),
         **kwargs,
     }
     attention = {key: settings.pop(key) for key in ATTENTION_SETTINGS if key in settings}
+    contrast = variant == VisualContrastAttention.variant
     return build_model_with_cfg(
-        VisionTransformer,
+        ContrastTransformer if contrast else VisionTransformer,
         name,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
         block_fn=Block,
-        attn_layer=partial(build_attention, variant, **attention),
+        attn_layer=partial(VisualContrastAttention if contrast else partial(build_attention, variant), **attention),
         **settings,
     )
 

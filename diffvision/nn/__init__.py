@@ -7,15 +7,17 @@ import inspect
 from typing import Any
 
 from diffvision.nn.attention import Attention, AttentionLayer, HeadNorm
+from diffvision.nn.contrast import VisualContrastAttention
 from diffvision.nn.dex import DexAttention
 from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2, depth_lambda_init
+from diffvision.nn.dint import DintAttention
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
 ATTENTION: dict[str, type[AttentionLayer]] = {
     layer.variant: layer
-    for layer in (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DexAttention)
+    for layer in (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention)
 }
 
 
@@ -57,12 +59,14 @@ __all__ = [
     "DexAttention",
     "DiffAttention",
     "DiffAttentionV2",
+    "DintAttention",
     "DualLambda",
     "GroupedDiffAttention",
     "HeadLambda",
     "HeadNorm",
     "TokenHeadLambda",
     "TokenLambda",
+    "VisualContrastAttention",
     "build_attention",
     "depth_lambda_init",
     "settings_of",

@@ -68,6 +68,8 @@ class AttentionLayer(nn.Module):
     query_maps: ClassVar[int]  # queries a head
     key_maps: ClassVar[int]  # keys a key/value head
     value_maps: ClassVar[int]  # V / D
+    # Whether a token's output depends on the others through their keys and values alone, which a cache holds.
+    cacheable: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -139,8 +141,11 @@ class AttentionLayer(nn.Module):
                 computed from that map, which takes its memory.
 
         Raises:
-            ValueError: a float mask has other values than 0 and -inf, or the cache has no room for the tokens.
+            ValueError: a float mask has other values than 0 and -inf, the cache has no room for the tokens, or this
+                variant takes none.
         """
+        if cache is not None:
+            self.check_cacheable()
         q, k = self._queries_and_keys(x, cache, rotation)
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
@@ -150,7 +155,7 @@ class AttentionLayer(nn.Module):
             heads = self._attend(x, q, k, v, mask, is_causal)
         else:
             softmax = ops.attention_maps(q, k, causal=is_causal, mask=mask)
-            maps.append(self._combined(F.dropout(softmax, self._dropout()), x))
+            maps.append(self._combined(F.dropout(softmax, self._dropout()), x, mask, is_causal))
             with torch.autocast(x.device.type, enabled=False):
                 values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
                 heads = (maps[-1] @ values).to(v.dtype)
@@ -162,6 +167,14 @@ class AttentionLayer(nn.Module):
         """Return the softmax maps of each head [B, H, P, N, N] (P = 2 in differential layers), for analysis."""
         q, k = self._queries_and_keys(x)
         return ops.attention_maps(q, k, causal=is_causal, mask=boolean_mask(attn_mask))
+
+    def check_cacheable(self) -> None:
+        """Raise a ValueError if a cache of keys and values does not hold what this variant needs of past tokens."""
+        if not self.cacheable:
+            raise ValueError(
+                f"variant {self.variant!r} needs the past tokens' outputs, which a cache of keys and values does not "
+                "hold: compute whole sequences without a cache (transformers: use_cache=False)"
+            )
 
     def _queries_and_keys(
         self, x: Tensor, cache: Cache | None = None, rotation: Rotation | None = None
@@ -191,7 +204,9 @@ class AttentionLayer(nn.Module):
         """Return [B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V]."""
         raise NotImplementedError
 
-    def _combined(self, maps: Float[Tensor, "B H P N L"], x: Tensor) -> Float[Tensor, "B H N L"]:
+    def _combined(
+        self, maps: Float[Tensor, "B H P N L"], x: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Float[Tensor, "B H N L"]:
         """Return the one map of each head with which `_attend` weights the values."""
         raise NotImplementedError
 
@@ -233,7 +248,7 @@ class Attention(AttentionLayer):
             enable_gqa=grouped,
         )
 
-    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         return maps.squeeze(2)
 
 

@@ -1,6 +1,6 @@
 """Differential attention layers: the paper's (V1) and its successor (V2).
 
-Other forms of V1's lambda are in `lambdas.py`, grouped heads in `grouped.py`.
+Other forms of V1's lambda are in `lambdas.py`, grouped heads in `grouped.py`, DINT in `dint.py`.
 """
 
 import math
@@ -17,6 +17,13 @@ from diffvision.nn.attention import AttentionLayer, HeadNorm
 def depth_lambda_init(depth: int) -> float:
     """Return 0.8 - 0.6 exp(-0.3 depth), with depth from 0 (arXiv 2410.05258 section 2.1 counts layers from 1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
+
+
+def resolve_lambda_init(lambda_init: float | Literal["depth"], depth: int) -> float:
+    """Return lambda_init as a number, `depth_lambda_init(depth)` for "depth"; ValueError for other strings."""
+    if isinstance(lambda_init, str) and lambda_init != "depth":
+        raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
+    return depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
 
 
 class DiffAttention(AttentionLayer):
@@ -74,9 +81,7 @@ class DiffAttention(AttentionLayer):
             device=device,
             dtype=dtype,
         )
-        if isinstance(lambda_init, str) and lambda_init != "depth":
-            raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
-        self.lambda_init = depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
+        self.lambda_init = resolve_lambda_init(lambda_init, depth)
         self._add_lambda(dim, {"device": device, "dtype": dtype})
         self.reset_parameters()
 
@@ -105,7 +110,7 @@ class DiffAttention(AttentionLayer):
         lam = self.compute_lambda(x)
         return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
 
-    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         one, two = maps.unbind(2)
         return one - self.compute_lambda(x) * two
 
@@ -175,6 +180,6 @@ class DiffAttentionV2(AttentionLayer):
         lam = self.compute_lambda(x)
         return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
 
-    def _combined(self, maps: Tensor, x: Tensor) -> Tensor:
+    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         one, two = maps.unbind(2)
         return one - self.compute_lambda(x) * two

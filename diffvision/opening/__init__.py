@@ -5,5 +5,6 @@ Evaluation, export, inspection and the commands open their models here. Training
 
 from diffvision.opening.grammar import check_spec, folder_host, labelled, open_model
 from diffvision.opening.model import Host, Model
+from diffvision.opening.runs import best_checkpoint, run_in
 
-__all__ = ["Host", "Model", "check_spec", "folder_host", "labelled", "open_model"]
+__all__ = ["Host", "Model", "best_checkpoint", "check_spec", "folder_host", "labelled", "open_model", "run_in"]

@@ -22,9 +22,11 @@ from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.names import unknown_model
 from diffvision.opening import images, texts
 from diffvision.opening.model import Host, Model
+from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
 from diffvision.opening.weights import (
     CONFIG,
     HUB,
+    OPEN_CLIP,
     PREPROCESS,
     SUFFIXES,
     folder_config,
@@ -33,7 +35,6 @@ from diffvision.opening.weights import (
 )
 
 HUGGING_FACE = "hf:"
-_OPEN_CLIP = "open_clip_config.json"
 _IN_FOLDERS = (".safetensors", ".bin", ".pt", ".pth")  # the weights that OpenCLIP and timm look for
 
 
@@ -53,6 +54,8 @@ def open_model(
                             of one of our language models;
             PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
                             OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
+            RUN             the directory of a run of `diffvision fit`, or a folder with one run in it: its best
+                            checkpoint by the metric that it watched, or the last one where it watched none;
             local-dir:PATH  such a folder, as timm and OpenCLIP call it;
             hf-hub:ID       OpenCLIP's model on the Hugging Face Hub;
             hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
@@ -69,7 +72,8 @@ def open_model(
     Raises:
         FileNotFoundError: there is no such file or folder.
         ValueError: an unknown name, tag or setting; weights that do not fit, that do not say their model, or that hold
-            more than tensors and plain values; a model with code.
+            more than tensors and plain values; a model with code; a folder of several runs, or a run without
+            checkpoints.
     """
     _check_preprocess(preprocess)
     if tokenizer is not None and (str(spec) in language.model_names() or not _is_name(str(spec))):
@@ -103,10 +107,17 @@ def labelled(spec: str) -> tuple[str, str]:
 
     Without a label it is the last part of the path, without `.ckpt`. Lightning's paths have = in them
     ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
+
+    Raises:
+        ValueError: a label with `/` or `:`.
     """
     label, given, rest = spec.partition("=")
-    if given and not set("/:") & set(label) and not Path(spec).exists():
-        return label, rest
+    if given and not Path(spec).exists():
+        wrong = [mark for mark in "/:" if mark in label]
+        if not wrong:
+            return label, rest
+        if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or _is_name(rest):
+            raise ValueError(f"the label {label!r} of {rest} has a {wrong[0]!r} in it: write it without / and :")
     last = Path(spec.removeprefix(FOLDER).removeprefix(HUB).removeprefix(HUGGING_FACE))
     return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
 
@@ -121,7 +132,7 @@ def folder_host(folder: str | Path) -> Host:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {str(folder)!r}: give the folder of a model")
-    if (folder / _OPEN_CLIP).is_file():
+    if (folder / OPEN_CLIP).is_file():
         return "open_clip"
     config = folder_config(folder)
     if config.get("diffvision") == "language":
@@ -130,11 +141,14 @@ def folder_host(folder: str | Path) -> Host:
         return "timm"
     if "model_type" in config:
         return "transformers"
-    if (folder / "checkpoints").is_dir():
-        files = ", ".join(sorted(file.name for file in (folder / "checkpoints").glob("*.ckpt"))) or "none"
-        raise ValueError(f"{folder} is the directory of a run: give one of the files in its checkpoints/ ({files})")
+    if (folder / CHECKPOINTS).is_dir():
+        files = ", ".join(sorted(file.name for file in (folder / CHECKPOINTS).glob("*.ckpt"))) or "none"
+        raise ValueError(
+            f"{folder} is the directory of a run: give it without {FOLDER}, or one of the files in its {CHECKPOINTS}/ "
+            f"({files})"
+        )
     raise ValueError(
-        f"{folder} has no {_OPEN_CLIP}, and no {CONFIG} of timm, transformers or a language model of ours: give a "
+        f"{folder} has no {OPEN_CLIP}, and no {CONFIG} of timm, transformers or a language model of ours: give a "
         "folder that OpenCLIP, timm, transformers or `diffvision export` wrote"
     )
 
@@ -156,6 +170,9 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
             return _open_name(text, checkpoint, preprocess)
         refuse_urls(text, "model")
     path = Path(spec)
+    if run := run_in(path):
+        refuse_checkpoint(checkpoint, text)
+        return _open_file(best_checkpoint(run)[0], preprocess)
     if path.is_dir():
         return _open_folder(f"{FOLDER}{spec}", checkpoint, preprocess)
     if path.is_file():

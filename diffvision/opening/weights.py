@@ -14,6 +14,7 @@ PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 """Settings of a model's transform that a user may set."""
 
 CONFIG = "config.json"
+OPEN_CLIP = "open_clip_config.json"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 
 

@@ -5,6 +5,7 @@ from diffvision.ops.attention import (
     attention_maps,
     diff_attention,
     diff_attention_varlen,
+    softmax_attention,
     supported_backends,
 )
 from diffvision.ops.norm import rms_norm
@@ -18,5 +19,6 @@ __all__ = [
     "diff_attention_varlen",
     "rms_norm",
     "rotary_tables",
+    "softmax_attention",
     "supported_backends",
 ]

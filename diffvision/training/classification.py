@@ -136,11 +136,13 @@ class ClassificationModule(TrainingModule):
         self.add_sums(dataloader_idx, len(label), ranked[:, 0].sum(), ranked.sum(), loss)
 
     def on_validation_epoch_end(self) -> None:
-        """Log accuracies and loss, from sums over all samples and ranks."""
+        """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
         for stage, loader, (samples, top1, top5, loss) in self.all_sums():
             if not samples:
                 raise ValueError(f"the data for {stage}acc1{loader} is empty: no accuracy can be given")
             means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}
+            if self.num_classes < 5:
+                del means["acc5"]
             self.log_means({f"{stage}{name}{loader}": value for name, value in means.items()})
             self.log_means({f"{stage}samples{loader}": samples}, prog_bar=False)
 

@@ -88,9 +88,11 @@ def fit(
     Raises:
         FileNotFoundError: there is no such recipe or file.
         ValueError: a setting is unknown or has a wrong value, or the data cannot be used.
-        TypeError: a value that a configuration cannot hold, such as a module that is built already.
+        TypeError: a value that a configuration cannot hold, such as a module that is built already; a callback that is
+            none.
         KeyboardInterrupt: the run was interrupted; it has saved a checkpoint, from which resume="auto" resumes.
     """
+    _check_callbacks(callbacks)
     configs = [config] if isinstance(config, str | Path) else list(config)
     words = [f"--config={path}" for path in configs]
     words += _model_options(model)
@@ -109,6 +111,19 @@ def fit(
             raise
         raise KeyboardInterrupt("the run was interrupted and has saved a checkpoint") from None
     return _result(done.trainer, done.model, done.datamodule)
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    import lightning.pytorch as pl
+
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"callbacks is an object of {type(callbacks).__name__}: give a list of Lightning callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, pl.Callback):
+            raise TypeError(
+                f"callbacks has an object of {type(callback).__name__}: give Lightning callbacks, which are built "
+                "already; a configuration has those that are named"
+            )
 
 
 def options(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -162,11 +177,12 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
                 f"data is an object of {type(data).__name__}: give a path or settings. Data that are built already go "
                 "to Lightning: Trainer(...).fit(module, data)"
             )
-        if isinstance(data, str | Path) and not _may_be(str(data)):
-            raise FileNotFoundError(f"data is {str(data)!r}: there is no such file or folder")
-        is_made = isinstance(data, str | Path) and _is_made(Path(data))
-        train = Path(str(data), "train") if is_made else data if isinstance(data, str | Path) else [*map(str, data)]
-        words += options({"data.init_args.train": train})
+        sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
+        for source in sources:
+            if not _may_be(source):
+                raise FileNotFoundError(f"data is {source!r}: there is no such file or folder")
+        train = [str(Path(source, "train")) if _is_made(Path(source)) else source for source in sources]
+        words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
         evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation
     if evaluation is None:
         return words

@@ -26,6 +26,7 @@ MODELS = {
     "v1": lambda: timm.create_model("diff_vit_debug", depth=2),
     "v2": lambda: timm.create_model("diffv2_vit_debug", depth=2),
     "standard": lambda: timm.create_model("plain_vit_debug", depth=2),
+    "dint": lambda: timm.create_model("dint_vit_debug", depth=2),
     "grouped": lambda: timm.create_model("gda_vit_debug", depth=2),
     "without a head norm": lambda: timm.create_model("diff_vit_debug", depth=2, head_norm=False),
     "timm": lambda: _timm("vit_dwee_patch16_reg1_gap_256"),
@@ -55,14 +56,36 @@ def test_heads_are_what_the_output_projection_takes(name):
     assert not any(module._forward_pre_hooks or "_attend" in vars(module) for module in model.modules())
 
 
-def test_a_language_model_and_its_beginning():
-    model = language.create("diff-debug", vocab_size=64, max_length=32)
+@pytest.mark.parametrize("variant", ["v1", "v1_dint"])
+def test_a_language_model_and_its_beginning(variant):
+    model = language.create("diff-debug", vocab_size=64, max_length=32, variant=variant)
     tokens = torch.randint(64, (1, 12))
     (whole, _), (short, _) = (list(opened_layers(model, {"tokens": t})) for t in (tokens, tokens[:, :7]))
     assert whole.causal
     cut = whole.first(7)
     torch.testing.assert_close(cut.applied, short.applied)
     torch.testing.assert_close(cut.outputs(cut.applied)[2], short.outputs(short.applied)[2])
+
+
+def test_dints_rows_sum_to_1_and_scores_give_its_output_back():
+    model = timm.create_model("dint_vit_debug", depth=2).eval()
+    image = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(image)
+        with captured(model, lambda call: call.scores()):
+            torch.testing.assert_close(model(image), expected, atol=1e-5, rtol=1e-4)
+    for layer in opened_layers(model, {"image": image[:1]}):
+        torch.testing.assert_close(layer.applied.sum(-1), torch.ones(2, 17))
+
+
+def test_visual_contrast_attention_has_no_maps_and_says_so():
+    model = timm.create_model("vca_vit_debug", depth=2)
+    with pytest.raises(
+        ValueError, match=r"of this ContrastTransformer can be captured: .* no map from tokens to tokens"
+    ):
+        next(opened_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
+    with pytest.raises(ValueError, match="no map from tokens to tokens"):
+        check_attention(model)
 
 
 def test_a_model_without_attention_of_ours_says_what_to_do():

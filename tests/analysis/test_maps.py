@@ -9,7 +9,7 @@ import diffvision  # noqa: F401  (registers the models)
 from diffvision.analysis import layer_maps, patch_maps
 from diffvision.analysis.capture import captured
 
-MODELS = ["diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug"]
+MODELS = ["diff_vit_debug", "diffv2_vit_debug", "dint_vit_debug", "plain_vit_debug"]
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_applied_maps_times_values_are_the_layers_output(name, image):
         torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
         with torch.no_grad():
             heads = attn.head_norm(layer.applied @ v)
-            if attn.variant == "v1":
+            if attn.variant in ("v1", "v1_dint"):
                 heads = heads * (1 - attn.lambda_init)
             out = attn.proj(heads.transpose(0, 1).flatten(1))
         torch.testing.assert_close(out, output, atol=1e-5, rtol=1e-4)

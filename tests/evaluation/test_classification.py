@@ -33,6 +33,15 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
     assert plan([folder], None, Options()) == [(folder, ["zero_shot"])]
 
 
+def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder, recwarn):
+    folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
+    with pytest.warns(UserWarning, match="tells 3 classes apart, and evaluation folder 'memory' has 2"):
+        evaluate(model, folder, ["classification"], transform=transform)
+    model.pretrained_cfg = {"label_names": ["b", "c", "a"]}  # which say which of them they are
+    evaluate(model, folder, ["classification"], transform=transform)
+    model.pretrained_cfg = {}
+
+
 def test_what_has_no_such_classifier(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 3)]})
     with pytest.raises(ValueError, match="has the label 3, but the model tells 3 classes apart"):

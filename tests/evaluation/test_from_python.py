@@ -1,7 +1,10 @@
 """`diffvision.evaluate`: a spec, a path, an open model, several; and the same numbers as the command as JSON."""
 
 import json
+from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +13,11 @@ from torch import nn
 
 import diffvision
 from diffvision import cli
+from diffvision.data.images.folders import ImageEvaluationFolder
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
+from diffvision.evaluation import command
+from diffvision.models.architecture import architecture
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,52 @@ def test_several_models_by_label(data, opened):
     results = diffvision.evaluate([opened, "twin=CLIP-debug"], str(data), num_workers=0)
     assert list(results) == ["CLIP-debug", "twin"]
     assert results["CLIP-debug"]["zero_shot/colours/acc1"] >= 0
+
+
+def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
+    assert cli.main(["evaluate", "CLIP-debug", "twin=CLIP-debug", f"--data={data}", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [record["label"] for record in records] == ["CLIP-debug", "twin"]
+    assert cli.main(["evaluate", "twin=CLIP-debug", f"--data={data}", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["model"], "label" in record) == ("CLIP-debug", False)
+    assert cli.main(["evaluate", "V1/0.8=CLIP-debug", "CLIP-debug", f"--data={data}"]) == 1
+    assert "the label 'V1/0.8' of CLIP-debug has a '/' in it" in capsys.readouterr().err
+
+
+def test_the_arguments_are_those_of_the_command():
+    from diffvision.evaluation.command import run
+
+    assert list(signature(diffvision.evaluate).parameters) == list(signature(run).parameters)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bacth_size'"):
+        diffvision.evaluate("CLIP-debug", "x", bacth_size=3)
+
+
+def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warned_of(data, opened, tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    about = {"model": "CLIP-debug", "architecture": architecture(opened.module, opened.config)}
+    state = {f"model.{key}": value for key, value in opened.module.state_dict().items()}
+    content = {"pytorch-lightning_version": "2.6", "state_dict": state, "diffvision": about}
+    torch.save(content, tmp_path / "checkpoints" / "last.ckpt")
+    (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: [elsewhere, {data / 'test'}]}}}}")
+    with pytest.warns(UserWarning, match="colours/test is what CLIP-debug was trained on"):
+        measured = diffvision.evaluate(tmp_path, data, num_workers=0)
+    assert capsys.readouterr().out.startswith("CLIP-debug, ")  # and the file
+    assert measured == diffvision.evaluate(opened, data, num_workers=0)
+
+
+def test_pictures_that_were_trained_on_are_warned_of_unless_they_are_divided(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n in range(2):
+        for folder in ("all", "divided/train", "divided/val"):
+            file = tmp_path / folder / "ab"[n] / f"{n}.png"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(png(np.zeros((8, 8, 3))))
+    for name in ("all", "divided"):
+        (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: {name}}}}}")
+        planned = [(ImageEvaluationFolder(name), ["zero_shot"])]
+        with pytest.warns(UserWarning, match="all is what x was") if name == "all" else nullcontext():
+            command._warn_of_training(SimpleNamespace(name="x", run=tmp_path), planned, "test")
 
 
 def test_a_module_with_what_belongs_to_it(data, opened):

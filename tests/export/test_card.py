@@ -141,6 +141,8 @@ def test_metrics_are_those_of_the_weights():
 def test_sources_follow_the_layers():
     assert bibtex(["standard"], "test_convnet", "timm") == ""
     assert "2510.06949" in bibtex(["gda"], "gda_vit", "timm")
+    assert "2501.17486" in bibtex(["v1_dint"], "dint_vit", "timm")
+    assert "2511.00833" in bibtex(["vca"], "vca_vit", "timm")
     assert "2505.16333" in bibtex(["dex"], "ViT-B-32", "open_clip")
     assert "diffclip" not in bibtex(["standard"], "CLIP-ViT-B-16", "open_clip")
 

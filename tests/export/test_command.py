@@ -65,8 +65,8 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
         export(str(runs.paths["vision"]), str(out), "openclip")
     with pytest.raises(ValueError, match=r"to is 'gguf': choose one of openclip"):
         export(str(runs.paths["vision"]), str(out), "gguf")
-    with pytest.raises(ValueError, match=r"directory of a run: give one of .* checkpoints/ \(best.ckpt\)"):
-        export(str(runs.folder / "clip"), str(out))
+    with pytest.raises(ValueError, match=r"run: give it without local-dir:, or one of .* checkpoints/ \(best.ckpt\)"):
+        export(f"local-dir:{runs.folder / 'clip'}", str(out))
     torch.save(runs.vision.model.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(ValueError, match=r"does not say of which model: give the model's name first"):
         export(str(tmp_path / "weights.pt"), str(out))

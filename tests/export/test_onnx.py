@@ -96,6 +96,13 @@ def test_every_variant_of_attention_agrees(variant, vit, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("joint", [True, False])
+def test_visual_contrast_attention_agrees(joint, tmp_path):
+    model = timm.create_model("vca_vit_debug", depth=1, joint=joint).eval()
+    assert largest_difference(session(graphs(model)["model"], tmp_path / "model.onnx"), model) < 1e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["v2", "dex", "v1"])
 def test_an_adapted_model_agrees_and_stays_as_it_is(method, vit, tmp_path):
     model = diffvision.adapt(vit("standard"), method).eval()

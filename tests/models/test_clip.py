@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from diffvision.models import clip
 from diffvision.nn import ATTENTION
 
-DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug"]
+DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug", "DiffCLIP-DINT-debug"]
 FULL = sorted(name for name in clip.model_names() if "debug" not in name)
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
 
@@ -473,6 +473,7 @@ def twin_of(name: str) -> str:
         name.removeprefix("DiffCLIP-")
         .removeprefix("V2-")
         .removeprefix("GDA-")
+        .removeprefix("DINT-")
         .removesuffix("-dynamic")
         .removesuffix("-vision")
         .removesuffix("-0.2")
@@ -520,6 +521,7 @@ def test_twin_differs_in_attention_only(name):
         ("DiffCLIP-ViT-B-16", "ViT-B-16", 768, 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
         ("DiffCLIP-ViT-B-16-dynamic", "ViT-B-16", 768, 24 * 384),
         ("DiffCLIP-ViT-B-16-vision", "ViT-B-16", 768, 12 * 384),  # the 0.003% that DiffCLIP's paper states
+        ("DiffCLIP-DINT-ViT-B-16", "ViT-B-16", 768, 24 * 384),
         ("DiffCLIP-ViT-B-32", "ViT-B-32", 768, 24 * 384),
         ("DiffCLIP-ViT-L-14", "ViT-L-14", 1024, 36 * 384),
         # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
@@ -552,7 +554,8 @@ def test_published_size():
 def test_full_sizes_are_differential_where_they_say_so():
     for name in FULL:
         model = build_on_meta(name)
-        variant = "v2" if "V2" in name else "gda" if "GDA" in name else "v1" if name.startswith("Diff") else "standard"
+        marked = [variant for mark, variant in (("V2", "v2"), ("GDA", "gda"), ("DINT", "v1_dint")) if mark in name]
+        variant = marked[0] if marked else "v1" if name.startswith("Diff") else "standard"
         assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}
         text = [block.attn for block in model.transformer.resblocks]
         assert {attn.variant for attn in text} == {"standard" if name.endswith("-vision") else variant}

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from diffvision.export import save_folder
 from diffvision.models import language
+from diffvision.models.architecture import metadata
 from diffvision.models.convert import convert
 from diffvision.models.convert.state import read_state
 from diffvision.models.language.configuration import LanguageConfig
@@ -106,12 +107,22 @@ def _folder(path, name="DiffCLIP-debug", text=None, **changed):
         ),
         ({"text": {"block_type": "diffvision:v1_head:lambda_init=0.8"}}, "of the text tower is of variant v1_head"),
         ({"name": "DiffCLIP-GDA-debug"}, "of the image tower is of variant gda"),
+        ({"name": "DiffCLIP-DINT-debug"}, "of the image tower is of variant v1_dint"),
     ],
 )
 def test_only_what_their_code_computes_becomes_theirs(given, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         convert(_folder(tmp_path / "model", **given), str(tmp_path / "x.pt"), to="diffclip")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_dints_weights_do_not_become_v1(tmp_path):
+    """They have V1's names, and what was recorded with them says that they are not V1's."""
+    model = timm.create_model("dint_vit_debug", depth=1)
+    save_file(model.state_dict(), tmp_path / "x.safetensors", metadata=metadata(model))
+    with pytest.raises(ValueError, match=r"variant 'v1_dint' in blocks\.0\.attn.*another function"):
+        convert(str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors"), to="timm")
+    assert not (tmp_path / "y.safetensors").exists()
 
 
 def test_lambda_starts_alike_in_both_towers(tmp_path):

@@ -1,7 +1,8 @@
 """What timm asks of its own models (its tests/test_models.py, and what its users rely on), asked of ours.
 
-timm's tests pick their cases by names like `vit_*`, so ours need their own. A debug, a tiny, a register, a V2 and a
-plain model go through everything; every registered name goes through what needs no arithmetic, on the meta device.
+timm's tests pick their cases by names like `vit_*`, so ours need their own. A debug, a tiny, a register, a V2, a
+plain model and one with Visual-Contrast Attention go through everything; every registered name goes through what needs
+no arithmetic, on the meta device.
 """
 
 import copy
@@ -20,11 +21,11 @@ from torchvision.models.feature_extraction import NodePathTracer, create_feature
 
 from diffvision.models import vision
 
-DEBUG, V2, PLAIN = "diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug"
+DEBUG, V2, PLAIN, VCA = "diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug", "vca_vit_debug"
 TINY, REGISTERS = "diff_vit_tiny_patch16_224", "diff_vit_tiny_patch16_reg4_gap_256"
-NAMES = [DEBUG, TINY, REGISTERS, V2, PLAIN]
+NAMES = [DEBUG, TINY, REGISTERS, V2, PLAIN, VCA]
 # Where a test's time goes with the number of operations: fewer layers, fewer tokens.
-SHORT = {name: {"depth": 3} for name in (DEBUG, V2, PLAIN)} | {
+SHORT = {name: {"depth": 3} for name in (DEBUG, V2, PLAIN, VCA)} | {
     name: {"depth": 3, "img_size": 64} for name in (TINY, REGISTERS)
 }
 
@@ -60,11 +61,16 @@ def expected_parameters(name: str) -> int:
         "v1": 4 * width * width + 4 * width + 6 * (width // diff_heads // 2),  # 4 lambda vectors, a norm of 2 sizes
         "v2": 5 * width * width + 5 * width + heads * width,  # twice the query, and lambda of each token and head
     }
+    attention["v1_dint"] = attention["v1"]
     if variant == "gda":  # a query for each signal and noise head; two keys and a value of 2 sizes for each group
         size, groups = width // diff_heads // 2, diff_heads // vision.GROUPED[name.removeprefix("gda_vit_")]
         rows = (diff_heads + groups) * size + 4 * groups * size + width
         attention["gda"] = rows * (width + 1) + 6 * size
     hidden = int(width * (mlp_ratio - 0.5 if variant == "v2" else mlp_ratio))
+    if variant == "vca":  # two embeddings of the pooled tokens, a convolution; 8 lambda vectors and 2 norms of a head
+        pooled = (shape.image // shape.patch // 2) ** 2
+        attention["vca"] = attention["standard"] + (2 * pooled + 10) * width + 10 * (width // heads)
+        hidden -= pooled + 6
     block = attention[variant] + 2 * width * hidden + hidden + width + 4 * width
     patches = (shape.image // shape.patch) ** 2
     prefix = 4 if "_reg4_" in name else 1
@@ -80,6 +86,8 @@ def expected_parameters(name: str) -> int:
     "diffv2_vit_base_patch16_224",
     "plain_vit_debug",
     "gda_vit_debug",
+    "dint_vit_debug",
+    "vca_vit_small",
     "diff_vit_so150m_patch16_224",
 )
 def test_every_size_on_the_meta_device(name):
@@ -144,6 +152,8 @@ def test_gradient_checkpointing_changes_no_gradient(name):
 def test_dropouts_layer_scale_and_norms_train(name):
     drops = {"drop_rate": 0.1, "pos_drop_rate": 0.1, "patch_drop_rate": 0.25, "proj_drop_rate": 0.1}
     drops |= {"attn_drop_rate": 0.1, "drop_path_rate": 0.1}
+    if name == VCA:  # which has neither
+        drops |= {"patch_drop_rate": 0.0, "attn_drop_rate": 0.0}
     more = {"init_values": 0.1, "qk_norm": True, "scale_mlp_norm": True, "fix_init": True, "norm_layer": "rmsnorm"}
     model = build(name, **SHORT[name], **drops, **more)
     batch = images(model)
@@ -155,7 +165,7 @@ def test_dropouts_layer_scale_and_norms_train(name):
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
 
-@each_model
+@pytest.mark.parametrize("name", [name for name in NAMES if name != VCA])
 def test_masks_reach_the_attention(name):
     model = build(name, **SHORT[name])
     batch, length = images(model), tokens(model)
@@ -168,6 +178,33 @@ def test_masks_reach_the_attention(name):
     later = model.forward_features(batch, is_causal=True)
     torch.testing.assert_close(later[:, :-1], causal[:, :-1])
     assert (later[:, -1] != causal[:, -1]).any()
+
+
+def test_visual_contrast_refuses_what_it_cannot_do():
+    for name in (VCA, "vca_vit_debug_clip"):
+        with pytest.raises(ValueError, match=r"pools a whole grid: leave patch_drop_rate \(patch dropout\) at 0"):
+            build(name, patch_drop_rate=0.25)
+    model = build(VCA)
+    with pytest.raises(ValueError, match="takes no mask"):
+        model(images(model), attn_mask=torch.ones(17, 17, dtype=torch.bool))
+    with pytest.raises(ValueError, match="gradient checkpointing needs one grid"):
+        build(VCA, dynamic_img_size=True).set_grad_checkpointing()
+    with pytest.raises(TypeError, match="'vca' attention, which takes no num_kv_heads"):
+        build(VCA, num_kv_heads=1)
+
+
+def test_visual_contrast_at_other_sizes_keeps_its_pooled_tokens():
+    """A grid's own height and width matter, and a resized model equals one made for that size."""
+    torch.manual_seed(0)
+    model = build(VCA, dynamic_img_size=True)
+    wide, high = torch.randn(1, 3, 16, 48), torch.randn(1, 3, 48, 16)
+    outputs = model(wide), model(high)
+    for batch, expected in zip((wide, high), outputs, strict=True):
+        resized = build(VCA)
+        resized.load_state_dict(model.state_dict())
+        resized.set_input_size(img_size=tuple(batch.shape[-2:]))
+        assert resized.blocks[0].attn.contrast_embed.shape == (2, 4, 64)
+        torch.testing.assert_close(resized(batch), expected)
 
 
 # ------------------------------------------------------------------------------------------ features and classifiers
@@ -344,7 +381,9 @@ def test_timms_optimizer_takes_a_step():
 
 @each_model
 def test_save_for_hf_and_back(name, tmp_path):
-    settings = {"num_classes": 5, "drop_path_rate": 0.1, "head_norm": name != V2, **SHORT[name]}
+    settings = {"num_classes": 5, "drop_path_rate": 0.1, **SHORT[name]}
+    if name != VCA:
+        settings["head_norm"] = name != V2
     if vision.MODELS[name].variant == "v1":
         settings["lambda_init"] = 0.5
     model = build(name, **settings)

@@ -58,7 +58,8 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def test_every_name_is_listed_with_its_configuration():
-    ours = {name for pattern in ("diff*", "plain_vit*", "gda_vit*") for name in timm.list_models(pattern)}
+    patterns = ("diff*", "plain_vit*", "gda_vit*", "dint_vit*", "vca_vit*")
+    ours = {name for pattern in patterns for name in timm.list_models(pattern)}
     assert ours == set(vision.model_names())
     assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))
     assert not timm.list_models("diff*", pretrained=True)

@@ -202,6 +202,9 @@ def test_maps_explain_the_output(variant):
     difference = maps[:, :, 0]
     if layer.query_maps == 2:
         difference = difference - layer.compute_lambda(x) * maps[:, :, 1]
+    if variant == "v1_dint":
+        means = maps[:, :, 0].cumsum(2) / torch.arange(1, 7)[:, None]
+        difference = difference + layer.compute_lambda(x) * means
     v = layer.v_proj(x).unflatten(-1, (layer.num_kv_heads, layer.value_dim)).transpose(1, 2)
     v = v.repeat_interleave(2 // layer.num_kv_heads, dim=1)
     factor = 1 - layer.lambda_init if isinstance(layer, DiffAttention) else 1.0

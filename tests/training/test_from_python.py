@@ -89,6 +89,13 @@ def test_two_runs_in_one_process(data, tmp_path):
         ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
         ({"data": {"transform": print}}, TypeError, r"data\.transform is an object of builtin_function_or_method"),
         ({"model": Callback()}, TypeError, r"is an object of Callback: .* Trainer\(\.\.\.\)\.fit\(module, data\)"),
+        ({"data": [".", "nowhere"]}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
+        ({"callbacks": [3]}, TypeError, "callbacks has an object of int: give Lightning callbacks"),
+        (
+            {"callbacks": Callback()},
+            TypeError,
+            "callbacks is an object of Callback: give a list of Lightning callbacks",
+        ),
         ({"resume": "maybe"}, Mistake, "it takes auto, must, never"),
     ],
 )

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from diffvision.cli import main
-from diffvision.comparison.entries import best_checkpoint
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
+from diffvision.opening import best_checkpoint
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.fit import fit
 from diffvision.training.progress import ProgressLine

@@ -161,6 +161,9 @@ class ImageLabelData(pl.LightningDataModule):
         """Return the training batches, `ImageLabelBatch`es."""
         if self._images is not None:
             self._check_classes(self._images)
+            classes, outputs = len(self._images.classnames), setting_or_model(self, "num_classes")
+            if outputs is not None and 0 < classes < outputs:
+                rank_zero_warn(f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes")
         source = _source(self, self._images)
         return training_loader(self, source, self._kind(source, "transform"))
 

@@ -23,6 +23,14 @@ class Dataset:
 
 _PACKED = frozenset({"source", "captions", "columns", "per_shard", "num_workers"})
 _IMAGES = "such as a folder of images"
+_TEXT = (
+    "a folder of unpacked packages (`apt-get download dict-gcide wordnet-base python3.11-doc linux-doc-6.1 && for d in "
+    "*.deb; do dpkg-deb -x $d packages; done`), or names of installed ones, such as gcide,python-doc,stdlib"
+)
+_EMOJI = (
+    "the FOLDER of `npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter "
+    "openmoji` (openmoji may be left out)"
+)
 _PUBLISHED = frozenset({"source", "images"})
 _FASHION = (
     "the folder of Fashion-MNIST's files: torchvision's ROOT after datasets.FashionMNIST(ROOT, download=True), or "
@@ -39,7 +47,19 @@ MADE: dict[str, Dataset] = {
         _FASHION,
     ),
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
+    "text": Dataset("diffvision.data.made.text:make_text", frozenset({"source"}), _TEXT),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
+    "emoji": Dataset("diffvision.data.made.emoji:make_emoji", frozenset({"source", "seed"}), _EMOJI),
+    "openclipart": Dataset(
+        "diffvision.data.made.openclipart:make_openclipart",
+        frozenset({"source", "seed"}),
+        "/ after `apt-get install openclipart-svg openclipart-png`, or the folder where `dpkg-deb -x` unpacked both",
+    ),
+    "tuxpaint": Dataset(
+        "diffvision.data.made.tuxpaint:make_tuxpaint",
+        frozenset({"source"}),
+        "/ after `apt-get install tuxpaint-stamps-default`, or the folder where `dpkg-deb -x` unpacked it",
+    ),
     "folder": Dataset("diffvision.data.make:pack_folder", _PACKED | {"split"}, _IMAGES),
     "evaluation": Dataset("diffvision.data.make:pack_evaluation", _PACKED | {"templates"}, _IMAGES),
     "mmvp": Dataset(

@@ -52,7 +52,7 @@ def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corp
     for split in ("train", "validation"):
         refuse_existing(directory / split)
     corpus = Corpus()
-    documents = dict(_documents(root, corpus))
+    documents = dict(library_documents(root, corpus))
     if not documents:
         raise ValueError(f"{root} has no Python source files: this Python was installed without them; use another")
     for split in ("train", "validation"):
@@ -75,7 +75,8 @@ def _samples(names: list[str], documents: dict[str, str]) -> Iterator[Sample]:
         yield {"__key__": f"{number:06d}/{name.removesuffix('.py').replace('.', '_')}", "txt": documents[name]}
 
 
-def _documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def library_documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of each document of a standard library, and count in `corpus` what is left out."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if _LEFT_OUT & set(path.parts[len(root.parts) :]) or path.name.startswith("_sysconfigdata") or name == _TOPICS:

@@ -70,7 +70,8 @@ def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
 
     def see(call: Call) -> Scores:
         scores = call.scores()
-        rows.append(scores.last_query().applied()[0, :, 0].mean(dim=0).double().cpu())  # [N]
+        last = scores if scores.integral else scores.last_query()
+        rows.append(last.applied()[0, :, -1].mean(dim=0).double().cpu())  # [N]
         return scores
 
     tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=device_of(model))

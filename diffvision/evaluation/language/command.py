@@ -22,8 +22,9 @@ def run(
     """Evaluate language models, print a table, and write a JSON and a picture for each task.
 
     Args:
-        models: .ckpt files or folders of language models, or hf:PATH for transformers' (one after the other, or
-            separated by commas), each with LABEL= before it if wanted; several are shown in one picture.
+        models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
+            (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
+            one picture.
         tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
             (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or

@@ -35,7 +35,7 @@ from diffvision.models.convert.state import check_fits, few, read_about, read_st
 from diffvision.models.files import check_weights_name, read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token
-from diffvision.nn import depth_lambda_init
+from diffvision.nn import DintAttention, depth_lambda_init
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,23 @@ def _check_diffclip(
 
 def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
     if source.layout == "diffvision":
-        _refuse_other_lambda(source.path)
+        _refuse_other_layers(source.path)
     made = by(source.state)
     check_layers(source.state if source.layout == "diffvision" else made, str(source.path))
     _save(made, target)
 
 
-def _refuse_other_lambda(path: Path) -> None:
-    """Raise a ValueError if a file records another lambda_init than the depth's, which the other layouts' code has."""
+def _refuse_other_layers(path: Path) -> None:
+    """Raise a ValueError if a file records what the other layouts' code does not compute from the same weights.
+
+    It is another lambda_init than the depth's, or DINT, whose weights are V1's.
+    """
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
+    if dint := [name for name, layer in layers.items() if layer.get("variant") == DintAttention.variant]:
+        raise ValueError(
+            f"{path} has attention of variant {DintAttention.variant!r} in {dint[0]}, and the other layouts' code has "
+            "V1: the same weights would compute another function there"
+        )
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
         theirs = depth_lambda_init(depth)

@@ -32,9 +32,13 @@ class LayerCache:
         keys: [B, Hk, P, capacity, D].
         values: [B, Hk, capacity, V].
         length: tokens filled.
+
+    Raises:
+        ValueError: the variant needs more of past tokens than keys and values.
     """
 
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
+        layer.check_cacheable()
         weight = layer.k_proj.weight
         heads, dtype = layer.num_kv_heads, weight.dtype if dtype is None else dtype
         # Zeros, because masked keys and values must be finite: kernels multiply them by a weight of zero.

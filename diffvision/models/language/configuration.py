@@ -91,7 +91,7 @@ class LanguageConfig:
                 raise ValueError(f"{name} is {value!r}: it must be above {least}, such as {usual}")
         if isinstance(self.lambda_init, str) and self.lambda_init != "depth":
             raise ValueError(f"lambda_init is {self.lambda_init!r}: give a number or 'depth'")
-        if self.variant != "v1" and self.lambda_init != "depth":
+        if not issubclass(ATTENTION[self.variant], DiffAttention) and self.lambda_init != "depth":
             raise ValueError(
                 f"lambda_init is {self.lambda_init}, and variant {self.variant!r} has none: leave it at 'depth'"
             )

@@ -100,6 +100,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         self.map_dim = self.head_dim if self.map_dim is None else self.map_dim
         self.to_diffvision()
         self.head_dim = self.map_dim * ATTENTION[self.variant].value_maps
+        self.use_cache = self.use_cache and ATTENTION[self.variant].cacheable
 
     @classmethod
     def from_diffvision(cls, config: LanguageConfig, **others: Any) -> "DiffTransformerConfig":

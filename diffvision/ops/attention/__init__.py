@@ -7,6 +7,7 @@ from diffvision.ops.attention.api import diff_attention, diff_attention_varlen
 from diffvision.ops.attention.choice import BACKENDS, attention_backend, supported_backends
 from diffvision.ops.attention.eager import attention_maps
 from diffvision.ops.attention.problem import Problem
+from diffvision.ops.attention.sdpa import softmax_attention
 
 __all__ = [
     "BACKENDS",
@@ -15,5 +16,6 @@ __all__ = [
     "attention_maps",
     "diff_attention",
     "diff_attention_varlen",
+    "softmax_attention",
     "supported_backends",
 ]

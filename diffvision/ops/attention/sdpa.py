@@ -10,6 +10,7 @@ kernels take unequal sizes as they are, if they are aligned.
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffvision.ops.attention.problem import Problem
@@ -54,9 +55,40 @@ def diff_attention(
     return out[..., :value_dim].to(q.dtype)
 
 
+def softmax_attention(
+    q: Float[Tensor, "B H M D"],
+    k: Float[Tensor, "B Hk N D"],
+    v: Float[Tensor, "B Hk N V"],
+    *,
+    causal: bool = False,
+    mask: Bool[Tensor, "..."] | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B H M V"]:
+    """Compute `softmax(q k' * D**-0.5) v`, the output of one map, by torch's attention and for values of any width.
+
+    Args:
+        q: queries [B, H, M, D].
+        k: keys [B, Hk, N, D]; H is a multiple of Hk.
+        v: values [B, Hk, N, V].
+        causal: as in `diff_attention`, aligned to the last key.
+        mask: as in `diff_attention`.
+        dropout: probability of the map's entries.
+
+    Returns:
+        [B, H, M, V]; a row that may not attend to any key is zeros.
+    """
+    scale, value_dim, grouped = q.shape[3] ** -0.5, v.shape[3], q.shape[1] != k.shape[1]
+    mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
+    q, k, v = _equal_sizes(q, k, v)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return out[..., :value_dim]
+
+
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad queries, keys and values with zero columns to one size, unless the device's kernels need none."""
-    head_dim, value_dim = q.shape[4], v.shape[3]
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
     if head_dim == value_dim or (q.is_cuda and _aligned(head_dim, q.dtype) and _aligned(value_dim, q.dtype)):
         return q, k, v
     if head_dim < value_dim:

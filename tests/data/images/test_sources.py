@@ -100,6 +100,14 @@ def test_evaluating_on_the_training_pictures_is_a_warning(tmp_path):
         data.val_dataloader()
 
 
+def test_more_outputs_than_classes_is_a_warning(tmp_path):
+    for n in range(4):
+        write(tmp_path / "pets" / ("cat", "dog")[n % 2] / f"{n}.png", n)
+    data = ImageLabelData(str(tmp_path / "pets"), 2, None, num_workers=0, num_classes=1000)
+    with pytest.warns(UserWarning, match="pets has 2 classes, the model 1000: set model.num_classes"):
+        data.train_dataloader()
+
+
 def test_folders_that_are_no_classes(tree, tmp_path):
     (tree / "train/empty").mkdir()
     with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):

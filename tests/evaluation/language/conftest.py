@@ -103,7 +103,7 @@ def copier():
     return Copier
 
 
-@pytest.fixture(params=["standard", "v1", "v2", "v1_head"])  # the kinds of maps and lambdas that there are
+@pytest.fixture(params=["standard", "v1", "v2", "v1_head", "v1_dint"])  # the kinds of maps and lambdas that there are
 def tiny(request):
     return Tiny(request.param)
 

@@ -156,7 +156,10 @@ def test_masses_are_sums_of_the_applied_maps(tiny):
         maps = block.attn.attention_maps(4 * x, is_causal=True)
         if hasattr(block.attn, "compute_lambda"):
             lam = block.attn.compute_lambda(4 * x)
-            maps = maps[:, :, 0] - (lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)) * maps[:, :, 1]
+            second = maps[:, :, 1]
+            if block.attn.variant == "v1_dint":
+                second = second - maps[:, :, 0].cumsum(2) / torch.arange(1, 11)[:, None]
+            maps = maps[:, :, 0] - (lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)) * second
         rows.append(maps.reshape(2, 10, 10)[:, -1].mean(dim=0))
         x = block(x)
     row = torch.stack(rows).mean(dim=0)

@@ -113,6 +113,18 @@ def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path, make_mo
     assert torch.equal(again(tokens).logits, model(tokens))
 
 
+def test_a_variant_that_no_cache_serves_generates_by_whole_sequences():
+    config = DiffTransformerConfig.from_diffvision(language.config("diff-debug", variant="v1_dint", vocab_size=97))
+    host, tokens = DiffTransformerForCausalLM(config).eval(), torch.randint(97, (1, 6))
+    assert not config.use_cache
+    generated, whole = host.generate(tokens, max_new_tokens=3, do_sample=False), tokens
+    for _ in range(3):
+        whole = torch.cat([whole, host(whole).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generated, whole)
+    with pytest.raises(ValueError, match="variant 'v1_dint' needs the past tokens' outputs"):
+        host(tokens, use_cache=True)
+
+
 def test_new_weights_are_the_models_own_draw():
     config = DiffTransformerConfig.from_diffvision(language.config("diff-debug"))
     torch.manual_seed(1)

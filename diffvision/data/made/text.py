@@ -1,0 +1,261 @@
+"""`text`: English from packages that anyone can install, as plain text; dictionaries, handbooks and manuals.
+
+`SOURCES` has a row for each package. How markup becomes text is in `markup` and `dictionaries`. Nothing is downloaded:
+a folder is searched for what `apt-get install` or `dpkg-deb -x` has put there.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from diffvision.data.made import markup
+from diffvision.data.made.corpus import Corpus, library_documents, split_of
+from diffvision.data.made.dictionaries import dictd_entries, wordnet_entries
+from diffvision.data.shards.sources import natural
+from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards
+from diffvision.progress import track
+
+_PER_SHARD = 10_000
+_SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package with English in it.
+
+    Attributes:
+        package: its name in Debian; empty for the running Python's library.
+        path: where its text is below the folder of packages, a pattern; the newest version is read.
+        read: a function that yields (name, text) of the documents there.
+        licence: of the text.
+        single: whether the text is one file.
+    """
+
+    package: str
+    path: str
+    read: Callable[[Path], Iterator[tuple[str, str]]]
+    licence: str
+    single: bool = False
+
+
+def _pages(
+    convert: Callable[[str], str], *endings: str, but: tuple[str, ...] = ()
+) -> Callable[[Path], Iterator[tuple[str, str]]]:
+    """Return a reader of the files with one of these endings, without files and folders that match one of `but`."""
+
+    def read(root: Path) -> Iterator[tuple[str, str]]:
+        for path in sorted(path for path in root.rglob("*") if path.name.endswith(endings)):
+            relative = path.relative_to(root)
+            if path.is_file() and not any(fnmatch(part, pattern) for part in relative.parts for pattern in but):
+                name = relative.as_posix().removesuffix(next(end for end in endings if path.name.endswith(end)))
+                yield name, convert(path.read_text(encoding="utf-8", errors="replace"))
+
+    return read
+
+
+def _books(*names: str) -> Callable[[Path], Iterator[tuple[str, str]]]:
+    """Return a reader of these books of Rust's documentation, without the pages that print a whole book."""
+
+    def read(root: Path) -> Iterator[tuple[str, str]]:
+        pages = _pages(markup.html, ".html", but=("print.html", "toc.html", "*-edition"))
+        for name in names:
+            if (root / name).is_dir():
+                yield from ((f"{name}/{page}", text) for page, text in pages(root / name))
+
+    return read
+
+
+def _library(root: Path) -> Iterator[tuple[str, str]]:
+    return library_documents(root, Corpus())
+
+
+SOURCES: dict[str, Source] = {
+    "gcide": Source(
+        "dict-gcide",
+        "usr/share/dictd/gcide.dict.dz",
+        dictd_entries,
+        "GPL-3.0-or-later",
+        single=True,
+    ),
+    "foldoc": Source(
+        "dict-foldoc",
+        "usr/share/dictd/foldoc.dict.dz",
+        dictd_entries,
+        "GFDL-1.1-or-later",
+        single=True,
+    ),
+    "wordnet": Source(
+        "wordnet-base",
+        "usr/share/wordnet",
+        wordnet_entries,
+        "WordNet 3.0",
+    ),
+    "python-doc": Source(
+        "python3.11-doc",
+        "usr/share/doc/python3.*/html/_sources",
+        _pages(markup.rst, ".rst.txt", ".rst"),
+        "PSF-2.0",
+    ),
+    "linux-doc": Source(
+        "linux-doc-6.1",
+        "usr/share/doc/linux-doc-*/html/_sources",
+        _pages(markup.rst, ".rst.txt", ".rst", but=("translations",)),
+        "GPL-2.0",
+    ),
+    "perl-doc": Source(
+        "perl-doc",
+        "usr/share/perl/5.*/pod",
+        # A table of contents, and introductions in other languages.
+        _pages(markup.pod, ".pod", but=("perltoc.pod", "perlcn.pod", "perljp.pod", "perlko.pod", "perltw.pod")),
+        "Artistic-1.0 or GPL-1.0-or-later",
+    ),
+    "postgresql-doc": Source(
+        "postgresql-doc-15",
+        "usr/share/doc/postgresql-doc-*/html",
+        _pages(markup.html, ".html", but=("bookindex.html", "index.html")),
+        "PostgreSQL",
+    ),
+    "debian-handbook": Source(
+        "debian-handbook",
+        "usr/share/doc/debian-handbook/html/en-US",
+        _pages(markup.html, ".html", but=("ix01.html", "index.html")),
+        "CC-BY-SA-3.0 or GPL-2.0-or-later",
+    ),
+    "rust-doc": Source(
+        "rust-doc",
+        "usr/share/doc/rust-doc/html",
+        _books("book", "reference", "nomicon", "rust-by-example", "embedded-book", "edition-guide", "rustc", "rustdoc"),
+        "MIT or Apache-2.0",
+    ),
+    "libreoffice-help": Source(
+        "libreoffice-help-en-us",
+        "usr/share/libreoffice/help/en-US/text",
+        _pages(markup.html, ".html"),
+        "MPL-2.0",
+    ),
+    "stdlib": Source("", "", _library, "PSF-2.0"),
+}
+
+
+@dataclass
+class _Counts:
+    documents: int = 0
+    bytes: int = 0
+    repeated: int = 0
+
+
+def make_text(directory: str | Path, source: str) -> str:
+    """Write text shards `train` and `validation`, and about.json with the licences; return documents and bytes.
+
+    A dictionary's document is a word with all its meanings. A document's split follows from its name, without that of
+    its source: a word is in the same split in all dictionaries, a module in the same as in `stdlib`. Texts that were
+    there already are left out. Documents are in the order of their hash, so all shards have text of all sources.
+
+    Args:
+        directory: the folder to write.
+        source: items with commas between them: a folder, for all that is known in it; NAME=PATH, for one source; or
+            NAME, for one that is installed. "stdlib" is the library of the running Python.
+
+    Raises:
+        ValueError: the directory has shards already, or a source is not known or not there.
+    """
+    directory = Path(directory)
+    for split in _SPLITS:
+        refuse_existing(directory / split)
+    texts: dict[str, list[tuple[bytes, str, str]]] = {split: [] for split in _SPLITS}
+    counts, hashes = {}, set()
+    for name, path in _resolve(source).items():
+        counted = counts[name] = _Counts()
+        for document, text in track(SOURCES[name].read(path), f"reading {name}"):
+            text = text.rstrip() + "\n"
+            digest = hashlib.sha256(text.encode()).digest()
+            if digest in hashes:
+                counted.repeated += 1
+            elif text.strip():
+                hashes.add(digest)
+                counted.documents += 1
+                counted.bytes += len(text.encode())
+                texts[split_of(document)].append((digest, name, text))
+        if not counted.documents:
+            raise ValueError(f"source {name}: {path} has no documents; {_how_to_get(name)}")
+    sizes = {split: sum(len(text.encode()) for _, _, text in texts[split]) for split in _SPLITS}
+    for split in _SPLITS:
+        write_shards(
+            directory / split, track(_samples(texts[split]), f"writing {split}", len(texts[split])), _PER_SHARD
+        )
+    described = {
+        name: {
+            "package": SOURCES[name].package or "the running Python",
+            "licence": SOURCES[name].licence,
+            **vars(counted),
+        }
+        for name, counted in counts.items()
+    }
+    write_about(
+        directory,
+        source=", ".join(counts),
+        licence="; ".join(f"{name}: {SOURCES[name].licence}" for name in counts),
+        sources=described,
+        splits={split: {"documents": len(texts[split]), "bytes": sizes[split]} for split in _SPLITS},
+    )
+    lines = [f"{len(texts[s]):,} documents of {sizes[s] / 1e6:.1f} MB in {s}" for s in _SPLITS]
+    table = [
+        f"  {name:<16} {c.documents:>8,} documents {c.bytes / 1e6:>6.1f} MB   {SOURCES[name].licence}"
+        for name, c in counts.items()
+    ]
+    return "\n".join([", ".join(lines), *table])
+
+
+def _samples(documents: list[tuple[bytes, str, str]]) -> Iterator[Sample]:
+    for number, (_, source, text) in enumerate(sorted(documents)):
+        yield {"__key__": f"{number:07d}-{source}", "txt": text}
+
+
+def _resolve(items: str) -> dict[str, Path]:
+    """Return where each source's text is, in the order of `SOURCES`."""
+    paths: dict[str, Path] = {}
+    for item in filter(None, map(str.strip, items.split(","))):
+        name, equals, path = item.partition("=")
+        if name in SOURCES:
+            paths[name] = _path_of(name, Path(path) if equals else None)
+        elif equals or not Path(item).is_dir():
+            no_folder = "" if equals else ", and no folder"
+            raise ValueError(f"no source of text is called {name!r}{no_folder}: there are {', '.join(SOURCES)}")
+        else:
+            there = {name: found for name in SOURCES if (found := _below(name, Path(item)))}
+            if not there:
+                raise ValueError(f"folder {item} has no source of text that is known; {_how_to_get()}")
+            paths |= there
+    if not paths:
+        raise ValueError(f"--source names nothing: {_how_to_get()}")
+    return {name: paths[name] for name in SOURCES if name in paths}
+
+
+def _path_of(name: str, path: Path | None) -> Path:
+    """Return where the text of one source is: below a path, the path itself, or where it is installed."""
+    if name == "stdlib":
+        return path or Path(sysconfig.get_paths()["stdlib"])
+    root = path or Path(os.sep)
+    if below := _below(name, root):
+        return below
+    if path and (path.is_file() if SOURCES[name].single else path.is_dir()):
+        return path
+    raise ValueError(f"source {name} is not in {root}; {_how_to_get(name)}")
+
+
+def _below(name: str, root: Path) -> Path | None:
+    pattern = SOURCES[name].path
+    matches = sorted(root.glob(pattern), key=lambda path: natural(str(path))) if pattern else []
+    return matches[-1] if matches else None
+
+
+def _how_to_get(name: str = "gcide") -> str:
+    package = SOURCES[name].package
+    return (
+        f"`apt-get install {package}` and {name}, "
+        f"or `apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER` and {name}=FOLDER"
+    )

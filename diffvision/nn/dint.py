@@ -1,0 +1,72 @@
+"""DINT attention: V1 that adds back, in the share that it subtracts, the mean of its first map."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from diffvision import ops
+from diffvision.nn.diff_attention import DiffAttention
+
+
+class DintAttention(DiffAttention):
+    """DINT: V1 with an integral term, so that the rows of the applied map sum to 1 and not to 1 - lambda.
+
+        head = RMSNorm((A1 - lambda A2 + lambda G) v) * (1 - lambda_init)      A1, A2: V1's softmax maps
+        G_i = mean of A1_j over the tokens j that token i may attend to
+
+    Without a mask G is the mean over all queries, the same in every row; in a causal layer it is a running mean, so
+    that no token sees a later one; under a padding mask the mean is over real tokens, and among packed documents over
+    the token's document. As G v is the mean of A1 v, no map is built. But A1 v is needed by itself, and
+    `ops.diff_attention` returns only the difference: the first map is computed twice, three maps for V1's two.
+    docs/reference/models.md says what that costs.
+
+    Parameters and arguments are those of `DiffAttention`, whose weights it loads. `attn_drop` is drawn for G's first
+    map once more. A token needs the outputs of those before it, so there is no decoding with a cache of keys and
+    values.
+
+    Source: arXiv 2501.17486. The applied map without a mask was compared with `MultiheadDintAttention` of
+    jwliao1209/Differential-FT-Transformer; that module has no mask, scales the logits by D**0.5 instead of D**-0.5, and
+    normalises only if asked. The means under a mask, V1's norm and its factor are this project's reading.
+    """
+
+    variant = "v1_dint"
+    cacheable = False
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        dropout = self._dropout()
+        difference = super()._attend(x, q, k, v, mask, is_causal)
+        first = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=is_causal, mask=mask, dropout=dropout)
+        return (difference + self.compute_lambda(x) * mean_of_rows(first, mask, is_causal)).to(difference.dtype)
+
+    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        integral = self.compute_lambda(x) * mean_of_rows(maps[:, :, 0], mask, is_causal)
+        return super()._combined(maps, x, mask, is_causal) + integral
+
+
+def mean_of_rows(
+    rows: Float[Tensor, "B H N X"], mask: Tensor | None, is_causal: bool
+) -> Float[Tensor, "B H N X"] | Float[Tensor, "B H 1 X"]:
+    """Return for each token the mean of the rows of the tokens that it may attend to, in float32 or better.
+
+    Args:
+        rows: a row for each token, of a map or of its output.
+        mask: boolean, True = may attend, broadcastable to [B, H, N, N]; combined with is_causal by AND.
+        is_causal: each token attends to itself and those before it.
+
+    Returns:
+        [B, H, N, X], or [B, H, 1, X] where all tokens have the same mean; zeros for a token that may attend to none.
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    count = rows.shape[2]
+    if mask is None and not is_causal:
+        return rows.mean(dim=2, keepdim=True)
+    if mask is None:
+        return rows.cumsum(dim=2) / torch.arange(1, count + 1, device=rows.device)[:, None]
+    if is_causal:
+        mask = mask & torch.ones(count, count, dtype=torch.bool, device=rows.device).tril()
+    weights = mask.to(rows.dtype)
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)
+    with torch.autocast(rows.device.type, enabled=False):
+        return weights.expand(*rows.shape[:2], -1, -1) @ rows

@@ -1,0 +1,111 @@
+"""Directories of training runs: which run a folder stands for, and which of its checkpoints is the best.
+
+A run's directory has config.yaml and checkpoints/, as `diffvision fit` writes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from diffvision.models.checkpoint import harmless
+from diffvision.opening.weights import CONFIG, OPEN_CLIP
+
+RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_MAX_DEPTH = 4
+
+
+def run_in(folder: str | Path) -> Path | None:
+    """Return the run that a folder stands for: the folder itself, the one whose checkpoints/ it is, or the one in it.
+
+    Returns:
+        The run's directory; None where there is no run, and for the folder of a model.
+
+    Raises:
+        ValueError: there are several runs in the folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir() or any((folder / name).is_file() for name in (CONFIG, OPEN_CLIP)):
+        return None
+    if _is_run(folder):
+        return folder
+    if folder.absolute().name == CHECKPOINTS and _is_run(folder.absolute().parent):
+        # As it was written, where that names a parent.
+        return folder.parent if folder.name == CHECKPOINTS else folder.absolute().parent
+    every = list(_runs_below(folder, _MAX_DEPTH))
+    # An attempt that failed leaves a run without checkpoints.
+    runs = [run for run in every if any((run / CHECKPOINTS).glob("*.ckpt"))] or every
+    if len(runs) > 1:
+        names = ", ".join(str(run) for run in runs[:4])
+        raise ValueError(
+            f"{folder} has {len(runs)} runs in it: name one of them ({names}{', ...' if runs[4:] else ''})"
+        )
+    return runs[0] if runs else None
+
+
+def best_checkpoint(run: Path) -> tuple[Path, str]:
+    """Return a run's best checkpoint by the metric that it watched, or its last one, and which it is.
+
+    Raises:
+        ValueError: the run has no checkpoint, or a damaged one.
+    """
+    files = sorted((run / CHECKPOINTS).glob("*.ckpt"), key=lambda file: (file.stat().st_mtime, file.name))
+    if not files:
+        raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
+    # The newest one says which was the best.
+    last, content = files[-1], _content(files[-1])
+    for name, state in content.get("callbacks", {}).items():
+        if str(name).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
+            best = run / CHECKPOINTS / Path(state["best_model_path"]).name
+            if best.is_file():
+                score = state.get("best_model_score")
+                shown = "" if score is None else f" {float(score):.4f}"
+                return best, f"best {state['monitor']}{shown}"
+    return last, f"last, step {content.get('global_step', 0):,}"
+
+
+def run_config(run: Path | None) -> dict[str, Any]:
+    """Return the configuration of a run, empty without one.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if run is None or not (run / RUN_CONFIG).is_file():
+        return {}
+    try:
+        content = yaml.safe_load((run / RUN_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{run / RUN_CONFIG} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _is_run(path: Path) -> bool:
+    return (path / RUN_CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    if depth == 0:
+        return
+    # Folders may hold a million images: which are folders is known without asking for each.
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    for child in (path / name for name in names):
+        if _is_run(child):
+            yield child
+        else:
+            yield from _runs_below(child, depth - 1)
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds besides its weights; the scores of its callbacks are small tensors."""
+    try:
+        with harmless():
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch's reader raises errors of any class for a file that is not a checkpoint
+        raise ValueError(f"{file} cannot be read: name another checkpoint of the run ({error})") from error
+    return content if isinstance(content, dict) else {}

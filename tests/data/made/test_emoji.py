@@ -1,0 +1,277 @@
+"""Emoji from miniatures of the packages: what is trained on, what is held out, and how pictures are paired."""
+
+import json
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from diffvision.data import EvaluationFolder
+from diffvision.data.images.decode import decode_image
+from diffvision.data.images.module import to_float
+from diffvision.data.made import cutouts
+from diffvision.data.made.cutouts import BACKGROUND, Rasteriser, paste
+from diffvision.data.made.emoji import make_emoji
+from diffvision.data.made.emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
+
+TONES = ("1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF")
+
+
+def row(code, name, subcategory, order, category="Objects", tones=False, **changed):
+    """A row of emoji.json, with the fields that are read and some that are not."""
+    has = {"has_img_apple": True, "has_img_google": True, "has_img_twitter": True, "has_img_facebook": False}
+    image = f"{code.lower()}.png"
+    made = {"name": name, "unified": code, "non_qualified": None, "image": image, "short_name": name.lower(), **has}
+    made |= {"short_names": [name.lower().replace(" ", "_")], "category": category, "subcategory": subcategory}
+    first, *rest = code.split("-")
+    if tones:
+        made["skin_variations"] = {
+            tone: {"unified": (both := "-".join([first, tone, *rest])), "image": f"{both.lower()}.png", **has}
+            for tone in TONES
+        }
+        made["skin_variations"]["1F3FB-1F3FC"] = {"unified": "no", "image": "no.png", **has}
+    return made | {"sort_order": order, **changed}
+
+
+ROWS = [
+    row("1F468-200D-1F692", "MAN FIREFIGHTER", "person-role", 2, "People & Body", tones=True),
+    row("1F469-200D-1F692", "WOMAN FIREFIGHTER", "person-role", 1, "People & Body", tones=True),
+    row("1F468-200D-1F680", "MAN ASTRONAUT", "person-role", 3, "People & Body"),
+    row("1F469-200D-1F680", "WOMAN ASTRONAUT", "person-role", 4, "People & Body"),
+    row("2764-FE0F", "RED HEART", "heart", 5, "Smileys & Emotion"),
+    row("1F499", "BLUE HEART", "heart", 6, "Smileys & Emotion"),
+    row("1F46A", "FAMILY", "family", 7, "People & Body"),
+    row("1F46B", "FAMILY AGAIN", "family", 8, "People & Body"),  # Twemoji's picture is the former's
+    row("1F511", "KEY", "lock", 9),
+    row("1F5FF", "MOYAI", "other-object", 10),
+    row("1F3F4", "FLAG", "flag", 11, "Flags"),
+    row("1F9CA", "ICE", "drink", 12, has_img_google=False),
+]
+
+
+def pixels(code):
+    """A colour for each emoji, whatever the style."""
+    return np.random.default_rng(zlib.crc32(code.encode())).integers(0, 256, 3)
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """The two vendors' packages, as npm unpacks them."""
+    for vendor, shift in (("google", 0), ("twitter", 1)):
+        folder = tmp_path / "node_modules" / f"emoji-datasource-{vendor}"
+        pictures = folder / "img" / vendor / "64"
+        pictures.mkdir(parents=True)
+        (folder / "package.json").write_text('{"version": "16.0.0"}')
+        (folder / "emoji.json").write_text(json.dumps(ROWS))
+        for one in ROWS:
+            for name, variant in [
+                (one["unified"], one),
+                *((v["unified"], v) for v in one.get("skin_variations", {}).values()),
+            ]:
+                shown = "1F46A" if (vendor, name) == ("twitter", "1F46B") else name
+                image = Image.new("RGBA", (64, 64), (9, 9, 9, 0))
+                image.paste((*pixels(shown), 255), (16 + shift, 16, 48 + shift, 48))
+                image.save(pictures / variant["image"])
+    return tmp_path
+
+
+@pytest.fixture
+def openmoji(packages):
+    """OpenMoji next to them: its table has no FE0F after most code points."""
+    folder = packages / "node_modules" / "openmoji"
+    (folder / "data").mkdir(parents=True)
+    (folder / "package.json").write_text('{"version": "17.0.0"}')
+    table = []
+    for one in ROWS:
+        for tone in ("", *one.get("skin_variations", {})):
+            code = one["skin_variations"][tone]["unified"] if tone else one["unified"]
+            stem = code.replace("-FE0F", "")
+            described = {"hexcode": stem, "annotation": one["name"].lower(), "tags": "x, y, z, w"}
+            table.append({**described, "openmoji_tags": "", "skintone": tone})
+            for style in ("color", "black"):
+                (folder / style / "svg").mkdir(parents=True, exist_ok=True)
+                (folder / style / "svg" / f"{stem}.svg").write_text("<svg/>")
+    (folder / "data" / "openmoji.json").write_text(json.dumps(table))
+    return packages
+
+
+@pytest.fixture(autouse=True)
+def some_for_validation(monkeypatch):
+    """The emoji of the miniature that are for validation: what has a fire engine, and hearts."""
+    monkeypatch.setattr(
+        "diffvision.data.made.emoji_table.held_out", lambda name, percent: name in ("1F9D1-1F692", "1F511", "1F499")
+    )
+
+
+def read(folder):
+    tars = sorted(map(str, folder.glob("*.tar")))
+    return list(webdataset.WebDataset(tars, shardshuffle=False, empty_check=False))
+
+
+def test_what_is_trained_on_and_what_is_held_out(packages, tmp_path):
+    written = make_emoji(tmp_path / "made", packages)
+    assert "no OpenMoji" in written
+    train = {s["__key__"]: json.loads(s["json"]) for s in read(tmp_path / "made" / "train")}
+    # No flag, nothing without Noto's picture, none that looks like another one in Twemoji, and none for validation.
+    assert sorted(facts["name"] for facts in train.values()) == [
+        "family", "man astronaut", "moyai", "red heart", "woman astronaut",
+    ]  # fmt: skip
+    facts = train["noto-1f468-200d-1f680"]
+    assert facts["captions"][:2] == ["a picture of man astronaut", "man astronaut, person role"]
+    seen, unseen = (read(tmp_path / "made" / "retrieval" / split) for split in ("validation", "test"))
+    assert {s["txt"].decode() for s in seen} == {
+        f"a picture of {name}" for name in ("woman firefighter", "man firefighter", "key", "blue heart")
+    }
+    assert {s["__key__"] for s in unseen} == {key.removeprefix("noto-") for key in train}
+    # The test shows Twemoji's pictures: a pixel to the right of Noto's.
+    for sample, left in ((seen[0], 16), (unseen[0], 17)):
+        image = np.asarray(decode_image(sample["png"]))
+        assert (image[32, left - 1] == BACKGROUND).all()
+        assert (image[32, left] == pixels(sample["__key__"].upper())).all()
+    about = json.loads((tmp_path / "made" / "about.json").read_text())
+    assert "emoji-datasource-twitter 16.0.0" in about["source"]
+    assert "CC-BY-4.0" in about["licence"]
+    assert about["samples"]["train"] == 5
+    with pytest.raises(ValueError, match="has shards already"):
+        make_emoji(tmp_path / "made", packages)
+
+
+def test_evaluation_folders_name_all_emoji_and_kinds(packages, tmp_path):
+    make_emoji(tmp_path / "made", packages)
+    names = EvaluationFolder(tmp_path / "made" / "zero_shot")
+    assert (names.task, names.splits) == ("zero_shot", ["test", "validation"])
+    assert len(names.classnames) == 9
+    for split in names.splits:
+        shown = [s["txt"].decode() for s in read(tmp_path / "made" / "retrieval" / split)]
+        labels = [label for batch in names.batches(to_float, split=split) for label in batch["label"].tolist()]
+        assert [names.templates[0].replace("{c}", names.classnames[label]) for label in labels] == shown
+    kinds = EvaluationFolder(tmp_path / "made" / "zero_shot-subcategories")
+    assert kinds.splits == ["test", "train", "validation"]
+    assert kinds.classnames == ["family", "heart", "lock", "person role"]
+
+
+def test_pairs_differ_in_one_respect(packages, tmp_path):
+    make_emoji(tmp_path / "made", packages)
+    pairs = {}
+    for split in ("test", "validation"):
+        for sample in read(tmp_path / "made" / "pairs" / split):
+            texts = [sample[f"{i}.txt"].decode().removeprefix("a picture of ") for i in range(2)]
+            pairs.setdefault((split, json.loads(sample["json"])["kind"]), []).append(texts)
+            for i in range(2):
+                colour = np.asarray(decode_image(sample[f"{i}.png"]))[32, 32]
+                (shown,) = [code for code, name in all_names().items() if name == texts[i]]
+                assert (colour == pixels(shown)).all()
+    assert {key: len(texts) for key, texts in pairs.items()} == {
+        ("test", "gender"): 1,
+        ("validation", "gender"): 1,
+        ("validation", "skin tone"): 4,
+    }
+    assert sorted(pairs["test", "gender"][0]) == ["man astronaut", "woman astronaut"]
+    for first, second in pairs["validation", "skin tone"]:
+        assert first != second
+        assert first.split(":")[0] == second.split(":")[0]
+    assert json.loads((tmp_path / "made" / "about.json").read_text())["samples"]["pairs/test"] == {"gender": 1}
+
+
+def all_names():
+    tones = ("light", "medium-light", "medium", "medium-dark", "dark")
+    names = {}
+    for one in ROWS:
+        names[one["unified"]] = one["name"].lower()
+        for tone, words in zip(TONES, tones, strict=True):
+            if "skin_variations" in one:
+                names[one["skin_variations"][tone]["unified"]] = f"{one['name'].lower()}: {words} skin tone"
+    return names
+
+
+def test_kinds_of_pairs():
+    names = {
+        "man pilot": "person role", "man cook": "person role", "woman surfing": "person sport",
+        "woman walking": "person activity", "red heart": "heart", "blue heart": "heart", "left arrow": "arrow",
+        "up arrow": "arrow", "blue book": "book", "person pilot": "person role",
+        "woman walking: facing right": "person activity",
+    }  # fmt: skip
+    emoji = [Emoji(str(i), "", name, kind) for i, (name, kind) in enumerate(names.items())]
+    pairs = minimal_pairs(emoji, np.random.default_rng(0))
+    assert {(kind, *sorted((a.name, b.name))) for kind, a, b in pairs} == {
+        ("role", "man cook", "man pilot"),
+        ("activity", "woman surfing", "woman walking"),
+        ("colour", "blue heart", "red heart"),
+        ("direction", "left arrow", "up arrow"),
+        ("direction", "woman walking", "woman walking: facing right"),
+    }
+
+
+def test_openmoji_is_a_second_style_to_train_on_and_a_third_to_test(openmoji, tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(path):
+        drawn.append(path)
+        return paste(next(openmoji.rglob("1f511.png")))
+
+    monkeypatch.setattr("diffvision.data.made.emoji.find_rasteriser", lambda: Rasteriser("pencil 1", draw))
+    assert "no OpenMoji" not in make_emoji(tmp_path / "made", openmoji)
+    train = [json.loads(s["json"]) for s in read(tmp_path / "made" / "train")]
+    # With the skin tones of two; the emoji for validation are trained on in this style alone.
+    styles = {style: {f["name"] for f in train if f["style"] == style} for style in ("Noto", "OpenMoji")}
+    assert len(styles["Noto"]) == 5
+    assert styles["OpenMoji"] == set(all_names().values()) - {"family again", "flag", "ice"}
+    key = next(f for f in train if f["name"] == "key")
+    assert key["captions"] == ["a picture of key", "key, lock", "lock: x, y, z", "lock: w"]
+    assert {path.parent.parent.name for path in drawn} == {"color", "black"}
+    sketches = read(tmp_path / "made" / "retrieval-sketch" / "test")
+    assert [s["txt"] for s in sketches] == [s["txt"] for s in read(tmp_path / "made" / "retrieval" / "test")]
+    about = json.loads((tmp_path / "made" / "about.json").read_text())
+    assert about["rasteriser"] == "pencil 1"
+    assert "CC-BY-SA-4.0" in about["licence"]
+
+
+def test_a_missing_rasteriser_is_named_before_work(openmoji, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    monkeypatch.setattr(cutouts.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install cairosvg.*librsvg2-bin"):
+        make_emoji(tmp_path / "made", openmoji)
+    assert not (tmp_path / "made").exists()
+
+
+def test_rsvg_convert_is_used_where_cairosvg_is_not_installed(tmp_path, monkeypatch):
+    program = tmp_path / "rsvg-convert"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "rsvg-convert version 9" || echo "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rasteriser = cutouts.find_rasteriser()
+    assert rasteriser.name == "rsvg-convert version 9"
+    assert rasteriser.draw(tmp_path / "a.svg").split()[:2] == [b"--width", b"64"]
+
+
+def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
+    folder = packages / "node_modules" / "emoji-datasource-google"
+    folder.rename(folder.with_name("emoji-datasource-apple"))
+    message = "no package emoji-datasource-google; emoji-datasource-apple is not read, .*npm install"
+    with pytest.raises(ValueError, match=message):
+        find_packages(packages)
+    with pytest.raises(ValueError, match="emoji-datasource-facebook is not read, for Facebook's have no clear licence"):
+        find_packages(packages / "emoji-datasource-facebook")
+
+
+def test_skin_tones_are_named_as_unicode_names_them(packages, monkeypatch):
+    monkeypatch.setitem(ROWS[0], "name", "MAN: BEARD")
+    (packages / "node_modules" / "emoji-datasource-google" / "emoji.json").write_text(json.dumps(ROWS))
+    names = [one.name for one in read_emoji(find_packages(packages)) if one.tone == "dark"]
+    assert names == ["woman firefighter: dark skin tone", "man: dark skin tone, beard"]
+
+
+def test_pasting_keeps_proportions_and_no_colour_of_transparent_pixels(tmp_path):
+    image = Image.new("RGBA", (400, 200), (255, 0, 0, 0))
+    image.paste((0, 0, 255, 255), (100, 0, 300, 200))
+    image.save(tmp_path / "wide.png")
+    pasted = np.asarray(decode_image(paste(tmp_path / "wide.png"))).astype(int)
+    assert pasted.shape == (64, 64, 3)
+    assert (pasted[15] == BACKGROUND).all()
+    assert (pasted[16:48, 20:44] == (0, 0, 255)).all()
+    # At the edge there is blue and background, and no red of what cannot be seen.
+    assert (pasted[..., 0] <= BACKGROUND[0]).all()

@@ -1,0 +1,195 @@
+"""Markup becomes text: what a reader of the page sees, and nothing that only a program reads."""
+
+from textwrap import dedent
+
+from diffvision.data.made.markup import html, pod, rst
+
+RST = """\
+.. _library-cats:
+
+:mod:`cats` --- Looking after cats
+==================================
+
+.. module:: cats
+   :synopsis: Cats.
+
+**Source code:** :source:`Lib/cats.py` | **See** `the site <https://cats.example>`_ and :pep:`8`.
+
+The module has a ``Cat`` class, of which
+:class:`~cats.Cat` is *one*; see :func:`feed <cats.feed>` and tables_.
+
+.. class:: Cat(name, *, lives=9)
+           Cat()
+
+   A cat with ``*args``.
+
+   .. versionchanged:: 3.8
+      It sleeps.
+
+.. 2to3fixer:: dogs
+
+   Removes dogs.
+
+.. code-block:: python
+   :linenos:
+
+   cat = Cat("Tom")
+
+       # indented
+
+Feed it::
+
+    $ feed   *all*
+
+.. note::
+
+   Cats bite.
+
+.. toctree::
+   :maxdepth: 2
+
+   other
+
+.. a comment
+   of two lines
+
+.. [1] A footnote.
+
+1. First
+   item with this::
+
+       code of it
+
+   and more.
+#. Second
+
+=====  ======
+Name   Weight
+=====  ======
+Tom    4 kg
+=====  ======
+
++-----+------+
+| Tom | grey |
++-----+------+
+
+.. list-table:: Colours
+
+   * - Tom
+     - grey
+"""
+TEXT = """\
+cats --- Looking after cats
+
+Source code: Lib/cats.py | See the site and PEP 8.
+
+The module has a Cat class, of which Cat is one; see feed and tables.
+
+Cat(name, *, lives=9)
+Cat()
+
+A cat with *args.
+
+Changed in version 3.8: It sleeps.
+
+dogs
+
+Removes dogs.
+
+    cat = Cat("Tom")
+
+        # indented
+
+Feed it:
+
+    $ feed   *all*
+
+Note: Cats bite.
+
+[1] A footnote.
+
+1. First item with this:
+
+       code of it
+
+   and more.
+#. Second
+
+Name   Weight
+Tom    4 kg
+
+Tom  grey
+
+Colours
+
+- Tom
+  - grey"""
+
+
+def test_restructured_text_as_a_reader_sees_it():
+    assert rst(RST) == TEXT
+
+
+def test_plain_text_stays_as_it_is_and_words_with_underscores_are_no_links():
+    assert rst("Call open_model_ and my_name of __init__.\n\nA | B, 2*3*4 and *.py.\n") == (
+        "Call open_model and my_name of __init__.\n\nA | B, 2*3*4 and *.py."
+    )
+    assert rst("") == ""
+
+
+def test_pod():
+    source = dedent("""\
+        =encoding utf8
+
+        =head1 NAME
+
+        cat - B<feeds> I<cats>
+
+        =over 4
+
+        =item *
+
+        See L<perlop/"Cats">, L<the page|https://cats.example> or L<perlre>, or C<< $cat->feed(N > 1) >>
+        as F<cat.h> E<lt>here E<0xe9>X<index>.
+
+        =item feed
+
+        C<my I<$x>>
+
+        =back
+
+            my $cat  = 1;
+              feed();
+
+        =begin html
+
+        <b>left out</b>
+
+        =end html
+
+        =for comment left out
+
+        =cut
+        """)
+    assert pod(source).split("\n\n") == [
+        "NAME",
+        "cat - feeds cats",
+        '- See "Cats" in perlop, the page or perlre, or $cat->feed(N > 1) as cat.h <here é.',
+        "feed",
+        "my $x",
+        "    my $cat  = 1;\n      feed();",
+    ]
+
+
+def test_html_without_its_navigation():
+    page = """<?xml version="1.0"?><html><head><title>left out</title><style>p {}</style></head><body>
+      <div class="navheader"><div>Prev</div><p>Next</div><header>x</header>
+      <h1><a name="x"/>Cats &amp; dogs</h1><script>if (a < b) "</p>"</script>
+      <p>A cat
+      is <em>here</em>.<br>And there.</p><ul><li><p>one</p></li><li>two</ul>
+      <table><tr><th>Name</th><td>Tom</td></tr><tr><td>4</td></tr></table>
+      <pre>  cat
+    dog</pre><img src="x"><footer><footer>a</footer>b</footer></body></html>"""
+    assert html(page) == (
+        "Cats & dogs\n\nA cat is here.\nAnd there.\n\n- one\n\n- two\n\nName  Tom\n4\n\n  cat\n    dog"
+    )
