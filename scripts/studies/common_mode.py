@@ -47,8 +47,8 @@ from diffvision.evaluation.retrieval import recalls
 from small_clip import Captions, SmallClip, pixels
 
 CLIP = "CLIP-debug"
-SIZE, PATCH, EPOCHS = 48, 8, 6
-NAMED = {"colour": 0.2, "background": 0.2}  # shares of the training captions
+SIZE, PATCH, EPOCHS = 48, 8, 4
+NAMED = {"colour": 0.1, "background": 0.1}  # shares of the training captions
 COUNTS = {"train": 20_000, "validation": 1_000, "test": 2_000}  # scenes of one garment
 PRIMARY = ("colour", "kind")
 RATES = (5e-4, 1e-3, 2e-3)
@@ -231,7 +231,7 @@ class Measured:
         """Return for each layer of the image tower what linear probes read from it, and its mean component's share.
 
         A probe takes the class token and the mean of the patches after the layer. Kind, colour, background and place
-        are of images of one garment (fitted on 4,000 of training), count of one to three (fitted on those of validation).
+        are of images of one garment (fitted on 4,000 of training), count of one to three (fitted on validation's).
         The share is of the attention's output: the squared length of the mean over patches, by the mean squared length.
         """
         data = self.data
