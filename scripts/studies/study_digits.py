@@ -17,16 +17,13 @@ R@1. What the demo publishes is measured by `diffvision demo`.
 import argparse
 import itertools
 import json
-import math
 import os
 import platform
 import statistics
-import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,6 @@ import torch.nn.functional as F
 import yaml
 from open_clip.transform import AugmentationCfg, image_transform
 from PIL import Image
-from torch import Tensor, nn
 
 import diffvision
 from diffvision.data.made.digits import WORDS, make_digits
@@ -47,10 +43,10 @@ from diffvision.evaluation.composition import selection_accuracy
 from diffvision.evaluation.retrieval import recalls
 from diffvision.training.optim import param_groups
 from diffvision.training.recipes import recipe
+from small_clip import BATCH, Captions, SmallClip, pixels, read
 
 MODEL, TOWER = "CLIP-debug", "plain_vit_debug_clip"
 LESSON = "0.85x6"
-BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -70,31 +66,17 @@ class Setting:
         return f"{self.digit_only:g}x{self.epochs}" + (f"x{self.patch}" if self.patch != 8 else "")
 
 
-class Captions:
-    """Distinct captions as token ids of a small vocabulary, cut to the longest."""
-
-    def __init__(self, captions: dict[str, list[str]]) -> None:
-        """Tokenise the captions of each part; ids keep their order, so the end-of-text token stays the largest."""
-        encode = open_clip.get_tokenizer(MODEL)
-        self.distinct = sorted({caption for part in captions.values() for caption in part})
-        number = {caption: i for i, caption in enumerate(self.distinct)}
-        tokens = encode(self.distinct)
-        self.lengths = (tokens != 0).sum(1)
-        self.vocabulary = torch.unique(tokens)
-        self.tokens = torch.searchsorted(self.vocabulary, tokens)[:, : int(self.lengths.max())].contiguous()
-        self.of = {name: torch.tensor([number[caption] for caption in part]) for name, part in captions.items()}
-
-
 class Data:
     """The digits made with a share, as tensors: images of each part, captions, and the test digits' labels."""
 
-    def __init__(self, directory: Path, share: float, transform: tuple[float, float]) -> None:
+    def __init__(self, directory: Path, share: float, normal: tuple[float, float]) -> None:
         if not (directory / "composition/test/0.tar").is_file():
             make_digits(directory, digit_only=share)
         parts = {"train": "train", "zero_shot": "zero_shot/test", "retrieval": "retrieval/test"}
         parts["composition"] = "composition/test"
         samples = {name: read(directory / folder) for name, folder in parts.items()}
-        self.images = {name: pixels(rows, *transform) for name, rows in samples.items()}
+        self.images = {name: pixels(rows) for name, rows in samples.items()}
+        self.normal = normal
         self.labels = torch.tensor([int(sample["cls"]) for sample in samples["zero_shot"]])
         templates = (directory / "zero_shot/zeroshot_classification_templates.txt").read_text().splitlines()
         captions = {
@@ -103,26 +85,7 @@ class Data:
             if name != "zero_shot"
         }
         captions["zero_shot"] = [template.format(c=word) for word in WORDS for template in templates]
-        self.captions = Captions(captions)
-
-
-def read(folder: Path) -> list[dict[str, bytes]]:
-    """Return the members of every sample of a folder of shards, by extension, in order."""
-    samples: dict[str, dict[str, bytes]] = {}
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                key, _, extension = member.name.rpartition(".")
-                file = archive.extractfile(member)
-                assert file is not None
-                samples.setdefault(key, {})[extension] = file.read()
-    return list(samples.values())
-
-
-def pixels(samples: Sequence[dict[str, bytes]], mean: float, std: float) -> Tensor:
-    """Return the images [N, 3, 32, 32] as the recipe normalises them."""
-    images = [np.array(Image.open(BytesIO(sample["png"])).convert("RGB")) for sample in samples]
-    return (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255 - mean) / std
+        self.captions = Captions(captions, MODEL)
 
 
 def use_patches(model: Any, patch: int) -> None:
@@ -133,37 +96,17 @@ def use_patches(model: Any, patch: int) -> None:
         model.visual.trunk = timm.create_model(TOWER, patch_size=patch, num_classes=0, global_pool=pool)
 
 
-class Trainee:
-    """A CLIP whose text tower reads the small vocabulary."""
+class Trainee(SmallClip):
+    """CLIP-debug or another model of its size, with patches of some pixels."""
 
-    def __init__(self, model: str, seed: int, captions: Captions, patch: int) -> None:
+    def __init__(self, model: str, seed: int, data: "Data", patch: int) -> None:
         torch.manual_seed(seed)
-        self.model: Any = open_clip.create_model(model, output_dict=True)
-        use_patches(self.model, patch)
-        self.captions = captions
-        table = self.model.token_embedding.weight.detach()[captions.vocabulary].clone()
-        self.model.token_embedding = nn.Embedding(len(table), table.shape[1], _weight=table)
+        clip: Any = open_clip.create_model(model, output_dict=True)
+        use_patches(clip, patch)
+        super().__init__(clip, data.captions, *data.normal)
 
-    def texts(self, numbers: Tensor) -> Tensor:
-        """Return unit features of captions; each is computed once, without what follows its end (causal tower)."""
-        numbers, inverse = torch.unique(numbers, return_inverse=True)
-        tokens = self.captions.tokens[numbers, : int(self.captions.lengths[numbers].max())]
-        model = self.model
-        x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
-        x = model.ln_final(model.transformer(x, attn_mask=model.attn_mask))
-        x = x[torch.arange(len(x)), tokens.argmax(-1)]
-        projection = model.text_projection
-        x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
-        return F.normalize(x, dim=-1)[inverse]
-
-    def images(self, images: Tensor) -> Tensor:
-        """Return unit features of images [N, 3, 32, 32]."""
-        return torch.cat([self.model.encode_image(part, normalize=True) for part in images.split(256)])
-
-    @torch.no_grad()
     def evaluate(self, data: Data) -> dict[str, float]:
         """Return zero-shot accuracy, retrieval recalls, composition, and which parts of retrieved images are right."""
-        self.model.eval()
         of = self.captions.of
         classes = self.texts(of["zero_shot"]).unflatten(0, (len(WORDS), -1)).mean(1)
         zero_shot = (self.images(data.images["zero_shot"]) @ F.normalize(classes, dim=-1).T).argmax(1)
@@ -177,45 +120,28 @@ class Trainee:
             "composition/digits/acc": selection_accuracy(composed, choices, owner),
             **parts_right(images, texts),
         }
-        self.model.train()
         return {name: round(value, 4) for name, value in metrics.items()}
 
 
 def train(model: str, data: Data, setting: Setting, seed: int) -> dict[str, Any]:
     """Train and evaluate one model; evaluated after every second epoch."""
     settings = yaml.safe_load(recipe("clip/debug.yaml").read_text())["model"]["init_args"]["optimizer"]
-    trainee, start = Trainee(model, seed, data.captions, setting.patch), time.perf_counter()
-    parameters = list(trainee.model.parameters())
-    optimizer = torch.optim.AdamW(
-        param_groups(trainee.model, settings["weight_decay"]),
-        lr=settings["lr"],
-        betas=settings["betas"],
-        eps=settings["eps"],
-        fused=True,
+    trainee, evaluations = Trainee(model, seed, data, setting.patch), {}
+
+    def evaluate(epoch: int) -> None:
+        if epoch % 2 == 0 or epoch == setting.epochs:
+            evaluations[epoch] = trainee.evaluate(data)
+
+    seconds = round(
+        trainee.fit(
+            data.images["train"],
+            data.captions.of["train"],
+            settings,
+            epochs=setting.epochs,
+            seed=seed,
+            evaluate=evaluate,
+        )
     )
-    numbers, images = data.captions.of["train"], data.images["train"]
-    steps = len(images) // BATCH
-    total, warmup = setting.epochs * steps, round(settings["warmup_epochs"] * steps)
-    loss_of, scale, evaluations, step = open_clip.loss.ClipLoss(), trainee.model.logit_scale, {}, 0
-    for epoch in range(setting.epochs):
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        for batch in order[: steps * BATCH].view(steps, BATCH):
-            done = (step - warmup) / (total - warmup)
-            rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
-            for group in optimizer.param_groups:
-                group["lr"] = settings["lr"] * rate
-            features = trainee.model.encode_image(images[batch], normalize=True)
-            loss = loss_of(features, trainee.texts(numbers[batch]), scale.exp())
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, settings["clip_norm"])
-            optimizer.step()
-            with torch.no_grad():
-                scale.clamp_(0, math.log(100))
-            step += 1
-        if epoch % 2 or epoch == setting.epochs - 1:
-            evaluations[epoch + 1] = trainee.evaluate(data)
-    seconds = round(time.perf_counter() - start)
     end = evaluations[setting.epochs]
     return {
         "model": model,

@@ -1,0 +1,470 @@
+"""What a large lambda takes away: colours and backgrounds by image towers with differential attention.
+
+    python scripts/studies/common_mode.py data --source FASHION_MNIST   # scenes of one garment, as tensors
+    python scripts/studies/common_mode.py grid                          # the runs, and what they cost
+    python scripts/studies/common_mode.py tune                          # three learning rates a family, one seed
+    python scripts/studies/common_mode.py train                         # fresh seeds
+    python scripts/studies/common_mode.py report                        # tables, of all runs there are
+
+Rows of A1 - lambda A2 sum to 1 - lambda, so what all patches share passes multiplied by that: a tint, a background, an
+average. Each family replaces the attention of CLIP-debug's image tower (the text tower stays plain), or of the text
+tower alone; its learning rate is the best of three by the mean of the primary metrics on validation scenes, with a seed
+that is used for nothing else. Each is trained with fresh seeds at the rate that the plain tower chose, and at the one
+it chose itself. `tune` and `train` leave out what is done; each run is one JSON.
+
+A scene is one of `fashion-scenes` with one garment; a caption names its kind, and its colour and the background where
+the shares below say so: with many colours in the captions these are learned at once and kinds late.
+
+Primary metrics, on test scenes: `colour`, that of the garment in the first image that a caption retrieves among one
+image for each kind, colour and background; and `kind`, zero-shot classification. All others are secondary.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import diffvision
+from diffvision.data.made.drawings import with_article
+from diffvision.data.made.fashion import WORDS, load_splits
+from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
+from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
+from diffvision.evaluation.retrieval import recalls
+from small_clip import Captions, SmallClip, pixels
+
+CLIP = "CLIP-debug"
+SIZE, PATCH, EPOCHS = 48, 8, 4
+NAMED = {"colour": 0.1, "background": 0.1}  # shares of the training captions
+COUNTS = {"train": 20_000, "validation": 1_000, "test": 2_000}  # scenes of one garment
+PRIMARY = ("colour", "kind")
+RATES = (5e-4, 1e-3, 2e-3)
+TUNING_SEED, SEEDS = 100, (1, 2, 3)
+SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 0.5, "clip_norm": 1.0}
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "common_mode"
+TEMPLATES = {"kind": KIND_TEMPLATES, "colour": COLOUR_TEMPLATES, "background": BACKGROUND_TEMPLATES}
+FACTORS = {"kind": WORDS, "colour": tuple(COLOURS), "background": tuple(BACKGROUNDS)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The image tower by timm's name and settings, and the text tower's OpenCLIP model."""
+
+    image: str = "plain_vit_debug_clip"
+    settings: dict[str, Any] = field(default_factory=dict)
+    text: str = CLIP
+
+    def create(self) -> Any:
+        """Return a CLIP of this family with random weights."""
+        model: Any = open_clip.create_model(self.text, output_dict=True)
+        pool = model.visual.trunk.global_pool
+        model.visual.trunk = timm.create_model(
+            self.image, img_size=SIZE, patch_size=PATCH, num_classes=0, global_pool=pool, **self.settings
+        )
+        return model
+
+
+FAMILIES = {
+    "plain": Family(),
+    "V1 0.2": Family("diff_vit_debug_clip", {"lambda_init": 0.2}),
+    "V1 0.5": Family("diff_vit_debug_clip", {"lambda_init": 0.5}),
+    "V1 0.8": Family("diff_vit_debug_clip", {"lambda_init": 0.8}),
+    "V1 depth": Family("diff_vit_debug_clip", {"lambda_init": "depth"}),
+    "DINT 0.8": Family("dint_vit_debug_clip", {"lambda_init": 0.8}),
+    "V2": Family("diffv2_vit_debug_clip"),
+    "VCA": Family("vca_vit_debug_clip"),
+    "text V1 0.8": Family(text="DiffCLIP-debug"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a family, a learning rate and a seed."""
+
+    family: str
+    rate: float
+    seed: int
+
+    @property
+    def file(self) -> Path:
+        """Where its numbers are."""
+        return RESULTS / f"{self.family.replace(' ', '_')}-{self.rate:g}-{self.seed}.json"
+
+    @property
+    def numbers(self) -> dict[str, Any] | None:
+        """What was measured; None where it has not been trained."""
+        return json.loads(self.file.read_text()) if self.file.is_file() else None
+
+
+# ---- the runs ------------------------------------------------------------------------------------------------------
+
+
+def tuning() -> list[Run]:
+    """Return the runs that choose learning rates."""
+    return [Run(family, rate, TUNING_SEED) for rate in (RATES[1], RATES[0], RATES[2]) for family in FAMILIES]
+
+
+def chosen(family: str) -> float | None:
+    """Return the learning rate with the best mean of the primary metrics on validation scenes; None if not tuned."""
+    scores = {run.rate: run.numbers for run in tuning() if run.family == family}
+    if any(numbers is None for numbers in scores.values()):
+        return None
+    return max(scores, key=lambda rate: score(scores[rate] or {}))
+
+
+def score(numbers: dict[str, Any]) -> float:
+    """Return the mean of the primary metrics on validation scenes; of a run that diverged, -1."""
+    return -1.0 if numbers["diverged"] else statistics.mean(numbers["validation"][name] for name in PRIMARY)
+
+
+def confirming() -> list[Run]:
+    """Return the runs with fresh seeds: at the plain tower's rate, then at each family's."""
+    plain, rates = chosen("plain"), {family: chosen(family) for family in FAMILIES}
+    if plain is None:
+        raise SystemExit("no learning rate is chosen yet: run `tune` to its end")
+    shared = [Run(family, plain, seed) for seed in SEEDS for family in FAMILIES]
+    separate = [Run(family, rate, seed) for seed in SEEDS for family, rate in rates.items() if rate is not None]
+    return list(dict.fromkeys(shared + separate))
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def make_data(source: Path, file: Path) -> None:
+    """Draw the scenes, and write them as one file of tensors and their truth."""
+    images, truth = {}, {}
+    for number, (split, garments) in enumerate(load_splits(source).items()):
+        made = Scenes(garments, [0, 31 + number])
+        parts = {f"single/{split}": [sample for sample, _ in made.single(COUNTS[split])]}
+        if split != "train":
+            parts |= {
+                f"colours/{split}": list(made.retrieval_of_colours()),
+                f"several/{split}": list(made.retrieval(COUNTS["validation"])),
+            }
+        for name, samples in parts.items():
+            images[name] = F.interpolate(pixels(samples).float(), SIZE, mode="area").round().to(torch.uint8)
+            truth[name] = [json.loads(sample["json"]) for sample in samples]
+            print(f"{name}: {len(samples):,} images", flush=True)
+    pixel = images["single/train"].float() / 255
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"images": images, "truth": truth, "mean": pixel.mean().item(), "std": pixel.std().item()}, file)
+
+
+class Data:
+    """What `make_data` wrote, with captions: `single` garments, `colours` (all combinations) and `several` garments."""
+
+    def __init__(self, file: Path) -> None:
+        content = torch.load(file, weights_only=True)
+        self.images: dict[str, Tensor] = content["images"]
+        self.truth: dict[str, list[dict[str, Any]]] = content["truth"]
+        self.mean, self.std = content["mean"], content["std"]
+        rng = np.random.default_rng(0)
+        captions = {"single/train": [caption(scene, rng) for scene in self.truth["single/train"]]}
+        captions |= {name: [caption(scene) for scene in self.truth[name]] for name in self.truth if "colours" in name}
+        for factor, templates in TEMPLATES.items():
+            captions[factor] = [template.format(c=word) for word in FACTORS[factor] for template in templates]
+        self.captions = Captions(captions, CLIP)
+
+    def labels(self, folder: str, factor: str) -> Tensor:
+        """Return a factor of images of one garment as the index of its word, or the count or layout of any."""
+        truth = self.truth[folder]
+        if factor == "background":
+            values = [scene["background"] for scene in truth]
+        elif factor in FACTORS:
+            values = [scene["garments"][0][factor] for scene in truth]
+        else:
+            values = [str(scene[factor]) for scene in truth]
+        words = FACTORS[factor] if factor in FACTORS else sorted({str(scene[factor]) for scene in truth})
+        return torch.tensor([words.index(value) for value in values])
+
+
+def caption(scene: dict[str, Any], rng: np.random.Generator | None = None) -> str:
+    """Return the words for a scene of one garment: with all there is to say, or with a random share of it."""
+    named = {factor: rng is None or rng.random() < share for factor, share in NAMED.items()}
+    garment = scene["garments"][0]
+    words = with_article(f"{garment['colour']} {garment['kind']}" if named["colour"] else garment["kind"])
+    return f"{words}, on {with_article(scene['background'])} background" if named["background"] else words
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+class Measured:
+    """What is measured of a trained CLIP."""
+
+    def __init__(self, clip: SmallClip, data: Data) -> None:
+        self.clip, self.data = clip, data
+
+    def metrics(self, split: str) -> dict[str, float]:
+        """Return the primary metrics and the others on the scenes of a split."""
+        data, of = self.data, self.data.captions.of
+        features = self.clip.images(data.images[f"single/{split}"])
+        numbers = {}
+        for factor, words in FACTORS.items():
+            classes = F.normalize(self.clip.texts(of[factor]).unflatten(0, (len(words), -1)).mean(1), dim=-1)
+            right = (features @ classes.T).argmax(1) == data.labels(f"single/{split}", factor)
+            numbers["kind" if factor == "kind" else f"zero-shot {factor}"] = right.float().mean().item()
+        folder = f"colours/{split}"
+        images, texts = self.clip.images(data.images[folder]), self.clip.texts(of[folder])
+        retrieved = (texts @ images.T).argmax(1)
+        for factor in FACTORS:
+            labels = data.labels(folder, factor)
+            name = factor if factor == "colour" else f"retrieved {factor}"
+            numbers[name] = (labels[retrieved] == labels).float().mean().item()
+        numbers["image R@1"] = recalls(images, texts, torch.arange(len(images)))["image_retrieval_recall@1"]
+        return {name: round(value, 4) for name, value in numbers.items()}
+
+    def layers(self) -> list[dict[str, float]]:
+        """Return for each layer of the image tower what linear probes read from it, and its mean component's share.
+
+        A probe takes the class token and the mean of the patches after the layer. Kind, colour, background and place
+        are of images of one garment (fitted on 4,000 of training), count of one to three (fitted on validation's).
+        The share is of the attention's output: the squared length of the mean over patches, by the mean squared length.
+        """
+        data = self.data
+        fitted = {"single": ("single/train", 4000), "several": ("several/validation", None)}
+        rows: list[dict[str, float]] = [{"mean component": share} for share in self._mean_shares()]
+        for part, (folder, count) in fitted.items():
+            train = self._tokens(data.images[folder][:count])
+            test = self._tokens(data.images[f"{part}/test"])
+            for factor in (*FACTORS, "layout") if part == "single" else ("count",):
+                labels = [data.labels(folder, factor)[:count], data.labels(f"{part}/test", factor)]
+                for row, x, y in zip(rows, train, test, strict=True):
+                    row[factor] = probe(x, labels[0], y, labels[1])
+        return [{name: round(value, 4) for name, value in row.items()} for row in rows]
+
+    @torch.no_grad()
+    def row_sums(self) -> list[float]:
+        """Return the mean sum of the rows that multiply the values, by layer; empty where there are no such rows."""
+        from diffvision.analysis.maps import layer_maps
+
+        trunk = self.clip.model.visual.trunk
+        sums: list[list[float]] = []
+        for image in self.data.images["single/test"][:16]:
+            try:
+                maps = layer_maps(trunk, self.clip.normalised(image))
+            except (ValueError, TypeError, AttributeError):  # VCA has two stages and no one map
+                return []
+            sums.append([layer.applied.sum(-1).mean().item() for layer in maps])
+        return [round(statistics.mean(layer), 4) for layer in zip(*sums, strict=True)]
+
+    @torch.no_grad()
+    def _tokens(self, images: Tensor) -> list[Tensor]:
+        """Return after each layer the class token and the mean of the patches, [N, 2C]."""
+        outputs: list[list[Tensor]] = [[] for _ in self._blocks]
+
+        def note(layer: int) -> Any:
+            return lambda module, inputs, output: outputs[layer].append(
+                torch.cat([output[:, 0], output[:, 1:].mean(1)], 1)
+            )
+
+        hooks = [block.register_forward_hook(note(i)) for i, block in enumerate(self._blocks)]
+        try:
+            self.clip.images(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [torch.cat(layer) for layer in outputs]
+
+    @torch.no_grad()
+    def _mean_shares(self) -> list[float]:
+        shares: list[float] = []
+
+        def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            patches = output[:, 1:]
+            shares.append((patches.mean(1).square().sum(-1).mean() / patches.square().sum(-1).mean()).item())
+
+        hooks = [block.attn.register_forward_hook(note) for block in self._blocks]
+        try:
+            self.clip.images(self.data.images["single/test"][:256])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return shares
+
+    @property
+    def _blocks(self) -> Any:
+        return self.clip.model.visual.trunk.blocks
+
+
+def probe(train: Tensor, labels: Tensor, test: Tensor, wanted: Tensor, ridge: float = 1.0) -> float:
+    """Return the accuracy on test features of ridge regression to one-hot labels, on standardised features."""
+    mean, std = train.mean(0), train.std(0).clamp_min(1e-6)
+    x = F.pad((train - mean) / std, (0, 1), value=1.0).double()
+    y = F.one_hot(labels, int(labels.max()) + 1).double()
+    weights = torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y)
+    scores = F.pad((test - mean) / std, (0, 1), value=1.0).double() @ weights
+    return (scores.argmax(1) == wanted).double().mean().item()
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
+    """Train and measure one run."""
+    torch.manual_seed(run.seed)
+    clip = SmallClip(FAMILIES[run.family].create(), data.captions, data.mean, data.std)
+    measured, learned = Measured(clip, data), {}
+
+    def evaluate(epoch: int) -> None:
+        learned[epoch] = measured.metrics("validation")
+
+    numbers: dict[str, Any] = {
+        **vars(run),
+        "epochs": epochs,
+        "images": len(data.images["single/train"]),
+        "parameters": sum(p.numel() for p in clip.model.visual.trunk.parameters()),
+    }
+    try:
+        seconds = clip.fit(
+            data.images["single/train"],
+            data.captions.of["single/train"],
+            {**SETTINGS, "lr": run.rate},
+            epochs=epochs,
+            seed=run.seed,
+            evaluate=evaluate,
+        )
+    except FloatingPointError as error:
+        return {**numbers, "diverged": str(error)}
+    with torch.no_grad():
+        return {
+            **numbers,
+            "diverged": "",
+            "seconds": round(seconds),
+            "learned": learned,
+            "validation": learned[epochs],
+            "test": measured.metrics("test"),
+            "layers": measured.layers(),
+            "row sums": measured.row_sums(),
+        }
+
+
+def train_all(runs: Sequence[Run], file: Path, part: tuple[int, int]) -> None:
+    """Train the runs that are not done; of several processes each takes its part, (index, number)."""
+    torch.set_num_threads(1)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    data = None
+    for number, run in enumerate(runs):
+        if number % part[1] != part[0] or run.numbers is not None:
+            continue
+        data = data or Data(file)
+        start = time.perf_counter()
+        numbers = train(run, data, EPOCHS)
+        part_file = run.file.with_suffix(".part")
+        part_file.write_text(json.dumps(numbers, indent=1) + "\n")
+        part_file.rename(run.file)
+        shown = {name: numbers.get("validation", {}).get(name) for name in PRIMARY}
+        print(f"{run.file.stem} {shown} {time.perf_counter() - start:.0f} s", flush=True)
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+"""Student's t at 97.5%, by degrees of freedom."""
+
+
+def rows_of(metric: str, rate: str) -> Iterator[tuple[str, list[float], tuple[float, float] | None]]:
+    """Yield each family, its values in percent, and the mean and half-width of the interval of its difference to plain.
+
+    Args:
+        metric: on test scenes.
+        rate: "plain's" learning rate, or each family's "best".
+    """
+    plain = by_seed("plain", chosen("plain"), metric)
+    for family in FAMILIES:
+        values = by_seed(family, chosen("plain" if rate == "plain's" else family), metric)
+        shared = sorted(plain.keys() & values.keys())
+        interval = None
+        if family != "plain" and len(shared) > 1:
+            differences = [values[seed] - plain[seed] for seed in shared]
+            width = T95[len(shared) - 1] * statistics.stdev(differences) / math.sqrt(len(shared))
+            interval = statistics.mean(differences), width
+        if values:
+            yield family, list(values.values()), interval
+
+
+def by_seed(family: str, rate: float | None, metric: str) -> dict[int, float]:
+    """Return a metric in percent of the runs with fresh seeds that did not diverge."""
+    runs = {seed: Run(family, rate, seed).numbers for seed in SEEDS} if rate is not None else {}
+    return {
+        seed: 100 * numbers["test"][metric] for seed, numbers in runs.items() if numbers and not numbers["diverged"]
+    }
+
+
+def report() -> None:
+    """Print the tables, in Markdown."""
+    secondary = ("retrieved background", "retrieved kind", "image R@1", "zero-shot colour", "zero-shot background")
+    for rate in ("plain's", "best"):
+        print(f"\n| {rate} learning rate | " + " | ".join(f"{name} | from plain" for name in PRIMARY) + " |")
+        print("|---|" + "---:|---|" * len(PRIMARY))
+        tables = [{family: (values, interval) for family, values, interval in rows_of(name, rate)} for name in PRIMARY]
+        for family in tables[0]:
+            cells = [cell for table in tables for cell in cells_of(*table[family])]
+            print(f"| {family} | {' | '.join(cells)} |")
+    print("\n| plain's learning rate | " + " | ".join(secondary) + " |\n|---|" + "---:|" * len(secondary))
+    for family in FAMILIES:
+        values = [list(by_seed(family, chosen("plain"), name).values()) for name in secondary]
+        if all(values):
+            print(f"| {family} | {' | '.join(spread(one) for one in values)} |")
+
+
+def cells_of(values: list[float], interval: tuple[float, float] | None) -> tuple[str, str]:
+    """Return a spread, and a difference that is called higher or lower only if its interval excludes zero."""
+    if interval is None:
+        return spread(values), ""
+    mean, width = interval
+    word = "level" if abs(mean) <= width else "higher" if mean > 0 else "lower"
+    return spread(values), f"{mean:+.1f} [{mean - width:+.1f}, {mean + width:+.1f}] {word}"
+
+
+def spread(values: list[float]) -> str:
+    """Return mean ± standard deviation."""
+    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def grid() -> None:
+    """Print the runs, those that are done, and the core-hours that the others take by the mean of those."""
+    rates = [chosen(family) for family in FAMILIES]
+    runs = tuning() + (confirming() if None not in rates else [])
+    done = [run.numbers for run in runs if run.numbers is not None]
+    later = "" if None not in rates else f", then {len(FAMILIES) * len(SEEDS)} to twice as many"
+    print(f"{len(runs)} runs{later}; {len(done)} are done")
+    if times := [numbers["seconds"] for numbers in done if numbers.get("seconds")]:
+        hours = (len(runs) - len(done)) * statistics.mean(times) / 3600
+        print(f"{statistics.mean(times):.0f} s each: {hours:.1f} core-hours are left")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, diffvision {diffvision.__version__}"
+    )
+    print("chosen:", dict(zip(FAMILIES, rates, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs/common_mode/scenes.pt"))
+    parser.add_argument("--source", type=Path, help="the folder of Fashion-MNIST, as `diffvision data make` takes it")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
+    options = parser.parse_args()
+    if options.what == "data":
+        make_data(options.source, options.data)
+    elif options.what in ("tune", "train"):
+        train_all(tuning() if options.what == "tune" else confirming(), options.data, tuple(options.part))
+    else:
+        {"grid": grid, "report": report}[options.what]()
+
+
+if __name__ == "__main__":
+    main()
