@@ -2,9 +2,10 @@
 
 import itertools
 
-import common_mode
 import pytest
 import torch
+
+import common_mode
 from common_mode import COLOURS, FACTORS, Data, Run
 
 
