@@ -1,6 +1,7 @@
 """Settings of every test: one thread a worker (two workers share two cores) and a fixed seed."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible():
+    """A shell that starts pytest in the background has it ignore SIGINT, which tests send."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

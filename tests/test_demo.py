@@ -279,6 +279,7 @@ def test_runs_trained_at_once_are_only_evaluated_later(tmp_path, capfd, monkeypa
         )
 
 
+@pytest.mark.slow
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
     """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
