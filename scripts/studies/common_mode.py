@@ -39,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import diffvision
+from diffvision.analysis.figures.style import COLOURS as COLOUR_TABLE
+from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.data.made.drawings import with_article
 from diffvision.data.made.fashion import WORDS, load_splits
 from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
@@ -421,6 +423,41 @@ def report() -> None:
             print(f"| {family} | {' | '.join(spread(one) for one in values)} |")
 
 
+def pictures(folder: Path) -> None:
+    """Draw what is learned first, and what linear probes read from each layer; means over fresh seeds, plain's rate."""
+    runs = {family: [Run(family, chosen("plain") or RATES[1], seed).numbers for seed in SEEDS] for family in FAMILIES}
+    trained = {family: [one for one in of if one and not one["diverged"]] for family, of in runs.items()}
+    trained = {family: of for family, of in trained.items() if of}
+    learned = {
+        name: {
+            family: [[100 * one[name] for one in run["learned"].values()] for run in of]
+            for family, of in trained.items()
+        }
+        for name in (*PRIMARY, "retrieved background")
+    }
+    read = {
+        factor: {family: [[100 * row[factor] for row in run["layers"]] for run in of] for family, of in trained.items()}
+        for factor in (*FACTORS, "layout", "count", "mean component")
+    }
+    for name, drawn, axis in (("learned", learned, "epoch"), ("layers", read, "after layer")):
+        draw_lines(drawn, axis).savefig(folder / f"common-mode-{name}.svg", metadata={"Date": None})
+
+
+@styled
+def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any:
+    """Return a figure with a panel for each metric, in percent, and a line for each family: its mean over runs."""
+    figure, axes = panels(len(drawn), width=2.3, height=3.2)
+    colours = colours_of(FAMILIES)
+    for ax, (title, families) in zip(axes, drawn.items(), strict=True):
+        for number, (family, values) in enumerate(families.items()):
+            mean = [statistics.mean(column) for column in zip(*values, strict=True)]
+            line = "-" if number < len(COLOUR_TABLE) else "--"
+            ax.plot(range(1, len(mean) + 1), mean, line, color=colours[family], label=family, linewidth=1.4)
+        ax.set(title=title, xlabel=axis)
+    axes[0].set_ylabel("%")
+    return legend_below(figure, axes[0], columns=9)
+
+
 def cells_of(values: list[float], interval: tuple[float, float] | None) -> tuple[str, str]:
     """Return a spread, and a difference that is called higher or lower only if its interval excludes zero."""
     if interval is None:
@@ -456,14 +493,19 @@ def main() -> None:
     parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs/common_mode/scenes.pt"))
     parser.add_argument("--source", type=Path, help="the folder of Fashion-MNIST, as `diffvision data make` takes it")
+    parser.add_argument("--images", type=Path, help="with report: the folder to draw pictures to")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
     options = parser.parse_args()
     if options.what == "data":
         make_data(options.source, options.data)
     elif options.what in ("tune", "train"):
         train_all(tuning() if options.what == "tune" else confirming(), options.data, tuple(options.part))
+    elif options.what == "grid":
+        grid()
     else:
-        {"grid": grid, "report": report}[options.what]()
+        report()
+        if options.images:
+            pictures(options.images)
 
 
 if __name__ == "__main__":
