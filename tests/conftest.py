@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (quick := item.get_closest_marker("quick")) is not None:
             case = item.callspec.id  # type: ignore[attr-defined]
             collected.setdefault(item.nodeid.partition("[")[0], set()).add(case)
-            if case not in quick.args:
+            if case not in quick.args and item.get_closest_marker("gpu") is None:
                 item.add_marker(pytest.mark.slow)
     for item in items:
         quick, cases = item.get_closest_marker("quick"), collected.get(item.nodeid.partition("[")[0], set())

@@ -61,6 +61,7 @@ def test_report_holds_the_table_and_its_pictures():
     assert not re.search("(src|href)=.https?:", html)
 
 
+@pytest.mark.slow
 def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
     shipped, anew = page(seeds=1), page(seeds=1, lesson=True)
     assert f"{images.LESSON_MODEL}: digit" in shipped
@@ -69,6 +70,7 @@ def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
     assert "diffvision demo --lesson --seeds 1" in anew
 
 
+@pytest.mark.slow
 def test_one_seed_has_no_spread():
     assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
 

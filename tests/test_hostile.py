@@ -303,6 +303,7 @@ URLS = ["http://127.0.0.1:{0}/x.ckpt", "https://127.0.0.1:{0}/x.pt", "s3://bucke
         "file:///x.ckpt", "simplecache::http://127.0.0.1:{0}/x.ckpt", "data:;base64,gASVAA==", "hf://x/y"]  # fmt: skip
 
 
+@pytest.mark.quick("memory://x.ckpt", "http://127.0.0.1:{0}/x.ckpt", "file:///x.ckpt")
 @pytest.mark.parametrize("url", URLS)
 def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     url = url.format(server.server_port)

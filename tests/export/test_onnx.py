@@ -49,6 +49,7 @@ def test_a_vit_agrees_and_says_what_it_is(tmp_path):
     assert b"site-packages" not in (tmp_path / "model.onnx").read_bytes()  # nothing of where it was made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diff_vit_debug", "diffv2_vit_debug", "gda_vit_debug"])
 @pytest.mark.filterwarnings("ignore")  # the exporter's deprecation, and the tracer's of every shape that is read
 def test_the_torchscript_exporter_agrees_too(name, tmp_path):

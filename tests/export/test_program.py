@@ -70,6 +70,7 @@ def test_openclips_half_precision_takes_images_of_what_meets_them():
     torch.testing.assert_close(own(image), model.encode_image(image, normalize=True), atol=2e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_both_towers_of_a_coca_are_equal_without_its_decoder():
     text = {"context_length": 8, "vocab_size": 40, "width": 32, "heads": 2, "layers": 1}
     model = CoCa(  # its image tower gives tokens beside the features

@@ -410,6 +410,7 @@ def test_compile_in_one_graph(name):
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.quick("DiffCLIP-debug", "CLIP-debug")
 @pytest.mark.parametrize("name", DEBUG)
 def test_weights_come_back_bit_for_bit(name, tmp_path):
     image, text = images_and_text()

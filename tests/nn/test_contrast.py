@@ -83,6 +83,7 @@ def test_equals_the_equations(height, width, prefix, size, joint):
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("joint", [True, False])
 def test_gradcheck_of_the_input(joint):
     layer = scattered(2, 4, 1, contrast_size=2, joint=joint)

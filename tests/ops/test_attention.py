@@ -111,7 +111,7 @@ def test_maps_are_softmaxes():
     torch.testing.assert_close(out, diff_attention(q, k, v, lam, causal=True))
 
 
-@pytest.mark.quick("eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [*NAMES, "auto"])
 def test_compiles_whole_and_exports(backend):
     q, k, v, lam = (t.detach().float() for t in tensors())

@@ -274,6 +274,7 @@ def test_keys_heads_and_samples_may_be_permuted(backend, device, dtype):
     assert attend(backend, q[:0], k[:0], v[:0], lam).shape == (0, 3, 33, 64) if backend != "flex" else True
 
 
+@pytest.mark.quick("blocked-cpu-float32")
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
 def test_the_same_call_twice_is_bit_equal(backend, device, dtype):
     inputs = tensors(device, dtype, m=65, h=4, hk=2)

@@ -345,6 +345,7 @@ flash_attn_varlen_func = flash_attn_func
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_finds_it_and_stays_whole(packages):
     packages("flash_attn/__init__.py", TRACEABLE)
     inputs = tensors(dtype=torch.float32)

@@ -20,6 +20,7 @@ def test_equals_torch_s(dtype, shape):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_gradients_are_right_of_transposed_heads_and_compile_whole():
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)

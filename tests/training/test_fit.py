@@ -135,6 +135,7 @@ def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     assert all(g["lr"] == pytest.approx(0.1) for g in optimizer.param_groups)
 
 
+@pytest.mark.slow
 @pytest.mark.forks
 def test_two_processes_train_as_one(shards, whole, tmp_path, capfd):
     two = run(shards, tmp_path, "--trainer.devices=2", "--trainer.strategy=ddp_fork")

@@ -351,7 +351,7 @@ def sharded(rank, port, directory, name):
 
 @pytest.mark.forks
 @pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
-@pytest.mark.quick("diff-debug")
+@pytest.mark.slow
 def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -73,6 +73,7 @@ def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs, 
     assert corpus.read(loader) == two_epochs[0]  # a new iteration of an epoch that was left begins it again
 
 
+@pytest.mark.quick("2-1-7", "0-2-7", "0-1-13", "2-1-0", "0-2-10")
 @pytest.mark.parametrize("consumed", [0, 1, 7, 9, 10, 13])
 @pytest.mark.parametrize(("num_workers", "world_size"), [(0, 1), (2, 1), (0, 2)])
 def test_resumption_is_exact_on_other_workers_and_ranks(corpus, whole, two_epochs, consumed, num_workers, world_size):

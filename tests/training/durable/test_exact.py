@@ -55,7 +55,7 @@ def whole(root):
     return outcome
 
 
-@pytest.mark.quick("ranks1")
+@pytest.mark.slow
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(2,), (2, 1)])
 def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, ranks, tmp_path):
