@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
     work there.
     """
+    # A case of a GPU stays with `pytest -m gpu`.
     collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
     for item in items:
         if (quick := item.get_closest_marker("quick")) is not None:

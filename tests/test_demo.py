@@ -275,13 +275,13 @@ def test_runs_trained_at_once_are_only_evaluated_later(tmp_path, capfd, monkeypa
             images.RECIPE, model, seed, tmp_path, *arguments, unit="samples", measure=lambda m: ({"step": 3.0}, None)
         )
         assert done.curves["train/loss"].steps == [0, 1, 2]
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="no model 'DiffCLIP-debgu'"):
         runs.finished_run(
             images.RECIPE, *planned[2], tmp_path, *arguments, unit="samples", measure=lambda m: ({}, None)
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_demo(tmp_path, capsys, monkeypatch):
     """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -300,7 +300,7 @@ def test_gradients_of_some_inputs_only(backend, device, dtype, wanted):
         torch.testing.assert_close(got.double(), true[i], rtol=0, atol=close)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("backend", "device", "dtype"), [p for p in BACKEND if p.values[:2] not in (("flex", "cuda"), ("triton", "cpu"))]
 )
