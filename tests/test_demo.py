@@ -296,6 +296,17 @@ def test_the_language_demo(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_demo_of_one_epoch(tmp_path, capsys, monkeypatch):
+    """The README's first command, with an eighth of its epochs; then read again."""
+    trained = images._trained
+    monkeypatch.setattr(images, "_trained", lambda *given: trained(*given, "--trainer.max_epochs=1"))
+    for _ in range(2):
+        demo(str(tmp_path))
+        assert re.search(r"zero-shot top-1\D+\d+\.\d\D+\d+\.\d", capsys.readouterr().out)
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+
+
+@pytest.mark.nightly
 def test_the_whole_demo(tmp_path, capsys):
     """The README's first command: both models trained and compared, and DiffCLIP at 85% or more; then read again."""
     demo(str(tmp_path))
