@@ -120,13 +120,14 @@ def train_at_once(
                 while waiting and sum(process.is_alive() for process in training.values()) < processes:
                     run = waiting.pop(0)
                     logs[run].parent.mkdir(parents=True, exist_ok=True)
+                    logs[run].unlink(missing_ok=True)
                     command = _command(config, *run, logs[run].parent, arguments)
                     training[run] = spawn.Process(target=_train, args=(command, logs[run]))
                     training[run].start()
                 time.sleep(0.5)
                 lines = {run: _last_line(logs[run]) for run in training}
                 if not sys.stdout.isatty():
-                    for run in [run for run in lines if lines[run] != shown.get(run, "")]:
+                    for run in [run for run, line in lines.items() if line and line != shown.get(run)]:
                         print(f"{run[0]}, seed {run[1]}: {lines[run]}", flush=True)
                 shown = lines
                 done = sum(_percent(line) for line in lines.values())
