@@ -93,7 +93,7 @@ def prepare(folder: Path, make: Callable[[str], Any]) -> None:
 def train_at_once(
     config: str, runs: Sequence[tuple[str, int]], directory: Path, *arguments: str, processes: int | None = None
 ) -> None:
-    """Train runs that are not finished yet in processes of their own, several at once.
+    """Train runs that are not finished yet in separate processes, several at once.
 
     A small model gains little from more than one thread, so two of them take little longer together than one alone. A
     run that fails here is left to `finished_run`, which resumes it and reports the error.
@@ -105,7 +105,8 @@ def train_at_once(
         arguments: further arguments of `diffvision fit`.
         processes: how many train at once; by default as many as there are cores, and four at most.
     """
-    processes = processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, 4)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = processes or min(cores, 4)
     waiting = [run for run in runs if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
     if min(processes, len(waiting)) < 2:
         return

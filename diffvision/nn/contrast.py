@@ -48,7 +48,7 @@ class VisualContrastAttention(AttentionLayer):
     Raises:
         ValueError: contrast_size is below 1, attn_drop is not 0, or sizes do not divide.
 
-    Source: arXiv 2511.00833. The authors' repository (LeapLabTHU/LinearDiff) was not at hand. Two re-implementations
+    Source: arXiv 2511.00833. The authors' repository (LeapLabTHU/LinearDiff) was not available. Two re-implementations
     that name it were read and agree with the equations above in pooling, stages, norms (eps 1e-5), factor, convolution
     and initial values (e+, e- from N(0, 1), lambda's vectors from N(0, 0.1)); both have the joint softmax. They differ
     in dropout of the maps, which one applies and the other says is not applied in the released classifier.

@@ -211,8 +211,10 @@ def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[st
     if watching == callbacks:
         return words
     # What monitored a metric may now save the same as the one that saves the last steps.
-    different = [one for n, one in enumerate(watching) if _filename(one) not in ("", *map(_filename, watching[:n]))]
-    return words + options({"trainer.callbacks": [one for one in watching if not _filename(one) or one in different]})
+    different: dict[str | int, Any] = {}
+    for number, callback in enumerate(watching):
+        different.setdefault(_filename(callback) or number, callback)
+    return words + options({"trainer.callbacks": list(different.values())})
 
 
 def _filename(callback: Any) -> str:

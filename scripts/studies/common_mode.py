@@ -258,7 +258,7 @@ class Measured:
         for image in self.data.images["single/test"][:16]:
             try:
                 maps = layer_maps(trunk, self.clip.normalised(image))
-            except (ValueError, TypeError, AttributeError):  # VCA has two stages and no one map
+            except ValueError:  # VCA has two stages and no one map
                 return []
             sums.append([layer.applied.sum(-1).mean().item() for layer in maps])
         return [round(statistics.mean(layer), 4) for layer in zip(*sums, strict=True)]

@@ -1,4 +1,4 @@
-"""Datasets that anyone can make again: the table of `diffvision data make`, and a module for each."""
+"""The table of all that `diffvision data make` writes; the modules here are of datasets that anyone can make again."""
 
 from dataclasses import dataclass
 

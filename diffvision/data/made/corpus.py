@@ -65,8 +65,12 @@ def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corp
 
 def split_of(name: str) -> str:
     """Return the split of a document, from a hash of its name."""
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-    return "validation" if number % 100 < VALIDATION_PERCENT else "train"
+    return "validation" if held_out(name, VALIDATION_PERCENT) else "train"
+
+
+def held_out(name: str, percent: int) -> bool:
+    """Return whether a name is among the given percentage that a hash of it selects."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < percent
 
 
 def _samples(names: list[str], documents: dict[str, str]) -> Iterator[Sample]:

@@ -3,7 +3,6 @@
 `emoji`, `openclipart` and `tuxpaint` are made of them.
 """
 
-import hashlib
 import shutil
 import subprocess
 import warnings
@@ -102,11 +101,6 @@ def unpacked(source: str | Path, folder: str, package: str) -> Path:
             f"`apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER`"
         )
     return path
-
-
-def held_out(name: str, percent: int) -> bool:
-    """Return whether a name is among the given percentage that a hash of it selects."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100 < percent
 
 
 def write_retrieval(folder: Path, split: str, pictures: Iterable[tuple[str, bytes, str]]) -> int:

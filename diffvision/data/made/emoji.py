@@ -95,7 +95,7 @@ def _version(package: Path) -> str:
 def _pictures(
     emoji: list[Emoji], packages: Mapping[str, Path], rasteriser: Rasteriser | None
 ) -> tuple[list[Emoji], dict[str, Pictures]]:
-    """Return the emoji that can be told apart, and their pictures in each style."""
+    """Return the emoji that can be distinguished, and their pictures in each style."""
     styles: dict[str, Pictures] = {}
     for style, vendor in _VENDORS.items():
         folder = packages[style] / "img" / vendor / "64"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.made.cutouts import held_out
+from diffvision.data.made.corpus import held_out
 
 PACKAGES = {"Noto": "emoji-datasource-google", "Twemoji": "emoji-datasource-twitter", "OpenMoji": "openmoji"}
 INSTALL = "npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter openmoji"

@@ -178,7 +178,7 @@ def test_aro_orders_of_words_are_cleaned_and_cut_to_thirty(tmp_path):
 # ---- Winoground ----------------------------------------------------------------------------------------------------
 
 TAGS = {"tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
-CAPTIONS = {"caption_0": "an adult beside a child", "caption_1": "a child beside an adult"}
+CAPTIONS = {"caption_0": "an adult behind a child", "caption_1": "a child behind an adult"}
 
 
 @pytest.mark.parametrize("layout", ["lines", "parquet"])
@@ -198,8 +198,8 @@ def test_winoground_is_pairs_by_their_tag(tmp_path, layout):
         {
             "0.png": images[0],
             "1.png": images[1],
-            "0.txt": "an adult beside a child",
-            "1.txt": "a child beside an adult",
+            "0.txt": "an adult behind a child",
+            "1.txt": "a child behind an adult",
             "json": {"kind": "Object", "tag": "Noun"},
         }
     ]
