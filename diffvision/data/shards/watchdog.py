@@ -79,9 +79,10 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
                 return
             except Exception as error:
                 if watch.stall:
-                    _wait_for_ends(workers)
+                    _end(workers)
                     raise StalledError(watch.stall) from error
                 if deaths := _deaths(workers, wait=isinstance(error, (OSError, EOFError))):
+                    _end(workers)
                     raise WorkerDiedError(deaths) from error
                 raise
             yield batch
@@ -89,15 +90,16 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
         watch.end()
 
 
-def _wait_for_ends(workers: list[Any]) -> None:
-    """Wait until killed workers have ended.
+def _end(workers: list[Any]) -> None:
+    """Kill the workers, and wait until they have ended.
 
     DataLoader's signal handler raises in the main process when a worker ends, a little after its pipes close: it should
-    raise here, where it is suppressed, and not in the code that handles our error.
+    raise here, where it is suppressed, and not in the code that handles our error or while DataLoader is deleted.
     """
-    for worker in workers:
-        with suppress(RuntimeError):
-            worker.join(1.0)
+    for act in (lambda worker: worker.kill(), lambda worker: worker.join(1.0)):
+        for worker in workers:
+            with suppress(RuntimeError):
+                act(worker)
 
 
 def _deaths(workers: list[Any], *, wait: bool) -> str:
