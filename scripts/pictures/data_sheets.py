@@ -61,6 +61,7 @@ def words(sample: Sample, classnames: list[str], dataset: str) -> list[tuple[str
     if "cls" in sample and classnames:
         lines.append((classnames[int(sample["cls"])], RIGHT))
     facts = json.loads(sample.get("json", b"{}"))
+    lines += [(caption, RIGHT) for caption in facts.get("captions", [])[:3]]
     if "present" in facts:
         lines += [(", ".join(facts["present"]), RIGHT), (", ".join(facts["absent"]), WRONG)]
     elif "kind" in facts:
