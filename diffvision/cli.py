@@ -22,16 +22,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command(
-        "diffvision.demo", "demo", "train and compare small models in minutes: CLIPs, or with --language text"
-    ),
+    "demo": Command("diffvision.demo", "demo", "train two small models and compare them, in minutes"),
     "evaluate": Command(
         "diffvision.evaluation.command", "run", "zero-shot, retrieval, probes and composition of a model"
     ),
     "compare": Command(
         "diffvision.comparison.command",
         "compare",
-        "models or seeds next to each other: metrics, intervals, cost, curves",
+        "several models or seeds: metrics, intervals, cost, curves",
     ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
@@ -40,18 +38,18 @@ COMMANDS = {
     "evaluate-language": Command(
         "diffvision.evaluation.language.command",
         "run",
-        "perplexity, needles, many-shot, outliers and more of language models",
+        "perplexity, needles and more of language models",
     ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
     "export": Command(
-        "diffvision.export.command", "export", "write a trained model as its host's folder, torch.export, ONNX or int8"
+        "diffvision.export.command", "export", "a model as its host's folder, torch.export, ONNX or int8"
     ),
     "inspect": Command(
-        "diffvision.inspection.command", "inspect", "look into a model, or two: attention maps, numbers, one page"
+        "diffvision.inspection.command", "inspect", "attention maps and their statistics of a model, or two"
     ),
     "push": Command("diffvision.export.hub", "push", "send a model's folder to the Hugging Face Hub"),
     "adapt": Command(
-        "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to train on from there"
+        "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to continue training"
     ),
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
@@ -68,7 +66,7 @@ TRAINER_COMMANDS = {
     "validate": "run a configuration's evaluations",
     "test": "run a configuration's test loop",
 }
-RUN = "run another program with our models registered: diffvision run open_clip_train.main ..."
+RUN = "another program with our models: run PROGRAM ..."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,7 +223,7 @@ def _sentence(error: Exception) -> str:
 
 def _help() -> str:
     usage = "usage: diffvision COMMAND [arguments]   (diffvision COMMAND --help explains one)"
-    allow = "--allow PREFIX, with any of them: configurations may name classes of that package too"
+    allow = "With --allow PREFIX, configurations may name classes of that package too."
     return "\n".join([usage, "", *map(_line, [*TRAINER_COMMANDS, *COMMANDS, "run"]), "", allow])
 
 

@@ -12,6 +12,7 @@ def test_help_names_every_command(capsys):
         assert cli.main(arguments) == 0
         printed = capsys.readouterr().out
         assert all(name in printed for name in [*cli.COMMANDS, *cli.TRAINER_COMMANDS, "run"])
+        assert max(map(len, printed.splitlines())) <= 80
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"diffvision {__version__}\n"
 
