@@ -10,6 +10,8 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,8 @@ def _open(spec: str, checkpoint: str | None) -> Model:
     folder = Path(spec.removeprefix("hf:").removeprefix(FOLDER))
     is_folder = checkpoint is None and folder.is_dir() and run_in(spec) is None
     if is_folder and folder_host(folder) == "transformers":
-        with tempfile.TemporaryDirectory() as scratch:
+        # `convert` prints the folder that it wrote, which is temporary here
+        with tempfile.TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
             convert(str(folder), f"{scratch}/language", to="language")
             return dataclasses.replace(open_model(f"{FOLDER}{scratch}/language"), weights=str(folder))
     model = open_model(spec, checkpoint)
