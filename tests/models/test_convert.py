@@ -247,7 +247,10 @@ def _other_model(folder):
 
 def _other_layout(folder):
     save_file(TimmDiffAttention(32, 2).state_dict(), folder / "x.safetensors")
-    return "x.safetensors", "is timm, a state_dict with timm's DiffAttention: it can become diffvision"
+    return (
+        "x.safetensors",
+        "DINT's weights have the same names): it can become diffvision",
+    )
 
 
 @pytest.mark.parametrize(

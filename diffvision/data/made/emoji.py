@@ -1,7 +1,8 @@
 """`emoji`: the same emoji in several styles, with names and keywords; one style is never trained on.
 
 Noto's pictures are for training and Twemoji's for testing. Where OpenMoji is given, its coloured drawings are for
-training and its outlines for testing. Flags are left out, and so is an emoji that looks like another one in some style.
+training and its outlines for testing, but for outlines that two emoji share or that are drawn so in colour too. Flags
+are left out, and so is an emoji that looks like another one in Noto's or Twemoji's style.
 A tenth of the emoji, each with its variants, is for validation: their pictures by Noto are not trained on, and no
 picture of them is in a test. Without OpenMoji their names are not trained on either.
 """
@@ -68,7 +69,7 @@ def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
         rng = np.random.default_rng([seed, 31])
         samples |= _write_split(directory, split, chosen, plain, styles[style], rng)
         if _OUTLINES in styles:
-            sketches = _captioned([e for e in chosen if not e.tone], styles[_OUTLINES])
+            sketches = _captioned([e for e in chosen if e.code in styles[_OUTLINES]], styles[_OUTLINES])
             samples[f"retrieval-sketch/{split}"] = write_retrieval(directory / "retrieval-sketch", split, sketches)
     known = [e for e in plain if not e.validating]
     samples["zero_shot-subcategories/train"] = _write_kinds(directory, "train", known, plain, styles["Noto"])
@@ -106,7 +107,14 @@ def _pictures(
         for style, colours, drawn in (("OpenMoji", "color", emoji), (_OUTLINES, "black", plain)):
             folder = packages["OpenMoji"] / colours / "svg"
             styles[style] = {e.code: paste(rasteriser.draw(folder / f"{e.drawing}.svg")) for e in track(drawn, style)}
+        styles[_OUTLINES] = _outlines_alone(styles[_OUTLINES], styles["OpenMoji"])
     return emoji, styles
+
+
+def _outlines_alone(outlines: Pictures, colours: Pictures) -> Pictures:
+    """Return the outlines that only one emoji has, and that are no coloured drawing; hearts are alike."""
+    count, trained = Counter(outlines.values()), set(colours.values())
+    return {code: png for code, png in outlines.items() if count[png] == 1 and png not in trained}
 
 
 def _distinct(emoji: Sequence[Emoji], styles: Sequence[Pictures]) -> list[Emoji]:

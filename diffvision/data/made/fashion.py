@@ -34,6 +34,8 @@ TEMPLATES = ("a photo of a {c}", "a grey picture of a {c}", "a black and white p
 """For zero-shot classification; none of them is a caption of training."""
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
 _IMAGES, _LABELS = 2051, 2049
+_SIDE = 28
+_TRAIN, _TRAIN_CRC = 60_000, 785835114  # how many training labels Fashion-MNIST has, and their CRC-32
 
 
 class Garments(Drawings):
@@ -145,6 +147,14 @@ def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
     kinds = labels.astype(np.int64)
     if len(pixels) != len(kinds):
         raise ValueError(f"{path} has {len(kinds):,} labels of {len(pixels):,} images: fetch both again")
+    if pixels.shape[1:] != (_SIDE, _SIDE):
+        sizes = " x ".join(map(str, pixels.shape[1:]))
+        raise ValueError(f"{path} is of images of {sizes} pixels: Fashion-MNIST's have {_SIDE} x {_SIDE}")
+    if len(labels) == _TRAIN and zlib.crc32(labels.astype(np.uint8).tobytes()) != _TRAIN_CRC:
+        raise ValueError(
+            f"{path} has {_TRAIN:,} labels that are not Fashion-MNIST's (MNIST and others come in files of the same "
+            f"names): give {MADE['fashion'].source}"
+        )
     if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
         raise ValueError(
             f"{path} has labels other than 0 to 9, or lacks some of them ({', '.join(map(str, sorted(missing)))}): "

@@ -132,6 +132,15 @@ def damage_count(folder):
     write_idx(folder / "t10k-labels-idx1-ubyte", np.arange(30) % 10)
 
 
+def damage_size(folder):
+    write_idx(folder / "train-images-idx3-ubyte", np.zeros((120, 32, 32)))
+
+
+def damage_set(folder):
+    write_idx(folder / "train-images-idx3-ubyte", np.zeros((60_000, 28, 28)))
+    write_idx(folder / "train-labels-idx1-ubyte", np.arange(60_000) % 10)
+
+
 def damage_compression(folder):
     (folder / "train-images-idx3-ubyte").unlink()
     (folder / "train-images-idx3-ubyte.gz").write_bytes(b"\x1f\x8b broken")
@@ -146,6 +155,8 @@ def damage_compression(folder):
         (damage_labels, r"other than 0 to 9.*\(10\)"),
         (damage_count, r"30 labels of 20 images"),
         (damage_compression, r"cannot be read"),
+        (damage_size, r"32 x 32 pixels: Fashion-MNIST's have 28 x 28"),
+        (damage_set, r"60,000 labels that are not Fashion-MNIST's"),
     ],
 )
 def test_a_bad_source_is_refused_before_anything_is_written(damage, message, tmp_path):
