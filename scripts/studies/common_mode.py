@@ -21,13 +21,8 @@ image for each kind, colour and background; and `kind`, zero-shot classification
 
 import argparse
 import json
-import math
-import os
-import platform
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import diffvision
 from diffvision.analysis.figures.style import COLOURS as COLOUR_TABLE
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.data.made.drawings import with_article
@@ -46,6 +40,7 @@ from diffvision.data.made.fashion import WORDS, load_splits
 from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
 from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
 from diffvision.evaluation.retrieval import recalls
+from grid import Grid, Run, spread
 from small_clip import Captions, SmallClip, pixels
 
 CLIP = "CLIP-debug"
@@ -53,10 +48,7 @@ SIZE, PATCH, EPOCHS = 48, 8, 4
 NAMED = {"colour": 0.1, "background": 0.1}  # shares of the training captions
 COUNTS = {"train": 20_000, "validation": 1_000, "test": 2_000}  # scenes of one garment
 PRIMARY = ("colour", "kind")
-RATES = (5e-4, 1e-3, 2e-3)
-TUNING_SEED, SEEDS = 100, (1, 2, 3)
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 0.5, "clip_norm": 1.0}
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "common_mode"
 TEMPLATES = {"kind": KIND_TEMPLATES, "colour": COLOUR_TEMPLATES, "background": BACKGROUND_TEMPLATES}
 FACTORS = {"kind": WORDS, "colour": tuple(COLOURS), "background": tuple(BACKGROUNDS)}
 
@@ -92,54 +84,14 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training: a family, a learning rate and a seed."""
-
-    family: str
-    rate: float
-    seed: int
-
-    @property
-    def file(self) -> Path:
-        """Where its numbers are."""
-        return RESULTS / f"{self.family.replace(' ', '_')}-{self.rate:g}-{self.seed}.json"
-
-    @property
-    def numbers(self) -> dict[str, Any] | None:
-        """What was measured; None where it has not been trained."""
-        return json.loads(self.file.read_text()) if self.file.is_file() else None
-
-
-# ---- the runs ------------------------------------------------------------------------------------------------------
-
-
-def tuning() -> list[Run]:
-    """Return the runs that choose learning rates."""
-    return [Run(family, rate, TUNING_SEED) for rate in (RATES[1], RATES[0], RATES[2]) for family in FAMILIES]
-
-
-def chosen(family: str) -> float | None:
-    """Return the learning rate with the best mean of the primary metrics on validation scenes; None if not tuned."""
-    scores = {run.rate: run.numbers for run in tuning() if run.family == family}
-    if any(numbers is None for numbers in scores.values()):
-        return None
-    return max(scores, key=lambda rate: score(scores[rate] or {}))
-
-
-def score(numbers: dict[str, Any]) -> float:
-    """Return the mean of the primary metrics on validation scenes; of a run that diverged, -1."""
-    return -1.0 if numbers["diverged"] else statistics.mean(numbers["validation"][name] for name in PRIMARY)
-
-
-def confirming() -> list[Run]:
-    """Return the runs with fresh seeds: at the plain tower's rate, then at each family's."""
-    plain, rates = chosen("plain"), {family: chosen(family) for family in FAMILIES}
-    if plain is None:
-        raise SystemExit("no learning rate is chosen yet: run `tune` to its end")
-    shared = [Run(family, plain, seed) for seed in SEEDS for family in FAMILIES]
-    separate = [Run(family, rate, seed) for seed in SEEDS for family, rate in rates.items() if rate is not None]
-    return list(dict.fromkeys(shared + separate))
+GRID = Grid(
+    Path(__file__).parents[2] / "docs" / "results" / "common_mode",
+    tuple(FAMILIES),
+    rates=(5e-4, 1e-3, 2e-3),
+    primary=PRIMARY,
+    seeds=(1, 2, 3),
+    shared=True,
+)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -325,7 +277,7 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
         learned[epoch] = measured.metrics("validation")
 
     numbers: dict[str, Any] = {
-        **vars(run),
+        **asdict(run),
         "epochs": epochs,
         "images": len(data.images["single/train"]),
         "parameters": sum(p.numel() for p in clip.model.visual.trunk.parameters()),
@@ -354,78 +306,24 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
         }
 
 
-def train_all(runs: Sequence[Run], file: Path, part: tuple[int, int]) -> None:
-    """Train the runs that are not done; of several processes each takes its part, (index, number)."""
-    torch.set_num_threads(1)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    data = None
-    for number, run in enumerate(runs):
-        if number % part[1] != part[0] or run.numbers is not None:
-            continue
-        data = data or Data(file)
-        start = time.perf_counter()
-        numbers = train(run, data, EPOCHS)
-        part_file = run.file.with_suffix(".part")
-        part_file.write_text(json.dumps(numbers, indent=1) + "\n")
-        part_file.rename(run.file)
-        shown = {name: numbers.get("validation", {}).get(name) for name in PRIMARY}
-        print(f"{run.file.stem} {shown} {time.perf_counter() - start:.0f} s", flush=True)
-
-
 # ---- report --------------------------------------------------------------------------------------------------------
-
-T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
-"""Student's t at 97.5%, by degrees of freedom."""
-
-
-def rows_of(metric: str, rate: str) -> Iterator[tuple[str, list[float], tuple[float, float] | None]]:
-    """Yield each family, its values in percent, and the mean and half-width of the interval of its difference to plain.
-
-    Args:
-        metric: on test scenes.
-        rate: "plain's" learning rate, or each family's "best".
-    """
-    plain = by_seed("plain", chosen("plain"), metric)
-    for family in FAMILIES:
-        values = by_seed(family, chosen("plain" if rate == "plain's" else family), metric)
-        shared = sorted(plain.keys() & values.keys())
-        interval = None
-        if family != "plain" and len(shared) > 1:
-            differences = [values[seed] - plain[seed] for seed in shared]
-            width = T95[len(shared) - 1] * statistics.stdev(differences) / math.sqrt(len(shared))
-            interval = statistics.mean(differences), width
-        if values:
-            yield family, list(values.values()), interval
-
-
-def by_seed(family: str, rate: float | None, metric: str) -> dict[int, float]:
-    """Return a metric in percent of the runs with fresh seeds that did not diverge."""
-    runs = {seed: Run(family, rate, seed).numbers for seed in SEEDS} if rate is not None else {}
-    return {
-        seed: 100 * numbers["test"][metric] for seed, numbers in runs.items() if numbers and not numbers["diverged"]
-    }
 
 
 def report() -> None:
     """Print the tables, in Markdown."""
     secondary = ("retrieved background", "retrieved kind", "image R@1", "zero-shot colour", "zero-shot background")
-    for rate in ("plain's", "best"):
-        print(f"\n| {rate} learning rate | " + " | ".join(f"{name} | from plain" for name in PRIMARY) + " |")
-        print("|---|" + "---:|---|" * len(PRIMARY))
-        tables = [{family: (values, interval) for family, values, interval in rows_of(name, rate)} for name in PRIMARY]
-        for family in tables[0]:
-            cells = [cell for table in tables for cell in cells_of(*table[family])]
-            print(f"| {family} | {' | '.join(cells)} |")
-    print("\n| plain's learning rate | " + " | ".join(secondary) + " |\n|---|" + "---:|" * len(secondary))
+    for shared in (True, False):
+        print(GRID.table(PRIMARY, shared=shared), end="\n\n")
+    print("| at plain's learning rate | " + " | ".join(secondary) + " |\n|---|" + "---:|" * len(secondary))
     for family in FAMILIES:
-        values = [list(by_seed(family, chosen("plain"), name).values()) for name in secondary]
-        if all(values):
-            print(f"| {family} | {' | '.join(spread(one) for one in values)} |")
+        cells = [spread(list(GRID.by_seed(family, name, shared=True).values())) for name in secondary]
+        print(f"| {family} | {' | '.join(cells)} |")
 
 
 def pictures(folder: Path) -> None:
     """Draw what is learned first, and what linear probes read from each layer; means over fresh seeds, plain's rate."""
-    runs = {family: [Run(family, chosen("plain") or RATES[1], seed).numbers for seed in SEEDS] for family in FAMILIES}
+    rate = GRID.chosen("plain") or 0
+    runs = {family: [GRID.numbers(Run(family, rate, seed)) for seed in GRID.seeds] for family in FAMILIES}
     trained = {family: [one for one in of if one and not one["diverged"]] for family, of in runs.items()}
     trained = {family: of for family, of in trained.items() if of}
     learned = {
@@ -458,36 +356,6 @@ def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any
     return legend_below(figure, axes[0], columns=9)
 
 
-def cells_of(values: list[float], interval: tuple[float, float] | None) -> tuple[str, str]:
-    """Return a spread, and a difference that is called higher or lower only if its interval excludes zero."""
-    if interval is None:
-        return spread(values), ""
-    mean, width = interval
-    word = "level" if abs(mean) <= width else "higher" if mean > 0 else "lower"
-    return spread(values), f"{mean:+.1f} [{mean - width:+.1f}, {mean + width:+.1f}] {word}"
-
-
-def spread(values: list[float]) -> str:
-    """Return mean ± standard deviation."""
-    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
-def grid() -> None:
-    """Print the runs, those that are done, and the core-hours that the others take by the mean of those."""
-    rates = [chosen(family) for family in FAMILIES]
-    runs = tuning() + (confirming() if None not in rates else [])
-    done = [run.numbers for run in runs if run.numbers is not None]
-    later = "" if None not in rates else f", then {len(FAMILIES) * len(SEEDS)} to twice as many"
-    print(f"{len(runs)} runs{later}; {len(done)} are done")
-    if times := [numbers["seconds"] for numbers in done if numbers.get("seconds")]:
-        hours = (len(runs) - len(done)) * statistics.mean(times) / 3600
-        print(f"{statistics.mean(times):.0f} s each: {hours:.1f} core-hours are left")
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, diffvision {diffvision.__version__}"
-    )
-    print("chosen:", dict(zip(FAMILIES, rates, strict=True)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
@@ -499,9 +367,11 @@ def main() -> None:
     if options.what == "data":
         make_data(options.source, options.data)
     elif options.what in ("tune", "train"):
-        train_all(tuning() if options.what == "tune" else confirming(), options.data, tuple(options.part))
+        runs = GRID.tuning() if options.what == "tune" else GRID.confirming()
+        data = Data(options.data)
+        GRID.train(runs, lambda run: train(run, data, EPOCHS), tuple(options.part))
     elif options.what == "grid":
-        grid()
+        print(GRID.describe())
     else:
         report()
         if options.images:

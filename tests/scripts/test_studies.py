@@ -1,12 +1,15 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
 import itertools
+import json
+import math
 
 import pytest
 import torch
 
 import common_mode
-from common_mode import COLOURS, FACTORS, Data, Run
+from common_mode import COLOURS, FACTORS, Data
+from grid import Grid, Run, best_rate, holm
 
 
 @pytest.fixture
@@ -40,9 +43,60 @@ def test_a_run_of_the_common_mode(family, row_sum, file):
     assert numbers["row sums"] == ([] if row_sum is None else [pytest.approx(row_sum, abs=0.15)] * 4)
 
 
-def test_a_difference_whose_interval_includes_zero_is_level():
-    assert common_mode.cells_of([50.0, 52.0], (1.0, 3.0)) == ("51.0 ± 1.4", "+1.0 [-2.0, +4.0] level")
-    assert common_mode.cells_of([50.0], (-4.0, 3.0)) == ("50.0", "-4.0 [-7.0, -1.0] lower")
+def made(folder, **metrics):
+    """A grid of two families with runs of two seeds, their metric `right` given by family, rate and seed."""
+    grid = Grid(folder, ("plain", "other"), (1e-3, 2e-3), ("right",), (1, 2), shared=True)
+    for run in grid.tuning():
+        write(grid, run, 0.5 if run.rate == metrics["best"][run.family] else 0.4)
+    for run in grid.confirming():
+        write(grid, run, metrics[run.family][run.seed - 1])
+    return grid
+
+
+def write(grid, run, value, diverged=""):
+    numbers = {"diverged": diverged, "seconds": 1, "validation": {"right": value}, "test": {"right": value}}
+    (grid.results / f"{run.name}.json").write_text(json.dumps(numbers))
+
+
+def test_a_difference_whose_interval_includes_zero_is_level(tmp_path):
+    best = {"plain": 1e-3, "other": 2e-3}
+    grid = made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.55, 0.60))
+    assert grid.chosen("other") == 2e-3
+    assert len(grid.confirming()) == 6
+    assert str(grid.differences("right")["other"]) == "+2.5 [-29.3, +34.3] level"
+    made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.41, 0.50))
+    assert str(grid.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
+    write(grid, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
+    assert grid.differences("right") == {}  # one seed is left
+    assert "| other | 50.0 |  |" in grid.table(["right"])
+    assert "1 diverged" in grid.describe()
+
+
+def test_a_run_that_is_done_is_not_trained_again(tmp_path):
+    grid, trained = Grid(tmp_path, ("plain",), (1e-3,), ("right",), (1,)), []
+
+    def train(run):
+        trained.append(run)
+        return {"diverged": "", "validation": {"right": 0.5}}
+
+    grid.train(grid.tuning(), train, (1, 2))
+    assert not trained
+    for _ in range(2):
+        grid.train(grid.tuning(), train)
+    assert trained == [Run("plain", 1e-3, 100)]
+    with pytest.raises(SystemExit, match="no learning rate is chosen yet for plain"):
+        Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,)).confirming()
+
+
+def test_the_best_rate_of_four_is_a_parabolas_vertex():
+    rates = (1e-3, 2e-3, 4e-3, 8e-3)
+    assert best_rate({rate: -((math.log(rate / 3e-3)) ** 2) for rate in rates}) == pytest.approx(3e-3)
+    assert best_rate({rate: math.log(rate) for rate in rates}) == 8e-3
+    assert best_rate({1e-3: 0.5, 2e-3: 0.7, 4e-3: 0.6}) == 2e-3
+
+
+def test_holms_correction():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
 
 
 def test_captions_name_a_share_of_what_is_there(file):

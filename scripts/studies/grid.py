@@ -1,0 +1,237 @@
+"""The runs of a study: each a family, a learning rate and a seed, with one JSON; rates are tuned, families compared.
+
+Every family has the learning rate that is best for itself, by the mean of the primary metrics on validation data, with
+a seed that is used for nothing else. Differences are paired by seed. A run that is done is not trained again.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+
+import diffvision
+
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    family: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.family.replace(' ', '_')}-{self.rate:g}-{self.seed}"
+
+
+class Difference(NamedTuple):
+    """How far a family's mean is from the first family's, over seeds that both have.
+
+    Attributes:
+        mean: of the paired differences.
+        width: half of the 95% t interval.
+        p: of the paired t test, after Holm's correction over the families of a table.
+    """
+
+    mean: float
+    width: float
+    p: float
+
+    def __str__(self) -> str:
+        """Return the interval, and where it excludes zero which is higher and p."""
+        word = "level"
+        if abs(self.mean) > self.width:
+            word = f"{'higher' if self.mean > 0 else 'lower'} (p {self.p:.2g})"
+        return f"{self.mean:+.1f} [{self.mean - self.width:+.1f}, {self.mean + self.width:+.1f}] {word}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs of a study, and what they measured.
+
+    Args:
+        results: the folder of the JSON files: of a run that did not diverge, with `validation` and `test` metrics.
+        families: their names; the others are compared with the first.
+        rates: learning rates to try. Of four or more the best is the vertex of a parabola in their logarithm.
+        primary: the metrics, 0 to 1, whose mean on validation data is to be high.
+        seeds: for the comparison.
+        tuning_seed: for the rates.
+        shared: whether to compare the families at the first one's rate as well.
+    """
+
+    results: Path
+    families: Sequence[str]
+    rates: Sequence[float]
+    primary: Sequence[str]
+    seeds: Sequence[int]
+    tuning_seed: int = 100
+    shared: bool = False
+
+    def numbers(self, run: Run) -> Numbers | None:
+        """Return what a run measured; None if it has not been trained."""
+        file = self.results / f"{run.name}.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def tuning(self) -> list[Run]:
+        """Return the runs that choose learning rates, those in the middle first."""
+        middle = sorted(self.rates, key=lambda rate: abs(math.log(rate / math.sqrt(self.rates[0] * self.rates[-1]))))
+        return [Run(family, rate, self.tuning_seed) for rate in middle for family in self.families]
+
+    def chosen(self, family: str) -> float | None:
+        """Return a family's learning rate; None before all its rates were tried."""
+        runs = {rate: self.numbers(Run(family, rate, self.tuning_seed)) for rate in self.rates}
+        if any(numbers is None for numbers in runs.values()):
+            return None
+        scores = {
+            rate: statistics.mean(numbers["validation"][name] for name in self.primary)
+            for rate, numbers in runs.items()
+            if numbers and not numbers["diverged"]
+        }
+        if not scores:
+            raise SystemExit(f"{family} diverged at every learning rate ({', '.join(map(str, self.rates))})")
+        return best_rate(scores)
+
+    def confirming(self) -> list[Run]:
+        """Return the runs with fresh seeds, each at its family's rate, before these at the first family's if shared."""
+        rates = {family: self.chosen(family) for family in self.families}
+        if waiting := [family for family, rate in rates.items() if rate is None]:
+            raise SystemExit(f"no learning rate is chosen yet for {', '.join(waiting)}: run `tune` to its end")
+        runs = [Run(family, rate or 0, seed) for seed in self.seeds for family, rate in rates.items()]
+        if self.shared:
+            rate = rates[self.families[0]] or 0
+            runs = [Run(family, rate, seed) for seed in self.seeds for family in self.families] + runs
+        return list(dict.fromkeys(runs))
+
+    def train(self, runs: Iterable[Run], train: Callable[[Run], Numbers], part: tuple[int, int] = (0, 1)) -> None:
+        """Train the runs that are not done, one thread each.
+
+        Args:
+            runs: in their order.
+            train: returns what a run measured.
+            part: which runs are this process's, of several: (index, number).
+        """
+        torch.set_num_threads(1)
+        self.results.mkdir(parents=True, exist_ok=True)
+        for number, run in enumerate(runs):
+            if number % part[1] != part[0] or self.numbers(run) is not None:
+                continue
+            start = time.perf_counter()
+            numbers = train(run)
+            file = self.results / f"{run.name}.json"
+            partial = file.with_suffix(".part")
+            partial.write_text(json.dumps(numbers, indent=1) + "\n")
+            partial.rename(file)
+            shown = {name: numbers.get("validation", {}).get(name) for name in self.primary}
+            print(f"{run.name} {shown} {numbers['diverged']} {time.perf_counter() - start:.0f} s", flush=True)
+
+    def by_seed(self, family: str, metric: str, *, shared: bool = False) -> dict[int, float]:
+        """Return a test metric in percent of a family's runs with fresh seeds that did not diverge.
+
+        Args:
+            family: its name.
+            metric: its name.
+            shared: at the first family's learning rate.
+        """
+        rate = self.chosen(self.families[0] if shared else family)
+        runs = {seed: self.numbers(Run(family, rate, seed)) for seed in self.seeds} if rate is not None else {}
+        return {
+            seed: 100 * numbers["test"][metric] for seed, numbers in runs.items() if numbers and not numbers["diverged"]
+        }
+
+    def differences(self, metric: str, *, shared: bool = False) -> dict[str, Difference]:
+        """Return each family's difference to the first, of those with two seeds or more that both have."""
+        first = self.by_seed(self.families[0], metric, shared=shared)
+        pairs = {}
+        for family in self.families[1:]:
+            values = self.by_seed(family, metric, shared=shared)
+            if len(both := sorted(first.keys() & values.keys())) > 1:
+                pairs[family] = [values[seed] - first[seed] for seed in both]
+        intervals = {family: paired_interval(differences) for family, differences in pairs.items()}
+        corrected = holm({family: p for family, (_, _, p) in intervals.items()})
+        return {family: Difference(*intervals[family][:2], corrected[family]) for family in pairs}
+
+    def table(self, metrics: Sequence[str], *, shared: bool = False) -> str:
+        """Return the families' means and differences in Markdown."""
+        rate = f"{self.families[0]}'s" if shared else "its best"
+        lines = [
+            f"| at {rate} learning rate | "
+            + " | ".join(f"{name} | from {self.families[0]}" for name in metrics)
+            + " |",
+            "|---|" + "---:|---|" * len(metrics),
+        ]
+        differences = [self.differences(name, shared=shared) for name in metrics]
+        for family in self.families:
+            cells = []
+            for name, rows in zip(metrics, differences, strict=True):
+                cells += [spread(list(self.by_seed(family, name, shared=shared).values())), str(rows.get(family, ""))]
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def describe(self) -> str:
+        """Return how many runs there are and are done, the core-hours that are left, and the rates that are chosen."""
+        rates = {family: self.chosen(family) for family in self.families}
+        runs = self.tuning() + ([] if None in rates.values() else self.confirming())
+        done = [numbers for run in runs if (numbers := self.numbers(run)) is not None]
+        fresh = len(self.families) * len(self.seeds)
+        later = f", then {fresh}{' to twice as many' if self.shared else ''}" if None in rates.values() else ""
+        lines = [f"{len(runs)} runs{later}; {len(done)} are done, {sum(bool(n['diverged']) for n in done)} diverged"]
+        if times := [numbers["seconds"] for numbers in done if numbers.get("seconds")]:
+            hours = (len(runs) - len(done)) * statistics.mean(times) / 3600
+            lines.append(f"{statistics.mean(times):.0f} s each: {hours:.1f} core-hours are left")
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        lines += [f"{machine}, diffvision {diffvision.__version__}", f"learning rates: {rates}"]
+        return "\n".join(lines)
+
+
+def best_rate(scores: dict[float, float]) -> float:
+    """Return the learning rate of the best score: of four or more, the vertex of a parabola, within the rates tried."""
+    best = max(scores, key=lambda rate: scores[rate])
+    if len(scores) < 4:
+        return best
+    logs = np.log(list(scores))
+    curvature, slope, _ = np.polyfit(logs, list(scores.values()), 2)
+    if curvature >= 0:
+        return best
+    vertex = math.exp(min(max(-slope / (2 * curvature), logs.min()), logs.max()))
+    return float(f"{vertex:.3g}")
+
+
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of differences, half of its 95% t interval, and p of the t test."""
+    mean, freedom = statistics.mean(differences), len(differences) - 1
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(not mean)
+    return mean, float(stats.t.ppf(0.975, freedom)) * error, float(p)
+
+
+def holm(values: dict[str, float]) -> dict[str, float]:
+    """Return p values after Holm's correction.
+
+    Source: Holm 1979.
+    """
+    corrected, largest = {}, 0.0
+    for rank, name in enumerate(sorted(values, key=lambda name: values[name])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[name]))
+        corrected[name] = largest
+    return corrected
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation; without values, nothing."""
+    if not values:
+        return ""
+    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
