@@ -202,7 +202,7 @@ def _one_text(value: str) -> str:
 
 
 def _reported(call: Callable[[], Any]) -> int:
-    """Run a command and return its exit status; bad input is reported in one line instead of a traceback."""
+    """Run a command and return its exit status; bad input and Ctrl-C are one line instead of a traceback."""
     from diffvision.data.shards.report import BadDataError
     from diffvision.mistakes import Mistake
 
@@ -211,6 +211,9 @@ def _reported(call: Callable[[], Any]) -> int:
     except (ValueError, OSError, BadDataError, FloatingPointError) as error:
         print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
         return 2 if isinstance(error, Mistake) else 1
+    except KeyboardInterrupt as stop:
+        print(f"diffvision: {stop!s:.500}" if stop.args else "diffvision: interrupted", file=sys.stderr)
+        return 130
     return result if isinstance(result, int) else 0
 
 

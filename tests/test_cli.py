@@ -46,6 +46,18 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     assert "Traceback" not in error
 
 
+def test_ctrl_c_is_one_line(capsys, tmp_path, monkeypatch):
+    def stopped(directory):
+        (tmp_path / "out").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diffvision.data.made.corpus.make_stdlib", stopped)
+    out = str(tmp_path / "out")
+    assert cli.main(["data", "make", "stdlib", out]) == 130
+    line = f"diffvision: interrupted; {out} is incomplete: remove it and make it again\n"
+    assert capsys.readouterr().err == line
+
+
 def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert cli.main(["data", "make", "stdlib", str(tmp_path / "file" / "deeper")]) == 1
@@ -75,6 +87,9 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             1,
             "no image file 'nope.jpg': give a JPEG, PNG or",
         ),
+        ("data make mmpv new", 1, "there are digits, "),
+        ("data make mmpv new", 1, "; did you mean mmvp?"),
+        ("data make digits new --seed -1", 1, "seed is -1: it must be 0 or more"),
         ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),
         ("evaluate --model CLIP-debug --data .", 1, "give the model first, without --model: diffvision evaluate MODEL"),
         ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),

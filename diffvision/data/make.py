@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.made import MADE
+from diffvision.data.shards.sample import BadSource
+from diffvision.mistakes import did_you_mean
 from diffvision.progress import track
 from diffvision.tables import show
 
@@ -82,14 +84,22 @@ def make(
     }
     given = {setting: value for setting, value in settings.items() if value is not None}
     if name not in MADE:
-        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}")
+        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}{did_you_mean(name, MADE)}")
     dataset = MADE[name]
     if unknown := sorted(given.keys() - dataset.settings):
         raise ValueError(f"make {name} has no setting {', '.join(unknown)}: leave it out")
     if dataset.source and source is None:
         raise ValueError(f"make {name} needs --source: {dataset.source}")
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed is {seed}: it must be 0 or more")
     module, _, function = dataset.function.partition(":")
-    made = getattr(importlib.import_module(module), function)(directory, **given)
+    try:
+        made = getattr(importlib.import_module(module), function)(directory, **given)
+    except BadSource as error:
+        raise ValueError(f"{error}; make {name} takes as --source {dataset.source}" if source else error) from None
+    except KeyboardInterrupt:
+        incomplete = f"; {directory} is incomplete: remove it and make it again" if Path(directory).exists() else ""
+        raise KeyboardInterrupt(f"interrupted{incomplete}") from None
     print(f"made {name} in {Path(directory)}" + (f": {made}" if made else ""))
     return 0
 

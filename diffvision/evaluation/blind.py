@@ -46,7 +46,13 @@ class Blind:
         progress: Callable[[Any, str], Iterable] | None = None,
         cache: Cache | None = None,
     ) -> None:
-        self.model = model.for_text()
+        if not model.is_language or model.weights is None:
+            fault = "has new weights" if model.is_language else "is a model of images"
+            raise ValueError(
+                f"{model.name} {fault}: --blind takes a trained language model, such as a run's folder or .ckpt file, "
+                "or a folder of transformers"
+            )
+        self.model = model
         if model.tokenizer is None:
             raise ValueError(
                 f"blind is {model.name}, which came without a tokenizer: put its tokenizer.json next to it"

@@ -14,10 +14,13 @@ from diffvision.progress import track
 
 
 def listed(names: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths."""
-    if isinstance(names, str):
+    """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths.
+
+    What exists under its whole name is one path, with commas or not.
+    """
+    if isinstance(names, str) and not os.path.exists(names):
         return [name.strip() for name in names.split(",")]
-    return [str(name) for name in ([names] if isinstance(names, Path) else names)]
+    return [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
 
 
 def bar(batches: Any, description: str) -> Iterable:

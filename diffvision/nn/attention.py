@@ -96,7 +96,7 @@ class AttentionLayer(nn.Module):
             if dim % (num_heads * self.value_maps):
                 raise ValueError(
                     f"dim ({dim}) must be a multiple of {num_heads * self.value_maps} ({self.value_maps} map(s) "
-                    f"for each of {num_heads} heads of variant {self.variant!r}); change num_heads or give head_dim"
+                    f"for each of {num_heads} heads of variant {self.variant!r}); change num_heads"
                 )
             head_dim = dim // (num_heads * self.value_maps)
         if rotary is not None and (isinstance(rotary, bool) or rotary <= 1):

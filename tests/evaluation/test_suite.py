@@ -8,6 +8,7 @@ from rich.console import Console
 
 from diffvision.evaluation.command import run
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.output import listed
 from diffvision.evaluation.suite import (
     EVALUATIONS,
     check_output,
@@ -134,3 +135,9 @@ def test_an_output_that_cannot_be_is_refused_before_anything_runs(tmp_path):
         check_output(tmp_path / "folder.json")
     check_output(tmp_path / "new" / "all.json")
     check_output(tmp_path / "file.json")
+
+
+def test_a_path_with_a_comma_that_exists_is_one_path(tmp_path):
+    (tmp_path / "a,b").mkdir()
+    assert listed(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert listed("a, b") == ["a", "b"]

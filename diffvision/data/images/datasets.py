@@ -34,7 +34,10 @@ def _datasets() -> Any:
 
 def from_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageCollection:
     """Return the images of a folder that `datasets` saved."""
-    loaded = _datasets().load_from_disk(str(path))
+    try:
+        loaded = _datasets().load_from_disk(str(path))
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(f"{path} is not all of what `datasets` saved ({error}): save it again") from None
     return _from_columns(str(path), loaded if split is None else loaded[split], columns)
 
 

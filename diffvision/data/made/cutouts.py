@@ -37,6 +37,7 @@ def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) 
 
     Raises:
         ValueError: nothing of the picture is visible, or it has so many pixels that Pillow takes it for an attack.
+        OSError: it is missing, damaged or no picture.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -45,6 +46,10 @@ def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) 
                 image = opened.convert("RGBA")
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"{picture!s:.200} is too large: {error}") from None
+        except FileNotFoundError:
+            raise
+        except (OSError, SyntaxError, ValueError) as error:
+            raise OSError(f"{picture!s:.200} is damaged ({error}): get its package again") from None
     if trim:
         visible = image.getchannel("A").getbbox()
         if visible is None:
@@ -74,7 +79,7 @@ def find_rasteriser() -> Rasteriser:
         pass
     else:
         name = f"cairosvg {cairosvg.__version__}"
-        return Rasteriser(name, lambda path: cairosvg.svg2png(url=str(path), output_width=SIZE, output_height=SIZE))
+        return _careful(name, lambda path: cairosvg.svg2png(url=str(path), output_width=SIZE, output_height=SIZE))
     program = shutil.which("rsvg-convert")
     if program is None:
         raise ValueError(
@@ -83,9 +88,21 @@ def find_rasteriser() -> Rasteriser:
         )
     arguments = [program, "--width", str(SIZE), "--height", str(SIZE), "--keep-aspect-ratio"]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    return Rasteriser(
+    return _careful(
         version, lambda path: subprocess.run([*arguments, str(path)], capture_output=True, check=True).stdout
     )
+
+
+def _careful(name: str, draw: Callable[[Path], bytes]) -> Rasteriser:
+    """Return a rasteriser that names the file which it cannot draw."""
+
+    def drawn(path: Path) -> bytes:
+        try:
+            return draw(path)
+        except Exception as error:  # cairosvg raises nearly anything on a damaged drawing
+            raise ValueError(f"{path} cannot be drawn ({error}): get its package again") from None
+
+    return Rasteriser(name, drawn)
 
 
 def unpacked(source: str | Path, folder: str, package: str) -> Path:

@@ -3,9 +3,12 @@
 import gzip
 import re
 import unicodedata
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from diffvision.data.shards.sources import decoded
 
 __all__ = ["dictd_entries", "wordnet_entries"]
 
@@ -59,19 +62,22 @@ def dictd_entries(dictionary: str | Path) -> Iterator[tuple[str, str]]:
         dictionary: x.dict.dz or x.dict, with x.index next to it: lines of word, offset and length in base 64.
 
     Raises:
-        ValueError: the index is missing.
+        ValueError: the index is missing, or one of the files is damaged.
     """
     dictionary = Path(dictionary)
     index = dictionary.with_name(dictionary.name.removesuffix(".dz").removesuffix(".dict") + ".index")
     if not index.is_file():
         raise ValueError(f"{dictionary} has no index next to it: {index.name} is of the same package")
-    data = (gzip.decompress if dictionary.suffix == ".dz" else bytes)(dictionary.read_bytes())
     words: dict[tuple[int, int], str] = {}
-    for line in index.read_text(encoding="utf-8").splitlines():
-        word, *position = line.split("\t")
-        # Words with 00 are about the database; one entry is listed under each of its words.
-        if not word.startswith("00"):
-            words.setdefault((_number(position[0]), _number(position[1])), word)
+    try:
+        data = (gzip.decompress if dictionary.suffix == ".dz" else bytes)(dictionary.read_bytes())
+        for line in decoded(index.read_bytes(), index).splitlines():
+            word, *position = line.split("\t")
+            # Words with 00 are about the database; one entry is listed under each of its words.
+            if not word.startswith("00"):
+                words.setdefault((_number(position[0]), _number(position[1])), word)
+    except (EOFError, gzip.BadGzipFile, zlib.error, LookupError) as error:
+        raise ValueError(f"{dictionary} or its index is damaged ({error}): get its package again") from None
     entries: dict[str, list[str]] = defaultdict(list)
     for (offset, length), word in sorted(words.items()):
         text = data[offset : offset + length].decode("utf-8", errors="replace")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.made.corpus import held_out
+from diffvision.data.shards.sample import BadSource
 
 PACKAGES = {"Noto": "emoji-datasource-google", "Twemoji": "emoji-datasource-twitter", "OpenMoji": "openmoji"}
 INSTALL = "npm install --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter openmoji"
@@ -95,12 +96,22 @@ def read_emoji(packages: dict[str, Path]) -> list[Emoji]:
 
     Names and keywords are those of OpenMoji's table (Unicode's CLDR) where it is given, else of emoji.json.
     """
-    rows = json.loads((packages["Noto"] / "emoji.json").read_text(encoding="utf-8"))
-    drawings = None
+    tables = [packages["Noto"] / "emoji.json"]
     if "OpenMoji" in packages:
-        table = json.loads((packages["OpenMoji"] / "data" / "openmoji.json").read_text(encoding="utf-8"))
-        drawings = {_bare(row["hexcode"]): row for row in table}
-    emoji: list[Emoji] = []
+        tables.append(packages["OpenMoji"] / "data" / "openmoji.json")
+    try:
+        emoji = list(_emoji(*(json.loads(table.read_bytes()) for table in tables)))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{' or '.join(map(str, tables))} is damaged ({fault}): get its package again") from None
+    if not emoji:
+        raise BadSource(f"no emoji in {tables[0]} have a picture in all packages")
+    return emoji
+
+
+def _emoji(rows: Sequence[dict[str, Any]], table: Sequence[dict[str, Any]] | None = None) -> Iterator[Emoji]:
+    """Yield the emoji of emoji.json, named after OpenMoji's table where it is given."""
+    drawings = None if table is None else {_bare(row["hexcode"]): row for row in table}
     for row in sorted(rows, key=lambda row: row["sort_order"]):
         # A package may have another vendor's picture where its vendor has none.
         if row["category"] == "Flags" or not _drawn_by_both(row):
@@ -115,8 +126,8 @@ def read_emoji(packages: dict[str, Path]) -> list[Emoji]:
             plain = Emoji(code, row["image"], name, kind, _keywords(name, others), drawing=drawing["hexcode"])
         else:
             continue
-        emoji += [plain, *_skin_tones(plain, row.get("skin_variations", {}), drawings)]
-    return emoji
+        yield plain
+        yield from _skin_tones(plain, row.get("skin_variations", {}), drawings)
 
 
 def _bare(code: str) -> str:

@@ -96,8 +96,8 @@ def make_fashion_scenes(
     Raises:
         ValueError: a source that cannot be used; no scenes; shards in the directory.
     """
-    if min(scenes, evaluated) < 1:
-        raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: both must be at least 1")
+    if scenes < 1 or evaluated < 2:
+        raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: they must be at least 1 and 2")
     directory = Path(directory)
     refuse_existing(directory / "train")
     for part in directory.glob("*/*/"):

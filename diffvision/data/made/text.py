@@ -15,6 +15,7 @@ from pathlib import Path
 from diffvision.data.made import markup
 from diffvision.data.made.corpus import Corpus, library_documents, split_of
 from diffvision.data.made.dictionaries import dictd_entries, wordnet_entries
+from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import natural
 from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards
 from diffvision.progress import track
@@ -183,6 +184,9 @@ def make_text(directory: str | Path, source: str) -> str:
         if not counted.documents:
             raise ValueError(f"source {name}: {path} has no documents; {_how_to_get(name)}")
     sizes = {split: sum(len(text.encode()) for _, _, text in texts[split]) for split in _SPLITS}
+    for split in _SPLITS:
+        if not texts[split]:
+            raise BadSource(f"none of the documents in {source} is for {split}, which their names decide: give more")
     for split in _SPLITS:
         write_shards(
             directory / split, track(_samples(texts[split]), f"writing {split}", len(texts[split])), _PER_SHARD

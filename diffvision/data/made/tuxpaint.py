@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffvision.data.made.cutouts import BACKGROUND, SIZE, paste, refuse_written, unpacked, write_retrieval
+from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.writer import write_about
 from diffvision.progress import track
 
@@ -44,7 +45,7 @@ def _captioned(stamps: Path) -> Iterator[tuple[str, bytes, str]]:
         if name.parts[:2] == _LEFT_OUT or not text.is_file():
             continue
         # The first line is English; the others are translations, "de.utf8=Ein Tiger."
-        caption = text.read_text(encoding="utf-8").partition("\n")[0].strip()
+        caption = decoded(text.read_bytes(), text).partition("\n")[0].strip()
         if not caption or caption.lower() in captions:
             continue
         captions.add(caption.lower())

@@ -23,6 +23,7 @@ see no image and know which sentence is plausible (SugarCrepe, arXiv 2306.14610)
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,12 @@ from diffvision.data.published.cases import (
     texts_in,
     write_folders,
 )
+from diffvision.data.shards.sample import BadSource
 
 MIN_CASES = 25
 """Of a pair of attributes."""
 MAX_WORDS = 30
+_FARTHEST = 5000  # pixels; images of Visual Genome have up to 1,280 on a side
 _PUNCTUATION = re.compile(r'[.!"()*#:;~]')
 _BOX = {f"bbox_{side}": float for side in "xywh"}
 _CAPTIONS = {"image_path": str, "true_caption": str, "false_caption": str}
@@ -67,36 +70,35 @@ def make_aro(directory: str | Path, source: str | Path, images: str | Path | Non
     """
     root = folder_of(source)
     finder = Images([*([Path(images)] if images else []), root], "give the folder of the images as --images")
-    folders, left_out = [], {}
+    folders = []
     for name, file, read in (
         ("vg-relation", "visual_genome_relation.json", _relations),
         ("vg-attribution", "visual_genome_attribution.json", _attributions),
     ):
         if (root / file).is_file():
             rows, cases = read(root / file, finder)
-            folders.append(Folder(name, "composition", cases))
-            left_out[name] = rows - len(cases)
+            left_out = {"that the paper does not count": rows - len(cases)} if rows > len(cases) else {}
+            folders.append(Folder(name, "composition", cases, left_out=left_out))
     for name in ("coco_order", "flickr30k_order"):
         if (root / f"{name}.json").is_file():
             cases = _shuffled(root / f"{name}.json", finder)
             folders.append(Folder(name.replace("_", "-"), "composition", cases))
     if not folders:
-        raise ValueError(f"{root} has none of ARO's files: {_LAYOUT}")
+        raise BadSource(f"{root} has none of ARO's files: {_LAYOUT}")
     return write_folders(
         directory,
         folders,
         finder,
         source="ARO, mertyg/vision-language-models-are-bows",
         licence="MIT; images of Visual Genome (CC BY 4.0), COCO and Flickr30k under theirs",
-        left_out=left_out,
     )
 
 
 def _relations(path: Path, images: Images) -> tuple[int, list[Case]]:
     """Return the number of rows, and the cases of relations that count."""
     rows = read_rows(path, relation_name=str, **_CAPTIONS, **_BOX)
-    counted = [(row, row["relation_name"]) for row in rows if row["relation_name"] not in NOT_COUNTED]
-    return len(rows), [_boxed(row, kind, images) for row, kind in counted]
+    kinds = [row["relation_name"] for row in rows]
+    return len(rows), _boxed(path, rows, kinds, images, lambda kind: kind not in NOT_COUNTED)
 
 
 def _attributions(path: Path, images: Images) -> tuple[int, list[Case]]:
@@ -104,17 +106,26 @@ def _attributions(path: Path, images: Images) -> tuple[int, list[Case]]:
     rows = read_rows(path, attributes=list, **_CAPTIONS, **_BOX)
     kinds = [" and ".join(map(str, row["attributes"][:2])) for row in rows]
     count = Counter(kinds)
-    return len(rows), [
-        _boxed(row, kind, images) for row, kind in zip(rows, kinds, strict=True) if count[kind] >= MIN_CASES
-    ]
+    return len(rows), _boxed(path, rows, kinds, images, lambda kind: count[kind] >= MIN_CASES)
 
 
-def _boxed(row: dict[str, Any], kind: str, images: Images) -> Case:
-    x, y, width, height = (row[field] for field in _BOX)
-    if width < 1 or height < 1:
-        raise ValueError(f"{row['image_path']} has a box of {width} x {height} pixels: get ARO's files again")
-    box: Box = (x, y, x + width, y + height)
-    return composition(images(row["image_path"]), [row["true_caption"], row["false_caption"]], kind, box)
+def _boxed(
+    path: Path, rows: list[dict[str, Any]], kinds: list[str], images: Images, counts: Callable[[str], bool]
+) -> list[Case]:
+    """Return the cases of the rows whose kind counts, each with its box."""
+    cases = []
+    for number, (row, kind) in enumerate(zip(rows, kinds, strict=True), start=1):
+        if counts(kind):
+            x, y, width, height = (row[field] for field in _BOX)
+            if not (all(abs(side) <= _FARTHEST for side in (x, y, width, height)) and min(width, height) >= 1):
+                raise ValueError(
+                    f"{path}, row {number}, has a box of {width} x {height} pixels at {x}, {y}: both sides must be 1 "
+                    f"to {_FARTHEST:,}; get ARO's files again"
+                )
+            box: Box = (x, y, x + width, y + height)
+            captions = [row["true_caption"], row["false_caption"]]
+            cases.append(composition(images(row["image_path"]), captions, kind, box))
+    return cases
 
 
 def _shuffled(path: Path, images: Images) -> list[Case]:

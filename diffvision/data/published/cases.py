@@ -3,16 +3,20 @@
 Nothing is written before all questions are read and all images are found and decoded.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from filecmp import cmp
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffvision.data.images.decode import decode_image, open_image
+from diffvision.data.images.decode import decode_image, is_blank, open_image
 from diffvision.data.images.packing import SUFFIXES
-from diffvision.data.shards.sample import BadSample
+from diffvision.data.images.samples import MAX_KIND
+from diffvision.data.shards.sample import BadSample, BadSource
 from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.writer import (
     Sample,
@@ -26,7 +30,14 @@ from diffvision.progress import track
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in pixels."""
 _PER_SHARD = 1000  # samples are in memory until their shard is written
-_TYPES = {str: "a text", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
+_TYPES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    bytes: "an image",
+}
 
 
 @dataclass(frozen=True)
@@ -46,24 +57,35 @@ class Case:
 
 @dataclass(frozen=True)
 class Folder:
-    """An evaluation folder to write: its name, its task, its samples, and prompts where the task has some."""
+    """An evaluation folder to write.
+
+    Attributes:
+        name: of the folder.
+        task: of its samples.
+        cases: its samples.
+        templates: prompts, where the task has some.
+        left_out: how many of the set's rows are left out, by reason.
+    """
 
     name: str
     task: str
     cases: Sequence[Case]
     templates: Sequence[str] = ()
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def composition(image: Path, captions: Sequence[str], kind: str = "", box: Box | None = None) -> Case:
     """Return a case with one image, its right caption and then wrong ones, and its kind where it has one."""
     texts = {"txt": "\n".join(map(one_line, captions))}
-    return Case({"": image}, {**texts, "json": _json(kind=kind)} if kind else texts, box)
+    return Case({"": image}, {**texts, "json": _json(kind=_kind(kind))} if kind else texts, box)
 
 
-def pair(images: Sequence[Path | bytes], captions: Sequence[str], **facts: object) -> Case:
-    """Return a case with two images and two captions, caption i of image i, and facts such as its kind."""
+def pair(images: Sequence[Path | bytes], captions: Sequence[str], kind: str, **facts: object) -> Case:
+    """Return a case with two images and two captions, caption i of image i, its kind, and other facts."""
     texts = {f"{side}.txt": one_line(caption) for side, caption in enumerate(captions)}
-    return Case({str(side): image for side, image in enumerate(images)}, {**texts, "json": _json(**facts)})
+    return Case(
+        {str(side): image for side, image in enumerate(images)}, {**texts, "json": _json(kind=_kind(kind), **facts)}
+    )
 
 
 def objects(image: Path, present: Sequence[str], absent: Sequence[str]) -> Case:
@@ -76,6 +98,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _kind(text: str) -> str:
+    """Return a kind as the names of metrics can have it: in one line, without slashes, not too long."""
+    return one_line(text).replace("/", "-")[:MAX_KIND].strip()
+
+
 def _json(**facts: object) -> str:
     return json.dumps(facts, ensure_ascii=False)
 
@@ -84,18 +111,18 @@ def folder_of(source: str | Path, *names: str) -> Path:
     """Return the first of these folders in the source that exists, else the source.
 
     Raises:
-        ValueError: the source is not a folder.
+        BadSource: the source is not a folder.
     """
     source = Path(source)
     if not source.is_dir():
-        raise ValueError(f"there is no folder {source}: give the one that holds the set's files")
+        raise BadSource(f"there is no folder {source}: give the one that holds the set's files")
     return next((source / name for name in names if (source / name).is_dir()), source)
 
 
 def file_in(folder: Path, name: str, layout: str) -> Path:
-    """Return a file of a folder; raise ValueError with the layout that is expected where it is not there."""
+    """Return a file of a folder; raise BadSource with the layout that is expected where it is not there."""
     if not (folder / name).is_file():
-        raise ValueError(f"{folder} has no {name}: {layout}")
+        raise BadSource(f"{folder} has no {name}: {layout}")
     return folder / name
 
 
@@ -122,12 +149,17 @@ def read_rows(path: Path, **fields: type) -> list[dict[str, Any]]:
         content = list(content.values()) if nested else [content]
     if not isinstance(content, list) or not content:
         raise ValueError(f"{path} has no rows: get the file again")
-    for number, row in enumerate(content, start=1):
+    return checked_rows(content, path, **fields)
+
+
+def checked_rows(rows: list[Any], path: Path, **fields: type) -> list[dict[str, Any]]:
+    """Return the rows of a file; raise ValueError where one has no such field, or an empty one."""
+    for number, row in enumerate(rows, start=1):
         for field, kind in fields.items():
             expected = (int, float) if kind is float else kind
-            if not isinstance(row, dict) or not isinstance(row.get(field), expected) or row[field] in ("", [], {}):
+            if not isinstance(row, dict) or not isinstance(row.get(field), expected) or row[field] in ("", b"", [], {}):
                 raise ValueError(f"{path}, row {number}, has no {field} that is {_TYPES[kind]}: is it the set's file?")
-    return content
+    return rows
 
 
 def texts_in(values: list[Any], path: Path, number: int) -> list[str]:
@@ -140,22 +172,22 @@ def texts_in(values: list[Any], path: Path, number: int) -> list[str]:
 class Images:
     """Finds images by the names that a set's files give them, and remembers those that are missing.
 
-    An image is looked for by its path in the folders and in the folders in them, then there by its file name.
+    An image is looked for by its path in the folders and in the folders in them, then there by another path.
 
     Args:
         folders: where to look, the first one first.
         remedy: what to do if images are missing.
+        other: returns the other path of an image; its file name by default.
     """
 
-    def __init__(self, folders: Iterable[Path], remedy: str) -> None:
+    def __init__(
+        self, folders: Iterable[Path], remedy: str, other: Callable[[PurePosixPath], str] = lambda path: path.name
+    ) -> None:
         self.folders = list(folders)
         if missing := [folder for folder in self.folders if not folder.is_dir()]:
             raise ValueError(f"there is no folder {missing[0]}: {remedy}")
-        self._remedy = remedy
-        self._inside = [
-            *self.folders,
-            *(child for folder in self.folders for child in sorted(folder.iterdir()) if _is_folder(child)),
-        ]
+        self._remedy, self._other = remedy, other
+        self._inside = [child for folder in self.folders for child in sorted(folder.iterdir()) if _is_folder(child)]
         self._known: dict[str, Path] = {}
         self._missing: list[str] = []
 
@@ -163,18 +195,26 @@ class Images:
         """Return the path of an image; one that is missing is remembered.
 
         Raises:
-            ValueError: the name is a path that leads out of the folder.
+            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
         """
         if name not in self._known:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self.folders[0]}: correct the row")
-            candidates = [folder / part for part in (path, path.name) for folder in self._inside]
-            existing = next((candidate for candidate in candidates if candidate.is_file()), None)
+            existing = self._existing(path) or self._existing(self._other(path))
             if existing is None:
                 self._missing.append(name)
             self._known[name] = existing or self.folders[0] / path
         return self._known[name]
+
+    def _existing(self, path: str | PurePosixPath) -> Path | None:
+        """Return the first file of that path in the folders, else the only one in the folders in them, if any."""
+        if own := [folder / path for folder in self.folders if (folder / path).is_file()]:
+            return own[0]
+        found = [folder / path for folder in self._inside if (folder / path).is_file()]
+        if other := [file for file in found[1:] if not cmp(file, found[0], shallow=False)]:
+            raise ValueError(f"{found[0]} and {other[0]} are different images: give the folder of one as --images")
+        return found[0] if found else None
 
     def check(self) -> None:
         """Raise ValueError if images are missing: how many, the first, and what to do."""
@@ -190,9 +230,12 @@ def _is_folder(path: Path) -> bool:
 
 
 def write_folders(
-    directory: str | Path, folders: Sequence[Folder], images: Images, *, source: str, licence: str, **facts: object
+    directory: str | Path, folders: Sequence[Folder], images: Images, *, source: str, licence: str
 ) -> str:
-    """Write evaluation folders with a split `test`, and about.json; return what was written.
+    """Write evaluation folders with a split `test`, and about.json; return what was written and what was left out.
+
+    Left out are samples of which nothing can be learnt: a caption is blank, all captions are the same, or the box lies
+    outside of the image.
 
     Args:
         directory: what is to hold the folders.
@@ -200,16 +243,17 @@ def write_folders(
         images: the finder of the images of all cases.
         source: of the set, for about.json.
         licence: of the set and its images.
-        facts: what else about.json says, such as counts of what was left out.
 
     Raises:
-        ValueError: an image is missing or damaged, or a folder has shards already; nothing is written.
+        ValueError: an image is missing or damaged, nothing is left of a folder, or one has shards already; nothing is
+            written.
     """
     directory = Path(directory)
     for folder in folders:
         refuse_existing(directory / folder.name / "test")
     images.check()
-    _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
+    sizes = _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
+    folders = [_usable(folder, sizes) for folder in folders]
     for folder in folders:
         target = directory / folder.name
         cases = track(folder.cases, f"writing {folder.name}")
@@ -218,18 +262,51 @@ def write_folders(
         if folder.templates:
             write_lines(target / "zeroshot_classification_templates.txt", folder.templates)
     samples = {folder.name: len(folder.cases) for folder in folders}
-    write_about(directory, source, licence, samples=samples, **facts)
-    return ", ".join(f"{count:,} samples in {name}" for name, count in samples.items())
+    left_out = {folder.name: folder.left_out for folder in folders if folder.left_out}
+    write_about(directory, source, licence, samples=samples, left_out=left_out)
+    written = ", ".join(f"{count:,} samples in {name}" for name, count in samples.items())
+    return "\n".join([written, *(f"left out of {name}: {_listed(counts)}" for name, counts in left_out.items())])
 
 
-def _decode_all(images: Sequence[Path | bytes]) -> None:
-    """Decode each image once; raise ValueError at the first that cannot be."""
+def _usable(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Folder:
+    """Return a folder without the cases of which nothing can be learnt; raise BadSource if there are no others."""
+    faults = [_fault(case, sizes) for case in folder.cases]
+    kept = [case for case, fault in zip(folder.cases, faults, strict=True) if not fault]
+    left_out = folder.left_out | Counter(filter(None, faults))
+    if not kept:
+        raise BadSource(f"no row of the set can be used for {folder.name} ({_listed(left_out) or 'it has none'})")
+    return replace(folder, cases=kept, left_out=left_out)
+
+
+def _fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
+    """Return why nothing can be learnt of a case; "" where something can."""
+    captions = [line for name, text in case.texts.items() if name.endswith("txt") for line in text.split("\n")]
+    if any(map(is_blank, captions)):
+        return "with a blank caption"
+    if captions and len(set(captions)) == 1:
+        return "whose captions are the same"
+    if case.box is not None:
+        left, top, right, bottom = case.box
+        width, height = sizes[case.images[""]]
+        if min(right, width) - max(left, 0) <= 0 or min(bottom, height) - max(top, 0) <= 0:
+            return "whose box is outside of the image"
+    return ""
+
+
+def _listed(left_out: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+
+
+def _decode_all(images: Sequence[Path | bytes]) -> dict[Path | bytes, tuple[int, int]]:
+    """Decode each image once, and return their sizes; raise ValueError at the first that cannot be."""
+    sizes = {}
     for image in track(list(dict.fromkeys(images)), "checking images"):
         try:
-            decode_image(_data(image))
+            sizes[image] = decode_image(_data(image)).size
         except BadSample as reason:
             name = image if isinstance(image, Path) else "an image in the table"
             raise ValueError(f"{name}: {reason}; get the set's images again") from None
+    return sizes
 
 
 def _samples(cases: Iterable[Case]) -> Iterator[Sample]:

@@ -48,7 +48,11 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
     """
     root = folder_of(source)
     given = Path(images) if images else folder_of(root, "MLLM_VLM Images", "MMVP_VLM_Images")
-    finder = Images([given], "give the folder with the patterns' folders as --images")
+    remedy = (
+        "as --images give the folder that has one for each pattern (Orientation/1.jpg), of MMVP/MMVP_VLM; MMVP/MMVP is "
+        "another set, whose images have the same numbers"
+    )
+    finder = Images([given], remedy, lambda path: str(path).replace(" ", "_"))
     cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), finder)
     return write_folders(
         directory,
@@ -62,7 +66,7 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
 def _pairs(table: Path, images: Images) -> list[Case]:
     text = StringIO(decoded(table.read_bytes(), table), newline="")
     rows = [row for row in csv.reader(text) if row][1:]
-    pairs = []
+    pairs, seen = [], set()
     for line in range(0, len(rows), 2):
         two = rows[line : line + 2]
         numbers = [int(row[0]) if len(row) == 3 and row[0].isdecimal() else 0 for row in two]
@@ -73,6 +77,9 @@ def _pairs(table: Path, images: Images) -> list[Case]:
         kind = two[0][1].strip().replace("_", " ")
         if kind not in PATTERNS:
             raise ValueError(f"{table}, row {line + 1}: type {kind!r} is none of {', '.join(PATTERNS)}")
+        if (kind, *numbers) in seen or not all(row[2].strip() for row in two):
+            raise ValueError(f"{table}: rows {line + 1} and {line + 2} come twice, or have no statement: get it again")
+        seen.add((kind, *numbers))
         files = [images(f"{kind}/{number}.jpg") for number in numbers]
         captions = [f"a photo of {row[2]}" for row in two]
         pairs.append(pair(files, captions, kind=PATTERNS[kind]))

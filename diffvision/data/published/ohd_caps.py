@@ -24,6 +24,7 @@ from diffvision.data.published.cases import (
     texts_in,
     write_folders,
 )
+from diffvision.data.shards.sample import BadSource
 
 COLLECTIONS = {"coco": "COCO", "flickr": "Flickr30k", "nocaps": "NoCaps"}
 KINDS = ("adversarial", "popular", "random", "delete")
@@ -48,15 +49,19 @@ def make_ohd_caps(directory: str | Path, source: str | Path, images: str | Path 
     files = {name: root / f"{name}_out_label.json" for name in COLLECTIONS}
     files = {name: path for name, path in files.items() if path.is_file()}
     if not files:
-        raise ValueError(f"{root} has no coco_out_label.json: {_LAYOUT}")
+        raise BadSource(f"{root} has no coco_out_label.json: {_LAYOUT}")
     remedy = "give a folder that holds COCO's val2014, Flickr30k's and NoCaps' images as --images, or leave out the "
     finder = Images([Path(images or source)], f"{remedy}*_out_label.json whose images you do not have")
+    annotated = {name: root / f"{name}_annotations.json" for name in files}
+    absent = [path for path in annotated.values() if not path.is_file()]
+    if 0 < len(absent) < len(annotated):
+        raise ValueError(f"there is no {absent[0]}, though other collections have one: get it again, or remove theirs")
     all_together, by_kind = [], []
     for name, path in files.items():
         rows = _with_right_first(path)
         all_together += [composition(finder(image), captions, COLLECTIONS[name]) for image, captions in rows]
-        if (annotations := root / f"{name}_annotations.json").is_file():
-            by_kind += _by_kind(annotations, [image for image, _ in rows], finder)
+        if annotated[name].is_file():
+            by_kind += _by_kind(annotated[name], [image for image, _ in rows], finder)
     folders = [Folder("composition", "composition", all_together)]
     if by_kind:
         folders.append(Folder("ohd-caps-by-kind", "composition", by_kind))

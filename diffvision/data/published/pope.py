@@ -4,7 +4,8 @@ The format is that of the repository RUCAIBox/POPE (MIT), output/: rows {questio
 or as one list. A file has 3,000 questions about 500 images: three objects of each, and three that are not there, drawn
 at random, the most frequent (popular), or those that occur most often together with what is there (adversarial).
 Questions with yes and no take turns, except in two files of SEEM's, which have three of each: there the first no
-belongs to the first yes. "an" and the "imange" of derived files are read too.
+belongs to the first yes. Older files have fewer questions with no: those without a partner are left out. "an" and the
+"imange" of derived files are read too.
 
 POPE is made for models that answer in words. A bare CLIP has no answer yes or no, so `objects` measures what it ranks;
 its numbers are not those of POPE's tables. There is a folder for each file, named after it.
@@ -14,7 +15,8 @@ import re
 from pathlib import Path
 
 from diffvision.data.images.folders import TEMPLATES
-from diffvision.data.published.cases import Case, Folder, Images, folder_of, objects, read_rows, write_folders
+from diffvision.data.published.cases import Folder, Images, folder_of, objects, read_rows, write_folders
+from diffvision.data.shards.sample import BadSource
 
 _QUESTION = re.compile(r"Is there an? (.+) in the iman?ge\?")
 _LAYOUT = "POPE's folder output/coco has coco_pope_random.json, coco_pope_popular.json and coco_pope_adversarial.json"
@@ -35,11 +37,11 @@ def make_pope(directory: str | Path, source: str | Path, images: str | Path | No
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "output/coco")
-    files = sorted(root.glob("*pope*_*.json"))
+    files = sorted(root.glob("*pope*_*.json")) or sorted(root.glob("*pope*_*.jsonl"))
     if not files:
-        raise ValueError(f"{root} has no file of POPE's questions: {_LAYOUT}")
+        raise BadSource(f"{root} has no file of POPE's questions: {_LAYOUT}")
     finder = Images([Path(images or source)], "give the folder of COCO's val2014 as --images")
-    folders = [Folder(path.stem.replace("_", "-"), "objects", _cases(path, finder), TEMPLATES) for path in files]
+    folders = [_folder(path, finder) for path in files]
     return write_folders(
         directory,
         folders,
@@ -49,15 +51,27 @@ def make_pope(directory: str | Path, source: str | Path, images: str | Path | No
     )
 
 
-def _cases(path: Path, images: Images) -> list[Case]:
+def _folder(path: Path, images: Images) -> Folder:
+    """Return the questions of a file; an object that is both in an image and not, or one without partner, is left out.
+
+    Raises:
+        ValueError: a row is no question of POPE's.
+    """
     answers: dict[str, dict[str, list[str]]] = {}
-    for number, row in enumerate(read_rows(path, image=str, text=str, label=str), start=1):
+    rows = read_rows(path, image=str, text=str, label=str)
+    for number, row in enumerate(rows, start=1):
         question = _QUESTION.fullmatch(row["text"].strip())
         if question is None or row["label"] not in ("yes", "no"):
             raise ValueError(
                 f"{path}, row {number}: {row['text']!r}, {row['label']!r} is no question of POPE's: {_LAYOUT}"
             )
         answers.setdefault(row["image"], {"yes": [], "no": []})[row["label"]].append(question[1])
-    if uneven := [image for image, lists in answers.items() if len(lists["yes"]) != len(lists["no"])]:
-        raise ValueError(f"{path}: {uneven[0]} has not as many questions with yes as with no: get the file again")
-    return [objects(images(image), lists["yes"], lists["no"]) for image, lists in answers.items()]
+    cases, paired = [], 0
+    for image, lists in answers.items():
+        both = set(lists["yes"]) & set(lists["no"])
+        present, absent = ([name for name in lists[answer] if name not in both] for answer in ("yes", "no"))
+        if pairs := min(len(present), len(absent)):
+            cases.append(objects(images(image), present[:pairs], absent[:pairs]))
+            paired += 2 * pairs
+    left_out = {"questions without a partner of the other answer": len(rows) - paired} if paired < len(rows) else {}
+    return Folder(path.stem.replace("_", "-"), "objects", cases, TEMPLATES, left_out)

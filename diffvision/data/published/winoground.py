@@ -13,9 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.published.cases import Folder, Images, folder_of, pair, read_rows, write_folders
+from diffvision.data.published.cases import (
+    Folder,
+    Images,
+    checked_rows,
+    folder_of,
+    pair,
+    read_rows,
+    write_folders,
+)
+from diffvision.data.shards.sample import BadSource
 
-_FIELDS = {"caption_0": str, "caption_1": str, "tag": str, "collapsed_tag": str}
+_FIELDS = {"caption_0": str, "caption_1": str, "collapsed_tag": str}
 _LAYOUT = "Winoground is a folder with examples.jsonl and images/ (images.zip, unpacked), or with test-*.parquet"
 
 
@@ -43,13 +52,13 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
     elif (root / "examples.jsonl").is_file():
         rows = _lines(root / "examples.jsonl", finder)
     else:
-        raise ValueError(f"{root} has neither examples.jsonl nor test-*.parquet: {_LAYOUT}")
+        raise BadSource(f"{root} has neither examples.jsonl nor test-*.parquet: {_LAYOUT}")
     cases = [
         pair(
             [row["image_0"], row["image_1"]],
             [row["caption_0"], row["caption_1"]],
             kind=row["collapsed_tag"],
-            tag=row["tag"],
+            tag=row.get("tag"),
         )
         for row in rows
     ]
@@ -73,12 +82,19 @@ def _lines(path: Path, images: Images) -> Iterator[dict[str, Any]]:
 def _parquet(tables: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield rows with the encoded bytes of their images."""
     try:
+        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
-    columns = ["image_0", "image_1", *_FIELDS]
-    for table in map(ParquetFile, tables):
-        if absent := sorted(set(columns) - set(table.schema_arrow.names)):
-            raise ValueError(f"{tables[0]} has no columns {', '.join(absent)}: {_LAYOUT}")
-        for row in table.read(columns=columns).to_pylist():
-            yield {**row, "image_0": row["image_0"]["bytes"], "image_1": row["image_1"]["bytes"]}
+    columns = ["image_0", "image_1", "tag", *_FIELDS]
+    for path in tables:
+        try:
+            table = ParquetFile(path)
+            if absent := sorted(set(columns) - set(table.schema_arrow.names)):
+                raise BadSource(f"{path} has no columns {', '.join(absent)}: {_LAYOUT}")
+            rows = table.read(columns=columns).to_pylist()
+        except (ArrowException, OSError) as error:
+            raise ValueError(f"{path} is damaged ({error}): get the file again") from None
+        for row in rows:
+            row |= {side: (row[side] or {}).get("bytes") for side in ("image_0", "image_1")}
+        yield from checked_rows(rows, path, image_0=bytes, image_1=bytes, **_FIELDS)

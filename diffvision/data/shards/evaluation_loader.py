@@ -44,7 +44,7 @@ class EvaluationLoader:
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
         check_settings(batch_size, num_workers, rank, world_size)
-        self.batch_size, self.limits = batch_size, limits or Limits()
+        self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
         self.stall_timeout, self._pulse = stall_timeout, Pulse()
         start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
         firsts = range(start, stop, batch_size)

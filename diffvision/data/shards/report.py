@@ -14,10 +14,14 @@ class BadDataError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """When bad samples stop a run: more than this fraction of an epoch's samples, or this many in a row."""
+    """When bad samples stop a run: more than this fraction of an epoch's samples, or this many in a row.
+
+    `settable` says whether the user has the option max_bad_fraction.
+    """
 
     max_bad_fraction: float = 0.01
     max_bad_in_a_row: int = 100
+    settable: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_fraction <= 1:
@@ -91,13 +95,13 @@ class Report:
         share = self.total / self.world_size  # of the whole epoch, or a run resumed near its end would stop at one
         if longest >= limits.max_bad_in_a_row or tally.given_up:
             raise BadDataError(
-                f"{counted(longest)} in a row, nothing good to take their place: correct or remove the files, or raise "
-                f"max_bad_in_a_row.\n{self.summary()}"
+                f"{counted(longest)} in a row, nothing good to take their place: correct or remove the files.\n"
+                f"{self.summary()}"
             )
         if self.bad > limits.max_bad_fraction * share:
             raise BadDataError(
                 f"{counted(self.bad)}: the limit is {limits.max_bad_fraction:.2%} of {share:,.0f}; correct or remove "
-                f"the files, or raise max_bad_fraction.\n{self.summary()}"
+                f"the files{', or raise max_bad_fraction' if limits.settable else ''}.\n{self.summary()}"
             )
 
     def _longest_run(self, tally: Tally) -> int:

@@ -16,6 +16,10 @@ class BadSample(Exception):
     """A sample that cannot be used; `str()` of it is the reason under which it is counted."""
 
 
+class BadSource(ValueError):
+    """What a dataset is to be made of is not there, or too little; `data make` adds where it comes from."""
+
+
 class Members(Protocol):
     """The members of one sample, read on demand."""
 

@@ -13,6 +13,7 @@ import webdataset
 
 from diffvision.data.shards.expected import RENAME
 from diffvision.data.shards.index import scan, sha256
+from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
 
 Sample = Mapping[str, str | bytes]
@@ -43,14 +44,17 @@ def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: 
         written, shard = written + len(chunk), shard + 1
     if not written:
         (directory / MANIFEST).unlink()
-        raise ValueError(f"no samples to write to {directory}")
+        raise BadSource(f"no samples to write to {directory}")
     write_manifest(directory)
     return written
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raise ValueError if a directory has shards already."""
+    """Raise ValueError if a directory has shards already, or some of them: its manifest lists none until all are."""
     if directory.is_dir() and any(is_shard(p.name) for p in directory.iterdir()):
+        manifest = directory / MANIFEST
+        if manifest.is_file() and '"shards": []' in manifest.read_text("utf-8", errors="replace"):
+            raise ValueError(f"{directory} has shards whose writing was cut short: remove them, and write them again")
         raise ValueError(f"{directory} has shards already: remove them, or choose another directory")
 
 

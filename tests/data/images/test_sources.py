@@ -1,6 +1,7 @@
 """Pictures as people have them: every kind of source gives the same pictures, packed and where they lie."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -209,6 +210,9 @@ def test_a_dataset_that_datasets_saved(tree, tmp_path):
     assert pictures.classnames == KINDS
     assert len(find_images(tmp_path / "saved", "test")) == 3
     assert pictures.fingerprint == find_images(tmp_path / "saved").fingerprint
+    shutil.rmtree(tmp_path / "saved/test")
+    with pytest.raises(ValueError, match=r"saved is not all of what `datasets` saved \(.*: save it again"):
+        find_images(tmp_path / "saved", "test")
 
 
 def test_without_datasets_the_message_says_how_to_get_it(tmp_path, monkeypatch):

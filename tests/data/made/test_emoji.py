@@ -265,6 +265,21 @@ def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
         find_packages(packages / "emoji-datasource-facebook")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"unified": "1F', r"emoji.json is damaged \(JSONDecodeError: Unterminated string"),
+        ('{"1F511": 3}', r"emoji.json is damaged \(TypeError: "),
+        ('[{"sort_order": 3}]', r"emoji.json is damaged \(KeyError: 'category'"),
+        ("[]", r"no emoji in .*emoji.json have a picture in all packages"),
+    ],
+)
+def test_a_damaged_table_is_named(packages, content, message):
+    (packages / "node_modules" / "emoji-datasource-google" / "emoji.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_emoji(find_packages(packages))
+
+
 def test_skin_tones_are_named_as_unicode_names_them(packages, monkeypatch):
     monkeypatch.setitem(ROWS[0], "name", "MAN: BEARD")
     (packages / "node_modules" / "emoji-datasource-google" / "emoji.json").write_text(json.dumps(ROWS))

@@ -6,7 +6,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from diffvision.data import EvaluationFolder
+from diffvision.data import EvaluationFolder, make
 from diffvision.data.images.decode import decode_image
 from diffvision.data.made.tuxpaint import make_tuxpaint
 
@@ -46,6 +46,23 @@ def test_each_english_caption_once_and_no_letters(package, tmp_path):
     }
     assert decode_image(samples[0]["png"]).size == (64, 64)
     assert json.loads((tmp_path / "made" / "about.json").read_text())["licence"] == "GPL-2+"
+
+
+def test_a_damaged_file_is_named(package, tmp_path):
+    stamp = package / "usr/share/tuxpaint/stamps/animals/mammals/tiger.png"
+    stamp.write_bytes(stamp.read_bytes()[:-30])
+    with pytest.raises(OSError, match=r"tiger\.png is damaged \("):
+        make_tuxpaint(tmp_path / "made", package)
+    stamp.with_suffix(".txt").write_bytes("Ein Bär".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"tiger\.txt is not UTF-8"):
+        make_tuxpaint(tmp_path / "again", package)
+
+
+def test_a_package_without_captions_is_the_source_s_fault(tmp_path):
+    (tmp_path / "usr/share/tuxpaint/stamps").mkdir(parents=True)
+    message = "no samples to write to .*; make tuxpaint takes as --source / after `apt-get install tuxpaint"
+    with pytest.raises(ValueError, match=message):
+        make.make("tuxpaint", str(tmp_path / "made"), source=str(tmp_path))
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path):

@@ -89,6 +89,8 @@ def test_mmvp_of_the_readme_has_underscores_in_its_folders(tmp_path):
     [
         ("19,Orientation,a dog", "rows 19 and 20 are not an odd and an even number of one type"),
         ("19,Smell,a\n20,Smell,b", "type 'Smell' is none of Orientation"),
+        ("1,Orientation,a\n2,Orientation,b", "rows 19 and 20 come twice, or have no statement"),
+        ("19,Orientation,a\n20,Orientation, ", "rows 19 and 20 come twice, or have no statement"),
     ],
 )
 def test_mmvp_rows_that_are_no_pair_are_refused(tmp_path, row, message):
@@ -97,6 +99,14 @@ def test_mmvp_rows_that_are_no_pair_are_refused(tmp_path, row, message):
         file.write(row + "\n")
     with pytest.raises(ValueError, match=message):
         make_mmvp(tmp_path / "mmvp", source)
+
+
+def test_mmvp_does_not_take_the_flat_images_of_the_other_set(tmp_path):
+    source = mmvp(tmp_path / "source")
+    for number in range(1, 19):
+        picture(tmp_path / f"MMVP Images/{number}.jpg", 99)
+    with pytest.raises(ValueError, match=r"18 of 18 images .* first Orientation/1.jpg: .* of MMVP/MMVP_VLM; "):
+        make_mmvp(tmp_path / "mmvp", source, tmp_path / "MMVP Images")
 
 
 # ---- SugarCrepe ----------------------------------------------------------------------------------------------------
@@ -143,12 +153,16 @@ def test_aro_crops_to_the_box_and_leaves_out_what_the_mean_leaves_out(tmp_path):
         box("1.png", "the dog is on the mat", "the mat is on the dog", relation_name="on"),
         box("1.png", "the dog is near the mat", "the mat is near the dog", relation_name="near"),
     ]
-    attributes = [["white", "large"]] * 25 + [["large", "white"]] * 24
+    attributes = [["black/white", "large"]] * 25 + [["large", "white"]] * 24
     text(source / "visual_genome_relation.json", relations)
     rows = [box("1.png", "the white dog", "the large dog", attributes=two) for two in attributes]
     text(source / "visual_genome_attribution.json", rows)
     written = make_aro(tmp_path / "made", source)
-    assert written == "1 samples in vg-relation, 25 samples in vg-attribution"
+    assert written.split("\n") == [
+        "1 samples in vg-relation, 25 samples in vg-attribution",
+        "left out of vg-relation: 1 that the paper does not count",
+        "left out of vg-attribution: 24 that the paper does not count",
+    ]
     (relation,) = samples(tmp_path / "made/vg-relation")
     assert (relation["txt"], relation["json"]) == (
         "the dog is on the mat\nthe mat is on the dog",
@@ -156,9 +170,31 @@ def test_aro_crops_to_the_box_and_leaves_out_what_the_mean_leaves_out(tmp_path):
     )
     whole = np.asarray(Image.open(source / "images/1.png"))
     assert np.array_equal(np.asarray(Image.open(BytesIO(relation["png"]))), whole[1:6, 2:6])
-    assert {s["json"]["kind"] for s in samples(tmp_path / "made/vg-attribution")} == {"white and large"}
+    assert {s["json"]["kind"] for s in samples(tmp_path / "made/vg-attribution")} == {"black-white and large"}
     about = json.loads((tmp_path / "made/about.json").read_text())
-    assert about["left_out"] == {"vg-relation": 1, "vg-attribution": 24}
+    counts = {"vg-relation": 1, "vg-attribution": 24}
+    assert about["left_out"] == {name: {"that the paper does not count": count} for name, count in counts.items()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bbox_x": 90}, r"no row .* for vg-relation \(1 whose box is outside of the image\)"),
+        ({"bbox_y": float("nan")}, r"relation.json, row 1, has a box of 4 x 5 pixels at 2, nan: both sides must be 1"),
+        ({"bbox_w": 10**400}, "row 1, has a box of 10000"),
+        ({"bbox_h": 0.5}, "row 1, has a box of 4 x 0.5"),
+        ({"false_caption": " "}, r"\(1 with a blank caption\)"),
+        ({"false_caption": "a"}, r"\(1 whose captions are the same\)"),
+        ({"relation_name": "near"}, r"\(1 that the paper does not count\)"),
+    ],
+)
+def test_aro_rows_of_which_nothing_can_be_learnt(tmp_path, changed, message):
+    picture(tmp_path / "aro/images/1.png")
+    row = box("1.png", "a", "b", relation_name="on") | changed
+    text(tmp_path / "aro/visual_genome_relation.json", [row])
+    with pytest.raises(ValueError, match=message):
+        make_aro(tmp_path / "made", tmp_path / "aro")
+    assert not (tmp_path / "made").exists()
 
 
 def test_aro_orders_of_words_are_cleaned_and_cut_to_thirty(tmp_path):
@@ -205,6 +241,25 @@ def test_winoground_is_pairs_by_their_tag(tmp_path, layout):
     ]
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"image_0": {"bytes": None, "path": None}}, "parquet, row 1, has no image_0 that is an image"),
+        ({"caption_1": None}, "parquet, row 1, has no caption_1 that is a text"),
+        ({}, "parquet is damaged"),
+    ],
+)
+def test_winoground_tables_that_are_damaged(tmp_path, changed, message):
+    cell = {"bytes": picture(tmp_path / "a.png"), "path": None}
+    rows = pyarrow.Table.from_pylist([{"image_0": cell, "image_1": cell, **CAPTIONS, **TAGS} | changed])
+    table = tmp_path / "test-00000-of-00001.parquet"
+    parquet.write_table(rows, table)
+    if not changed:
+        table.write_bytes(table.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=message):
+        make_winoground(tmp_path / "made", tmp_path)
+
+
 # ---- OHD-Caps ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +297,10 @@ def test_ohd_caps_has_the_right_caption_first_against_all_and_by_kind(tmp_path):
     }
     assert all(captions[0] == "right" for captions in by_kind.values())
     assert by_kind["popular"][1] == "wrong 7"
+    test = tmp_path / "source/data/OHD-Caps/test"
+    (test / "nocaps_out_label.json").write_bytes((test / "coco_out_label.json").read_bytes())
+    with pytest.raises(ValueError, match=r"there is no .*nocaps_annotations.json, though other collections have one"):
+        make_ohd_caps(tmp_path / "again", tmp_path / "source")
 
 
 # ---- POPE ----------------------------------------------------------------------------------------------------------
@@ -269,9 +328,17 @@ def test_pope_asks_each_absent_object_against_a_present_one(tmp_path):
         assert sample["json"] == {"present": ["snowboard", "dining table"], "absent": ["oven", "car"]}
         assert (tmp_path / "made" / name / "dataset_type.txt").read_text() == "objects\n"
         assert "{c}" in (tmp_path / "made" / name / "zeroshot_classification_templates.txt").read_text()
-    text(source / "coco_pope_random.json", *rows[:3])
-    with pytest.raises(ValueError, match="has not as many questions with yes as with no"):
-        make_pope(tmp_path / "again", tmp_path / "POPE", tmp_path / "images")
+    for ending, more, left_out, pairs in (
+        ("json", [], 1, {"present": ["snowboard"], "absent": ["oven"]}),
+        ("json", [("a dining table", "no"), ("a car", "no")], 3, {"present": ["snowboard"], "absent": ["oven"]}),
+        ("jsonl", [("a car", "no")], 0, {"present": ["snowboard", "dining table"], "absent": ["oven", "car"]}),
+    ):
+        some = tmp_path / f"{ending}{left_out}"
+        text(some / f"coco_pope_random.{ending}", *rows[:3], *questions("COCO_val2014_1.jpg", more))
+        written = make_pope(some / "made", some, tmp_path / "images")
+        reason = "questions without a partner of the other answer"
+        assert (f"left out of coco-pope-random: {left_out} {reason}" in written) == (left_out > 0)
+        assert samples(some / "made/coco-pope-random")[0]["json"] == pairs
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -292,8 +359,8 @@ def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, nam
     with pytest.raises(ValueError, match=r"has (no|none|neither) .*: .* folder") as error:
         MAKERS[name](tmp_path / "made", tmp_path / "empty")
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="there is no folder"):
-        MAKERS[name](tmp_path / "made", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"there is no folder .*; make {name} takes as --source "):
+        make.make(name, str(tmp_path / "made"), source=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=f"make {name} needs --source: "):
         make.make(name, str(tmp_path / "made"))
     assert not (tmp_path / "made").exists()
@@ -320,6 +387,15 @@ def test_damaged_images_and_foreign_paths_are_refused_before_anything_is_written
     with pytest.raises(ValueError, match=r"'\.\./secret\.jpg' is not a path inside"):
         make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
     assert not (tmp_path / "made").exists()
+
+
+def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
+    source = sugarcrepe(tmp_path / "source")
+    picture(tmp_path / "train2017/000000000001.jpg", 1)
+    assert make_sugarcrepe(tmp_path / "made", source, tmp_path) == "7 samples in composition"
+    picture(tmp_path / "train2017/000000000001.jpg", 99)
+    with pytest.raises(ValueError, match=r"train2017/0+1\.jpg and .*/val2017/0+1\.jpg are different images"):
+        make_sugarcrepe(tmp_path / "again", source, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -62,5 +62,8 @@ def test_a_passed_limit_says_what_can_be_done():
     remedy = r"correct or remove the files, or raise max_bad_"
     with pytest.raises(BadDataError, match=rf"^1 bad sample: the limit is 1\.00% of 60; {remedy}fraction\."):
         Report(total=60).add(Tally(0, 10, bad(3)), Limits())
-    with pytest.raises(BadDataError, match=rf"^1 bad sample in a row, .*{remedy}in_a_row\."):
+    remedy = r"correct or remove the files\.\n"
+    with pytest.raises(BadDataError, match=rf"^1 bad sample: .*; {remedy}"):
+        Report(total=60).add(Tally(0, 10, bad(3)), Limits(settable=False))
+    with pytest.raises(BadDataError, match=rf"^1 bad sample in a row, .*{remedy}"):
         Report(total=60).add(Tally(0, 10, bad(3)), Limits(1.0, 1))

@@ -34,6 +34,8 @@ def test_what_was_cut_short_is_not_taken_for_all_of_it(tmp_path, corpus):
     with pytest.raises(KeyboardInterrupt):
         write_shards(tmp_path / "shards", cut(), per_shard=2)
     assert len(list((tmp_path / "shards").glob("*.tar"))) == 2
+    with pytest.raises(ValueError, match="has shards whose writing was cut short: remove them, and write them again"):
+        write_shards(tmp_path / "shards", [corpus.sample(0)])
     with pytest.raises(ValueError, match=r"manifest.json lists no shards: the directory's writing was cut short"):
         ShardSet(tmp_path / "shards")
     write_manifest(tmp_path / "shards")
