@@ -22,13 +22,11 @@ image for each kind, colour and background; and `kind`, zero-shot classification
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +39,7 @@ from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEM
 from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
 from diffvision.evaluation.retrieval import recalls
 from grid import Grid, Run, spread
-from small_clip import Captions, SmallClip, pixels
+from small_clip import Captions, SmallClip, Towers, pixels
 
 CLIP = "CLIP-debug"
 SIZE, PATCH, EPOCHS = 48, 8, 4
@@ -53,37 +51,17 @@ TEMPLATES = {"kind": KIND_TEMPLATES, "colour": COLOUR_TEMPLATES, "background": B
 FACTORS = {"kind": WORDS, "colour": tuple(COLOURS), "background": tuple(BACKGROUNDS)}
 
 
-@dataclass(frozen=True)
-class Family:
-    """The image tower by timm's name and settings, and the text tower's OpenCLIP model."""
-
-    image: str = "plain_vit_debug_clip"
-    settings: dict[str, Any] = field(default_factory=dict)
-    text: str = CLIP
-
-    def create(self) -> Any:
-        """Return a CLIP of this family with random weights."""
-        model: Any = open_clip.create_model(self.text, output_dict=True)
-        pool = model.visual.trunk.global_pool
-        model.visual.trunk = timm.create_model(
-            self.image, img_size=SIZE, patch_size=PATCH, num_classes=0, global_pool=pool, **self.settings
-        )
-        return model
-
-
 FAMILIES = {
-    "plain": Family(),
-    "V1 0.2": Family("diff_vit_debug_clip", {"lambda_init": 0.2}),
-    "V1 0.5": Family("diff_vit_debug_clip", {"lambda_init": 0.5}),
-    "V1 0.8": Family("diff_vit_debug_clip", {"lambda_init": 0.8}),
-    "V1 depth": Family("diff_vit_debug_clip", {"lambda_init": "depth"}),
-    "DINT 0.8": Family("dint_vit_debug_clip", {"lambda_init": 0.8}),
-    "V2": Family("diffv2_vit_debug_clip"),
-    "VCA": Family("vca_vit_debug_clip"),
-    "text V1 0.8": Family(text="DiffCLIP-debug"),
+    "plain": Towers(),
+    "V1 0.2": Towers("diff_vit_debug_clip", {"lambda_init": 0.2}),
+    "V1 0.5": Towers("diff_vit_debug_clip", {"lambda_init": 0.5}),
+    "V1 0.8": Towers("diff_vit_debug_clip", {"lambda_init": 0.8}),
+    "V1 depth": Towers("diff_vit_debug_clip", {"lambda_init": "depth"}),
+    "DINT 0.8": Towers("dint_vit_debug_clip", {"lambda_init": 0.8}),
+    "V2": Towers("diffv2_vit_debug_clip"),
+    "VCA": Towers("vca_vit_debug_clip"),
+    "text V1 0.8": Towers(text="DiffCLIP-debug"),
 }
-
-
 GRID = Grid(
     Path(__file__).parents[2] / "docs" / "results" / "common_mode",
     tuple(FAMILIES),
@@ -270,7 +248,7 @@ def probe(train: Tensor, labels: Tensor, test: Tensor, wanted: Tensor, ridge: fl
 def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
     """Train and measure one run."""
     torch.manual_seed(run.seed)
-    clip = SmallClip(FAMILIES[run.family].create(), data.captions, data.mean, data.std)
+    clip = SmallClip(FAMILIES[run.family].create(SIZE, PATCH), data.captions, data.mean, data.std)
     measured, learned = Measured(clip, data), {}
 
     def evaluate(epoch: int) -> None:

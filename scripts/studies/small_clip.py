@@ -8,12 +8,14 @@ import math
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import open_clip
+import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -41,6 +43,24 @@ def pixels(samples: Sequence[dict[str, bytes]], member: str = "png") -> Tensor:
     """Return images as uint8 [N, 3, h, w]."""
     images = [np.array(Image.open(BytesIO(sample[member])).convert("RGB")) for sample in samples]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Towers:
+    """A CLIP with CLIP-debug's width and depth: the image tower by timm's name, the text tower of an OpenCLIP model."""
+
+    image: str = "plain_vit_debug_clip"
+    settings: dict[str, Any] = field(default_factory=dict)
+    text: str = "CLIP-debug"
+
+    def create(self, size: int, patch: int) -> Any:
+        """Return the model with random weights, for images of a size and patches of another, in pixels."""
+        model: Any = open_clip.create_model(self.text, output_dict=True)
+        pool = model.visual.trunk.global_pool
+        model.visual.trunk = timm.create_model(
+            self.image, img_size=size, patch_size=patch, num_classes=0, global_pool=pool, **self.settings
+        )
+        return model
 
 
 class Captions:
@@ -100,22 +120,24 @@ class SmallClip:
     def fit(
         self,
         images: Tensor,
-        captions: Tensor,
+        captions: Tensor | Callable[[int], Tensor],
         settings: dict[str, Any],
         *,
         epochs: int,
         seed: int,
         evaluate: Callable[[int], None] = lambda epoch: None,
+        augment: Callable[[Tensor, torch.Generator], Tensor] = lambda images, generator: images,
     ) -> float:
         """Train on pairs with AdamW, warm-up and a cosine to zero, and return the seconds of the training steps.
 
         Args:
             images: uint8 [N, 3, h, w].
-            captions: the number of each image's caption.
+            captions: the number of each image's caption; or a function that draws them for an epoch.
             settings: of a recipe's `optimizer`.
             epochs: how often every image is seen, but for what does not fill a batch of 64.
             seed: of the order of images.
             evaluate: called after every epoch, with the number of epochs done.
+            augment: changes a batch of normalised images.
         """
         parameters = list(self.model.parameters())
         optimizer = torch.optim.AdamW(
@@ -131,14 +153,17 @@ class SmallClip:
         for epoch in range(epochs):
             start = time.perf_counter()
             self.model.train()
-            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            generator = torch.Generator().manual_seed(1000 * seed + epoch)
+            order = torch.randperm(len(images), generator=generator)
+            drawn = captions(epoch) if callable(captions) else captions
             for batch in order[: steps * BATCH].view(steps, BATCH):
                 done = (step - warmup) / (total - warmup)
                 rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
                 for group in optimizer.param_groups:
                     group["lr"] = settings["lr"] * rate
-                features = self.model.encode_image(self.normalised(images[batch]), normalize=True)
-                loss = loss_of(features, self.texts(captions[batch]), scale.exp())
+                shown = augment(self.normalised(images[batch]), generator)
+                features = self.model.encode_image(shown, normalize=True)
+                loss = loss_of(features, self.texts(drawn[batch]), scale.exp())
                 if not loss.isfinite():
                     raise FloatingPointError(f"the loss is {loss.item()} at step {step}")
                 optimizer.zero_grad()

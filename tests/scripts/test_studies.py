@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import clip
 import common_mode
 from common_mode import COLOURS, FACTORS, Data
 from grid import Grid, Run, best_rate, holm
@@ -97,6 +98,38 @@ def test_the_best_rate_of_four_is_a_parabolas_vertex():
 
 def test_holms_correction():
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+
+
+@pytest.fixture
+def emoji(tmp_path):
+    """Pictures of random pixels, of four emoji in each folder."""
+
+    def pictures(count):
+        return torch.randint(0, 256, (count, 3, 64, 64), dtype=torch.uint8)
+
+    names = ["key", "bell", "ox", "sun"]
+    captions = [[f"a picture of {name}", name] for name in names] * 32
+    content = {"images": {"train": pictures(128)}, "captions": captions, "mean": 0.5, "std": 0.3}
+    for folder, split in itertools.product(clip.FOLDERS, clip.SPLITS):
+        shown = f"{folder}/{split}"
+        content["images"][shown] = pictures(4)
+        content[shown] = (
+            list(range(4)) if folder.startswith("zero_shot") else [f"a picture of {name}" for name in names]
+        )
+        content[f"{folder}/names"] = names
+        content[f"{shown}/kinds"] = ["colour", "gender"]
+    torch.save(content, tmp_path / "emoji.pt")
+    return tmp_path / "emoji.pt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["plain", "V2"])
+def test_a_run_of_clip_is_repeated_by_its_seed(family, emoji):
+    data = clip.Data(emoji)
+    first, again = (clip.train(Run(family, 1e-4, 1), data, epochs=1) for _ in range(2))
+    assert {*clip.PRIMARY, *clip.SECONDARY, "text score, colour"} <= set(first["test"])
+    assert first["FLOPs"] > 1e7
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
 
 
 def test_captions_name_a_share_of_what_is_there(file):

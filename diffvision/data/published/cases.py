@@ -209,12 +209,12 @@ class Images:
 
     def _existing(self, path: str | PurePosixPath) -> Path | None:
         """Return the first file of that path in the folders, else the only one in the folders in them, if any."""
-        if own := [folder / path for folder in self.folders if (folder / path).is_file()]:
-            return own[0]
-        found = [folder / path for folder in self._inside if (folder / path).is_file()]
-        if other := [file for file in found[1:] if not cmp(file, found[0], shallow=False)]:
-            raise ValueError(f"{found[0]} and {other[0]} are different images: give the folder of one as --images")
-        return found[0] if found else None
+        if direct := [folder / path for folder in self.folders if (folder / path).is_file()]:
+            return direct[0]
+        inside = [folder / path for folder in self._inside if (folder / path).is_file()]
+        if others := [file for file in inside[1:] if not cmp(file, inside[0], shallow=False)]:
+            raise ValueError(f"{inside[0]} and {others[0]} are different images: give the folder of one as --images")
+        return inside[0] if inside else None
 
     def check(self) -> None:
         """Raise ValueError if images are missing: how many, the first, and what to do."""
@@ -234,7 +234,7 @@ def write_folders(
 ) -> str:
     """Write evaluation folders with a split `test`, and about.json; return what was written and what was left out.
 
-    Left out are samples of which nothing can be learnt: a caption is blank, all captions are the same, or the box lies
+    Left out are samples that say nothing: a caption is blank, all captions are the same, or the box lies
     outside of the image.
 
     Args:
@@ -269,7 +269,7 @@ def write_folders(
 
 
 def _usable(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Folder:
-    """Return a folder without the cases of which nothing can be learnt; raise BadSource if there are no others."""
+    """Return a folder without the cases that say nothing; raise BadSource if there are no others."""
     faults = [_fault(case, sizes) for case in folder.cases]
     kept = [case for case, fault in zip(folder.cases, faults, strict=True) if not fault]
     left_out = folder.left_out | Counter(filter(None, faults))
@@ -279,7 +279,7 @@ def _usable(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Fo
 
 
 def _fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
-    """Return why nothing can be learnt of a case; "" where something can."""
+    """Return why a case says nothing; "" where it says something."""
     captions = [line for name, text in case.texts.items() if name.endswith("txt") for line in text.split("\n")]
     if any(map(is_blank, captions)):
         return "with a blank caption"

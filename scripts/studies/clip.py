@@ -1,0 +1,222 @@
+"""CLIP, DiffCLIP and their settings on emoji: trained on two vendors' pictures, tested on a third one's.
+
+    python scripts/studies/clip.py data --source data/emoji   # what `diffvision data make emoji` wrote, as tensors
+    python scripts/studies/clip.py grid                       # the runs, and what they cost
+    python scripts/studies/clip.py tune                       # four learning rates a family, one seed
+    python scripts/studies/clip.py train                      # fresh seeds
+    python scripts/studies/clip.py report
+
+Towers are CLIP-debug's at 64 pixels with patches of 8, and their differential twins of equal parameters. `tune` and
+`train` leave out what is done; each run is one JSON. Learning rates are chosen on emoji that are in no test, in Noto's
+style; `test` is the style that no model has seen.
+
+Primary metric: image R@1 on the unseen style, one caption for each of 1,468 pictures. All others are secondary.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffvision.evaluation.pairs import pair_scores, scores_of
+from diffvision.evaluation.retrieval import recalls
+from grid import Grid, Run, spread
+from small_clip import Captions, SmallClip, Towers, pixels, read
+
+CLIP = "CLIP-debug"
+SIZE, PATCH, EPOCHS = 64, 8, 30
+PRIMARY = ("image R@1",)
+SECONDARY = ("text R@1", "names", "subcategories", "sketches image R@1", "text score", "image score", "group score")
+SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 2, "clip_norm": 1.0}
+FAMILIES = {
+    "plain": Towers(),
+    "V1 0.8": Towers("diff_vit_debug_clip", {"lambda_init": 0.8}, "DiffCLIP-debug"),
+    "V1 0.8, text plain": Towers("diff_vit_debug_clip", {"lambda_init": 0.8}),
+    "V2": Towers("diffv2_vit_debug_clip", text="DiffCLIP-V2-debug"),
+}
+GRID = Grid(
+    Path(__file__).parents[2] / "docs" / "results" / "clip",
+    tuple(FAMILIES),
+    rates=(5e-4, 1e-3, 2e-3, 4e-3),
+    primary=PRIMARY,
+    seeds=(1, 2, 3, 4, 5),
+)
+FOLDERS = ("retrieval", "retrieval-sketch", "zero_shot", "zero_shot-subcategories", "pairs")
+SPLITS = ("validation", "test")
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def make_data(source: Path, file: Path) -> None:
+    """Decode the folders that `diffvision data make emoji` wrote, and write them as one file."""
+    train = read(source / "train")
+    images = {"train": pixels(train)}
+    content: dict[str, Any] = {"captions": [json.loads(sample["json"])["captions"] for sample in train]}
+    for folder in FOLDERS:
+        for split in SPLITS:
+            samples, name = read(source / folder / split), f"{folder}/{split}"
+            if folder == "pairs":
+                images[name] = torch.stack([pixels(samples, f"{i}.png") for i in (0, 1)], dim=1).flatten(0, 1)
+                content[name] = [sample[f"{i}.txt"].decode() for sample in samples for i in (0, 1)]
+                content[f"{name}/kinds"] = [json.loads(sample["json"])["kind"] for sample in samples]
+            else:
+                images[name] = pixels(samples)
+                is_retrieval = folder.startswith("retrieval")
+                content[name] = [sample["txt"].decode() if is_retrieval else int(sample["cls"]) for sample in samples]
+        if folder.startswith("zero_shot"):
+            content[f"{folder}/names"] = (source / folder / "classnames.txt").read_text("utf-8").splitlines()
+    for name, one in images.items():
+        print(f"{name}: {len(one):,} images")
+    pixel = images["train"].float() / 255
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content |= {"images": images, "mean": pixel.mean().item(), "std": pixel.std().item()}
+    torch.save(content, file)
+
+
+class Data:
+    """What `make_data` wrote; captions have numbers in one table."""
+
+    def __init__(self, file: Path) -> None:
+        self.content = torch.load(file, weights_only=True)
+        self.images: dict[str, Tensor] = self.content["images"]
+        self.mean, self.std = self.content["mean"], self.content["std"]
+        captions = {"train": [one for captions in self.content["captions"] for one in captions]}
+        for name in (f"{folder}/{split}" for folder in FOLDERS for split in SPLITS if "zero_shot" not in folder):
+            captions[name] = self.content[name]
+        for folder in ("zero_shot", "zero_shot-subcategories"):
+            captions[folder] = [f"a picture of {name}" for name in self.content[f"{folder}/names"]]
+        self.captions = Captions(captions, CLIP)
+        # Of each training image: where its captions begin in the list of all, and how many it has.
+        self.count = torch.tensor([len(captions) for captions in self.content["captions"]])
+        self.start = self.count.cumsum(0) - self.count
+
+    def drawn(self, seed: int) -> Any:
+        """Return a function that draws one of each training image's captions for an epoch."""
+
+        def draw(epoch: int) -> Tensor:
+            uniform = torch.rand(len(self.count), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            return self.captions.of["train"][self.start + (uniform * self.count).long()]
+
+        return draw
+
+
+def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images [N, 3, h, w], each scaled by 0.8 to 1.1 and moved by up to a tenth of its size."""
+    n = len(images)
+    scale = 1 / (0.8 + 0.3 * torch.rand(n, generator=generator))
+    moved = 0.2 * (torch.rand(n, 2, generator=generator) - 0.5)
+    affine = torch.cat([scale[:, None, None] * torch.eye(2), moved[:, :, None]], dim=2)
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def metrics(clip: SmallClip, data: Data, split: str) -> dict[str, float]:
+    """Return the primary metric and the others of a split."""
+    of, numbers = data.captions.of, {}
+    for folder, prefix in (("retrieval", ""), ("retrieval-sketch", "sketches ")):
+        name = f"{folder}/{split}"
+        images, texts = clip.images(data.images[name]), clip.texts(of[name])
+        recalled = recalls(images, texts, torch.arange(len(images)))
+        numbers[f"{prefix}image R@1"] = recalled["image_retrieval_recall@1"]
+        numbers[f"{prefix}text R@1"] = recalled["text_retrieval_recall@1"]
+    for folder, metric in (("zero_shot", "names"), ("zero_shot-subcategories", "subcategories")):
+        name = f"{folder}/{split}"
+        right = (clip.images(data.images[name]) @ clip.texts(of[folder]).T).argmax(1)
+        numbers[metric] = (right == torch.tensor(data.content[name])).float().mean().item()
+    name = f"pairs/{split}"
+    kinds = np.array(data.content[f"{name}/kinds"])
+    for score, right in pair_scores(scores_of(clip.images(data.images[name]), clip.texts(of[name]))).items():
+        score = score.replace("_", " ")
+        numbers[score] = right.float().mean().item()
+        for kind in sorted(set(kinds)):
+            numbers[f"{score}, {kind}"] = right[torch.from_numpy(kinds == kind)].float().mean().item()
+    return {name: round(value, 4) for name, value in numbers.items()}
+
+
+def flops(clip: SmallClip, data: Data) -> int:
+    """Return the FLOPs of a forward pass of one image and one caption, 2 a multiply-add."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        clip.images(data.images["train"][:1])
+        clip.texts(data.captions.of["train"][:1])
+    return counter.get_total_flops()
+
+
+def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
+    """Train and measure one run."""
+    torch.manual_seed(run.seed)
+    model = FAMILIES[run.family].create(SIZE, PATCH)
+    clip = SmallClip(model, data.captions, data.mean, data.std)
+    learned = {}
+
+    def evaluate(epoch: int) -> None:
+        learned[epoch] = metrics(clip, data, "validation")["image R@1"]
+
+    numbers: dict[str, Any] = {
+        **asdict(run),
+        "epochs": epochs,
+        "images": len(data.images["train"]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "FLOPs": flops(clip, data),
+    }
+    try:
+        seconds = clip.fit(
+            data.images["train"],
+            data.drawn(run.seed),
+            {**SETTINGS, "lr": run.rate},
+            epochs=epochs,
+            seed=run.seed,
+            evaluate=evaluate,
+            augment=shifted,
+        )
+    except FloatingPointError as error:
+        return {**numbers, "diverged": str(error)}
+    with torch.no_grad():
+        measured = {split: metrics(clip, data, split) for split in SPLITS}
+    return {**numbers, "diverged": "", "seconds": round(seconds), "learned": learned, **measured}
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+
+def report() -> None:
+    """Print the tables, in Markdown."""
+    print(GRID.describe(), end="\n\n")
+    print(GRID.table(PRIMARY), end="\n\n")
+    print("| secondary | " + " | ".join(SECONDARY) + " |\n|---|" + "---:|" * len(SECONDARY))
+    for family in FAMILIES:
+        cells = [spread(list(GRID.by_seed(family, name).values())) for name in SECONDARY]
+        print(f"| {family} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs/clip/emoji.pt"))
+    parser.add_argument("--source", type=Path, help="the folder that `diffvision data make emoji` wrote")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
+    options = parser.parse_args()
+    if options.what == "data":
+        make_data(options.source, options.data)
+    elif options.what in ("tune", "train"):
+        runs = GRID.tuning() if options.what == "tune" else GRID.confirming()
+        data = Data(options.data)
+        GRID.train(runs, lambda run: train(run, data, EPOCHS), tuple(options.part))
+    elif options.what == "grid":
+        print(GRID.describe())
+    else:
+        report()
+
+
+if __name__ == "__main__":
+    main()
