@@ -13,6 +13,7 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.output import bar
 from diffvision.evaluation.zero_shot import classification_metrics
 
 VALIDATION_SPLITS = ("val", "valid", "validation")
@@ -125,8 +126,8 @@ def choose_cost(
             scores[cost] = (right, -F.cross_entropy(logits, held[1]).item())
         return scores[cost]
 
-    best = max(_FIRST_COSTS, key=score)
-    for step in (1.0, 0.5, 0.25, 0.125):  # decades
+    best = max(bar(_FIRST_COSTS, "linear probe, costs"), key=score)
+    for step in bar((1.0, 0.5, 0.25, 0.125), "linear probe, finer costs"):  # decades
         around = [10 ** (math.log10(best) + shift) for shift in (-step, step)]
         inside = [cost for cost in around if _FIRST_COSTS[0] <= cost <= _FIRST_COSTS[-1]]
         best = max([best, *inside], key=score)

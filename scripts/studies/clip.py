@@ -31,7 +31,7 @@ from grid import Grid, Run, spread
 from small_clip import Captions, SmallClip, Towers, pixels, read
 
 CLIP = "CLIP-debug"
-SIZE, PATCH, EPOCHS = 64, 8, 30
+SIZE, PATCH, EPOCHS = 64, 8, 20
 PRIMARY = ("image R@1",)
 SECONDARY = ("text R@1", "names", "subcategories", "sketches image R@1", "text score", "image score", "group score")
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 2, "clip_norm": 1.0}
