@@ -296,23 +296,46 @@ def report() -> None:
     for family in FAMILIES:
         cells = [spread(list(GRID.by_seed(family, name, shared=True).values())) for name in secondary]
         print(f"| {family} | {' | '.join(cells)} |")
+    print(f"\n{layer_table()}")
+
+
+def layer_table() -> str:
+    """Return by layer, as means over fresh seeds, sums of rows and mean components; and what probes read at the end."""
+    probed = (*FACTORS, "layout", "count")
+    lines = [
+        "| | sum of a row | mean component, % | " + " | ".join(probed) + " |",
+        "|---|---|---|" + "---:|" * len(probed),
+    ]
+    for family in FAMILIES:
+        runs = trained(family)
+        if runs:
+            sums = [statistics.mean(column) for column in zip(*(run["row sums"] for run in runs), strict=True)]
+            layers = list(zip(*(run["layers"] for run in runs), strict=True))
+            shares = [100 * statistics.mean(layer["mean component"] for layer in column) for column in layers]
+            ends = [spread([100 * layer[factor] for layer in layers[-1]]) for factor in probed]
+            by_layer = [" ".join(f"{value:.2f}" for value in sums), " ".join(f"{value:.0f}" for value in shares)]
+            lines.append(f"| {family} | {' | '.join(by_layer + ends)} |")
+    return "\n".join(lines)
+
+
+def trained(family: str) -> list[dict[str, Any]]:
+    """Return what a family's runs with fresh seeds at the plain tower's rate measured, but for those that diverged."""
+    rate = GRID.chosen("plain") or 0
+    runs = [GRID.numbers(Run(family, rate, seed)) for seed in GRID.seeds]
+    return [run for run in runs if run and not run["diverged"]]
 
 
 def pictures(folder: Path) -> None:
     """Draw what is learned first, and what linear probes read from each layer; means over fresh seeds, plain's rate."""
-    rate = GRID.chosen("plain") or 0
-    runs = {family: [GRID.numbers(Run(family, rate, seed)) for seed in GRID.seeds] for family in FAMILIES}
-    trained = {family: [one for one in of if one and not one["diverged"]] for family, of in runs.items()}
-    trained = {family: of for family, of in trained.items() if of}
+    runs = {family: of for family in FAMILIES if (of := trained(family))}
     learned = {
         name: {
-            family: [[100 * one[name] for one in run["learned"].values()] for run in of]
-            for family, of in trained.items()
+            family: [[100 * one[name] for one in run["learned"].values()] for run in of] for family, of in runs.items()
         }
         for name in (*PRIMARY, "retrieved background")
     }
     read = {
-        factor: {family: [[100 * row[factor] for row in run["layers"]] for run in of] for family, of in trained.items()}
+        factor: {family: [[100 * row[factor] for row in run["layers"]] for run in of] for family, of in runs.items()}
         for factor in (*FACTORS, "layout", "count", "mean component")
     }
     for name, drawn, axis in (("learned", learned, "epoch"), ("layers", read, "after layer")):
