@@ -108,7 +108,7 @@ def test_json_of_several_models_and_python(data, reader, capsys):
 def test_a_baseline_without_captions_to_read_is_refused_first(data, reader):
     with pytest.raises(ValueError, match="blind is for composition and pairs, and none of them runs"):
         run("no model", data=str(data / "objects"), blind=reader, **QUIET)
-    with pytest.raises(ValueError, match="DiffCLIP-debug is a model of images: give a language model"):
+    with pytest.raises(ValueError, match="DiffCLIP-debug is a model of images: --blind takes a trained language model"):
         run("DiffCLIP-debug", data=str(data / "pairs"), blind="DiffCLIP-debug", **QUIET)
 
 
