@@ -9,6 +9,7 @@ import torch
 
 import clip
 import common_mode
+import vision
 from common_mode import COLOURS, FACTORS, Data
 from grid import Grid, Run, best_rate, holm
 
@@ -130,6 +131,35 @@ def test_a_run_of_clip_is_repeated_by_its_seed(family, emoji):
     assert {*clip.PRIMARY, *clip.SECONDARY, "text score, colour"} <= set(first["test"])
     assert first["FLOPs"] > 1e7
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["plain", "timm"])
+def test_a_run_of_vision_is_repeated_by_its_seed(family, tmp_path):
+    images, labels = torch.randint(0, 256, (256, 28, 28), dtype=torch.uint8), torch.arange(256) % 10
+    torch.save(dict.fromkeys(("train", "validation", "test"), (images, labels)), tmp_path / "fashion.pt")
+    data = vision.Data(tmp_path / "fashion.pt")
+    first, again = (vision.train(Run(family, 1e-3, 1), data, epochs=1) for _ in range(2))
+    assert {*vision.PRIMARY, *vision.SECONDARY, "noise 0.5"} <= set(first["test"])
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+
+
+def test_pictures_are_moved_and_corrupted_as_they_say():
+    images = torch.zeros(64, 1, 28, 28)
+    images[:, :, 10:12, 10] = 1
+    moved = vision.shifted(images, torch.Generator().manual_seed(0))
+    assert torch.equal(moved.sum((1, 2, 3)), torch.full((64,), 2.0))
+    assert moved.sum(0)[0].nonzero().amin(0).tolist() == [8, 8]
+    assert {int(one[0].nonzero()[0, 0]) for one in moved} == {8, 9, 10, 11, 12}
+    covered = vision.corrupted(torch.zeros(16, 1, 28, 28), "occlusion", 9)
+    assert torch.equal(covered.sum((1, 2, 3)), torch.full((16,), 0.5 * 81))
+    assert vision.corrupted(images, "noise", 0.3).std() > 0.1
+    assert vision.corrupted(images, "blur", 1.0).max() < 0.5
+
+
+def test_calibration_error():
+    logits = torch.tensor([[0.0, 100.0], [0.0, 100.0], [math.log(3), 0.0], [math.log(3), 0.0]])
+    assert vision.calibration_error(logits, torch.tensor([1, 1, 0, 1])) == pytest.approx(0.5 * 0.25)
 
 
 def test_captions_name_a_share_of_what_is_there(file):
