@@ -6,8 +6,8 @@
     python scripts/studies/vision.py train                         # fresh seeds
     python scripts/studies/vision.py report --images docs/images
 
-Models are `*_vit_debug` at 28 pixels with patches of 4, of equal parameters; "timm" is timm's differential attention in a
-ViT of the same width and depth. `tune` and `train` leave out what is done; each run is one JSON. Learning rates
+Models are `*_vit_debug` at 28 pixels with patches of 4, of equal parameters; "timm" is timm's differential attention
+in a ViT of the same width and depth. `tune` and `train` leave out what is done; each run is one JSON. Learning rates
 are chosen on the last 5,000 training images, which no model is trained on.
 
 Primary metrics, on the 10,000 test images: `accuracy`, and `noise`, its mean over five strengths of Gaussian noise, for
