@@ -336,16 +336,16 @@ def pictures(folder: Path) -> None:
     }
     read = {
         factor: {family: [[100 * row[factor] for row in run["layers"]] for run in of] for family, of in runs.items()}
-        for factor in (*FACTORS, "layout", "count", "mean component")
+        for factor in (*PRIMARY, "layout", "mean component")
     }
     for name, drawn, axis in (("learned", learned, "epoch"), ("layers", read, "after layer")):
-        draw_lines(drawn, axis).savefig(folder / f"common-mode-{name}.svg", metadata={"Date": None})
+        draw_lines(drawn, axis).savefig(folder / f"common-mode-{name}.svg", facecolor="white", metadata={"Date": None})
 
 
 @styled
 def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any:
     """Return a figure with a panel for each metric, in percent, and a line for each family: its mean over runs."""
-    figure, axes = panels(len(drawn), width=2.3, height=3.2)
+    figure, axes = panels(len(drawn), width=2.2, height=3.2)
     colours = colours_of(FAMILIES)
     for ax, (title, families) in zip(axes, drawn.items(), strict=True):
         for number, (family, values) in enumerate(families.items()):
@@ -354,7 +354,7 @@ def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any
             ax.plot(range(1, len(mean) + 1), mean, line, color=colours[family], label=family, linewidth=1.4)
         ax.set(title=title, xlabel=axis)
     axes[0].set_ylabel("%")
-    return legend_below(figure, axes[0], columns=9)
+    return legend_below(figure, axes[0], columns=5)
 
 
 def main() -> None:

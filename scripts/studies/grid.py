@@ -52,10 +52,11 @@ class Difference(NamedTuple):
     p: float
 
     def __str__(self) -> str:
-        """Return the interval, and where it excludes zero which is higher and p."""
+        """Return the interval, and which is higher where it excludes zero and p is below 5%."""
         word = "level"
         if abs(self.mean) > self.width:
-            word = f"{'higher' if self.mean > 0 else 'lower'} (p {self.p:.2g})"
+            name = "unclear" if self.p >= 0.05 else "higher" if self.mean > 0 else "lower"
+            word = f"{name} (p {self.p:.2g})"
         return f"{self.mean:+.1f} [{self.mean - self.width:+.1f}, {self.mean + self.width:+.1f}] {word}"
 
 

@@ -269,7 +269,7 @@ def main() -> None:
     else:
         report()
         if options.images:
-            draw().savefig(options.images / "vision-robustness.svg", metadata={"Date": None})
+            draw().savefig(options.images / "vision-robustness.svg", facecolor="white", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import clip
 import common_mode
 import vision
 from common_mode import COLOURS, FACTORS, Data
-from grid import Grid, Run, best_rate, holm
+from grid import Difference, Grid, Run, best_rate, holm
 
 
 @pytest.fixture
@@ -68,6 +68,7 @@ def test_a_difference_whose_interval_includes_zero_is_level(tmp_path):
     assert str(grid.differences("right")["other"]) == "+2.5 [-29.3, +34.3] level"
     made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.41, 0.50))
     assert str(grid.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
+    assert str(Difference(9.5, 6.4, 0.06)) == "+9.5 [+3.1, +15.9] unclear (p 0.06)"
     write(grid, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
     assert grid.differences("right") == {}  # one seed is left
     assert "| other | 50.0 |  |" in grid.table(["right"])
