@@ -13,8 +13,8 @@ style; `test` is the style that no model has seen.
 Primary metric: image R@1 on the unseen style, one caption for each of 1,468 pictures. All others are secondary.
 """
 
-import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.evaluation.pairs import pair_scores, scores_of
 from diffvision.evaluation.retrieval import recalls
-from grid import Grid, Run, spread
+from grid import Grid, Run, run_study
 from small_clip import Captions, SmallClip, Towers, pixels, read
 
 CLIP = "CLIP-debug"
@@ -193,30 +193,14 @@ def report() -> None:
     """Print the tables, in Markdown."""
     print(GRID.describe(), end="\n\n")
     print(GRID.table(PRIMARY), end="\n\n")
-    print("| secondary | " + " | ".join(SECONDARY) + " |\n|---|" + "---:|" * len(SECONDARY))
-    for family in FAMILIES:
-        cells = [spread(list(GRID.by_seed(family, name).values())) for name in SECONDARY]
-        print(f"| {family} | {' | '.join(cells)} |")
+    print(GRID.means(SECONDARY))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
-    parser.add_argument("--data", type=Path, default=Path("runs/clip/emoji.pt"))
-    parser.add_argument("--source", type=Path, help="the folder that `diffvision data make emoji` wrote")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
-    options = parser.parse_args()
-    if options.what == "data":
-        make_data(options.source, options.data)
-    elif options.what in ("tune", "train"):
-        runs = GRID.tuning() if options.what == "tune" else GRID.confirming()
-        data = Data(options.data)
-        GRID.train(runs, lambda run: train(run, data, EPOCHS), tuple(options.part))
-    elif options.what == "grid":
-        print(GRID.describe())
-    else:
-        report()
+def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+    """Return the function that trains a run on the data of a file."""
+    data = Data(file)
+    return lambda run: train(run, data, EPOCHS)
 
 
 if __name__ == "__main__":
-    main()
+    run_study(GRID, __doc__, make_data=make_data, trainer=trainer, report=report)

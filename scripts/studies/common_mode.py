@@ -19,9 +19,9 @@ Primary metrics, on test scenes: `colour`, that of the garment in the first imag
 image for each kind, colour and background; and `kind`, zero-shot classification. All others are secondary.
 """
 
-import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from diffvision.data.made.fashion import WORDS, load_splits
 from diffvision.data.made.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
 from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
 from diffvision.evaluation.retrieval import recalls
-from grid import Grid, Run, spread
+from grid import Grid, Run, run_study, spread
 from small_clip import Captions, SmallClip, Towers, pixels
 
 CLIP = "CLIP-debug"
@@ -292,10 +292,7 @@ def report() -> None:
     secondary = ("retrieved background", "retrieved kind", "image R@1", "zero-shot colour", "zero-shot background")
     for shared in (True, False):
         print(GRID.table(PRIMARY, shared=shared), end="\n\n")
-    print("| at plain's learning rate | " + " | ".join(secondary) + " |\n|---|" + "---:|" * len(secondary))
-    for family in FAMILIES:
-        cells = [spread(list(GRID.by_seed(family, name, shared=True).values())) for name in secondary]
-        print(f"| {family} | {' | '.join(cells)} |")
+    print(GRID.means(secondary, shared=True))
     print(f"\n{layer_table()}")
 
 
@@ -357,27 +354,11 @@ def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any
     return legend_below(figure, axes[0], columns=5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
-    parser.add_argument("--data", type=Path, default=Path("runs/common_mode/scenes.pt"))
-    parser.add_argument("--source", type=Path, help="the folder of Fashion-MNIST, as `diffvision data make` takes it")
-    parser.add_argument("--images", type=Path, help="with report: the folder to draw pictures to")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
-    options = parser.parse_args()
-    if options.what == "data":
-        make_data(options.source, options.data)
-    elif options.what in ("tune", "train"):
-        runs = GRID.tuning() if options.what == "tune" else GRID.confirming()
-        data = Data(options.data)
-        GRID.train(runs, lambda run: train(run, data, EPOCHS), tuple(options.part))
-    elif options.what == "grid":
-        print(GRID.describe())
-    else:
-        report()
-        if options.images:
-            pictures(options.images)
+def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+    """Return the function that trains a run on the data of a file."""
+    data = Data(file)
+    return lambda run: train(run, data, EPOCHS)
 
 
 if __name__ == "__main__":
-    main()
+    run_study(GRID, __doc__, make_data=make_data, trainer=trainer, report=report, draw=pictures)

@@ -4,6 +4,7 @@ Every family has the learning rate that is best for itself, by the mean of the p
 a seed that is used for nothing else. Differences are paired by seed. A run that is done is not trained again.
 """
 
+import argparse
 import json
 import math
 import os
@@ -182,6 +183,14 @@ class Grid:
             lines.append(f"| {family} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def means(self, metrics: Sequence[str], *, shared: bool = False) -> str:
+        """Return the families' means alone in Markdown, of secondary metrics."""
+        lines = ["| | " + " | ".join(metrics) + " |", "|---|" + "---:|" * len(metrics)]
+        for family in self.families:
+            cells = [spread(list(self.by_seed(family, name, shared=shared).values())) for name in metrics]
+            lines.append(f"| {family} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
     def describe(self) -> str:
         """Return how many runs there are and are done, the core-hours that are left, and the rates that are chosen."""
         rates = {family: self.chosen(family) for family in self.families}
@@ -196,6 +205,46 @@ class Grid:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         lines += [f"{machine}, diffvision {diffvision.__version__}", f"learning rates: {rates}"]
         return "\n".join(lines)
+
+
+def run_study(
+    grid: Grid,
+    description: str | None,
+    *,
+    make_data: Callable[[Path, Path], None],
+    trainer: Callable[[Path], Callable[[Run], Numbers]],
+    report: Callable[[], None],
+    draw: Callable[[Path], None] | None = None,
+) -> None:
+    """Run the command line of a study: `data`, `grid`, `tune`, `train` or `report`.
+
+    Args:
+        grid: of the study.
+        description: for its help.
+        make_data: writes the file of data from a source.
+        trainer: returns the function that trains a run on the file of data.
+        report: prints the tables.
+        draw: draws the pictures to a folder.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs", grid.results.name, "data.pt"))
+    parser.add_argument("--source", type=Path, help="with data: what it is made of")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
+    if draw is not None:
+        parser.add_argument("--images", type=Path, help="with report: the folder to draw pictures to")
+    options = parser.parse_args()
+    if options.what == "data":
+        make_data(options.source, options.data)
+    elif options.what in ("tune", "train"):
+        runs = grid.tuning() if options.what == "tune" else grid.confirming()
+        grid.train(runs, trainer(options.data), tuple(options.part))
+    elif options.what == "grid":
+        print(grid.describe())
+    else:
+        report()
+        if draw is not None and options.images:
+            draw(options.images)
 
 
 def best_rate(scores: dict[float, float]) -> float:

@@ -14,7 +14,6 @@ Primary metrics, on the 10,000 test images: `accuracy`, and `noise`, its mean ov
 noise is what the method is named after. All others are secondary. No corruption is trained on.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -33,7 +32,7 @@ from torchvision.transforms.functional import gaussian_blur
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.data.made.fashion import load_splits
 from diffvision.training.optim import param_groups
-from grid import Grid, Run, spread
+from grid import Grid, Run, run_study
 
 SIZE, PATCH, EPOCHS, BATCH = 28, 4, 8, 128
 PRIMARY = ("accuracy", "noise")
@@ -227,14 +226,16 @@ def report() -> None:
     """Print the tables, in Markdown."""
     print(GRID.describe(), end="\n\n")
     print(GRID.table(PRIMARY), end="\n\n")
-    print("| secondary | " + " | ".join(SECONDARY) + " |\n|---|" + "---:|" * len(SECONDARY))
-    for family in FAMILIES:
-        cells = [spread(list(GRID.by_seed(family, name).values())) for name in SECONDARY]
-        print(f"| {family} | {' | '.join(cells)} |")
+    print(GRID.means(SECONDARY))
+
+
+def draw(folder: Path) -> None:
+    """Draw the accuracy over the strength of each corruption."""
+    draw_robustness().savefig(folder / "vision-robustness.svg", facecolor="white", metadata={"Date": None})
 
 
 @styled
-def draw() -> Any:
+def draw_robustness() -> Any:
     """Return a figure with a panel for each corruption: accuracy over its strength, a line for each family."""
     figure, axes = panels(len(STRENGTHS), width=2.6, height=2.8, sharey=True)
     colours = colours_of(FAMILIES)
@@ -250,27 +251,11 @@ def draw() -> Any:
     return legend_below(figure, axes[0], columns=5)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
-    parser.add_argument("--data", type=Path, default=Path("runs/vision/fashion.pt"))
-    parser.add_argument("--source", type=Path, help="the folder of Fashion-MNIST, as `diffvision data make` takes it")
-    parser.add_argument("--images", type=Path, help="with report: the folder to draw pictures to")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
-    options = parser.parse_args()
-    if options.what == "data":
-        make_data(options.source, options.data)
-    elif options.what in ("tune", "train"):
-        runs = GRID.tuning() if options.what == "tune" else GRID.confirming()
-        data = Data(options.data)
-        GRID.train(runs, lambda run: train(run, data, EPOCHS), tuple(options.part))
-    elif options.what == "grid":
-        print(GRID.describe())
-    else:
-        report()
-        if options.images:
-            draw().savefig(options.images / "vision-robustness.svg", facecolor="white", metadata={"Date": None})
+def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+    """Return the function that trains a run on the data of a file."""
+    data = Data(file)
+    return lambda run: train(run, data, EPOCHS)
 
 
 if __name__ == "__main__":
-    main()
+    run_study(GRID, __doc__, make_data=make_data, trainer=trainer, report=report, draw=draw)
