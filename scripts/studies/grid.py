@@ -168,11 +168,8 @@ class Grid:
 
     def table(self, metrics: Sequence[str], *, shared: bool = False) -> str:
         """Return the families' means and differences in Markdown."""
-        rate = f"{self.families[0]}'s" if shared else "its best"
         lines = [
-            f"| at {rate} learning rate | "
-            + " | ".join(f"{name} | from {self.families[0]}" for name in metrics)
-            + " |",
+            f"| {self._at(shared)} | " + " | ".join(f"{name} | from {self.families[0]}" for name in metrics) + " |",
             "|---|" + "---:|---|" * len(metrics),
         ]
         differences = [self.differences(name, shared=shared) for name in metrics]
@@ -185,11 +182,14 @@ class Grid:
 
     def means(self, metrics: Sequence[str], *, shared: bool = False) -> str:
         """Return the families' means alone in Markdown, of secondary metrics."""
-        lines = ["| | " + " | ".join(metrics) + " |", "|---|" + "---:|" * len(metrics)]
+        lines = [f"| {self._at(shared)} | " + " | ".join(metrics) + " |", "|---|" + "---:|" * len(metrics)]
         for family in self.families:
             cells = [spread(list(self.by_seed(family, name, shared=shared).values())) for name in metrics]
             lines.append(f"| {family} | {' | '.join(cells)} |")
         return "\n".join(lines)
+
+    def _at(self, shared: bool) -> str:
+        return f"at {self.families[0]}'s learning rate" if shared else "at its best learning rate"
 
     def describe(self) -> str:
         """Return how many runs there are and are done, the core-hours that are left, and the rates that are chosen."""
