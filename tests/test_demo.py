@@ -216,6 +216,7 @@ def test_the_lesson_ships_with_the_package():
     assert ink[images.LESSON_MODEL] < min(ink[model] for model in images.MODELS)
 
 
+@pytest.mark.slow
 def test_the_language_report_holds_its_table_and_pictures():
     rng = np.random.default_rng(0)
     metrics = {key: 0.25 for key, _, _ in text.ROWS.values()}

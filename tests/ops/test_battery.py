@@ -259,6 +259,7 @@ def test_views_copies_and_expanded_tensors_give_the_same(backend, device, dtype)
     torch.testing.assert_close(attend(backend, *one, lam.expand(2, 2, 33, 1))[1], expected[0], **close)
 
 
+@pytest.mark.quick("blocked-cpu-float32")
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
 def test_keys_heads_and_samples_may_be_permuted(backend, device, dtype):
     q, k, v, lam = tensors(device, dtype, b=3, h=3, m=33, grad=False)

@@ -220,6 +220,7 @@ def spoiled(corpus, tmp_path_factory):
     return corpus.write(tmp_path_factory.mktemp("spoiled") / "shards", count=103, change=spoil)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_samples_are_counted_and_their_places_filled(corpus, spoiled, num_workers):
     loader = corpus.loader(spoiled, num_workers=num_workers, limits=LENIENT)
