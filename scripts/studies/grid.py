@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,17 @@ class Run:
         return f"{self.family.replace(' ', '_')}-{self.rate:g}-{self.seed}"
 
 
+class Named(Protocol):
+    """What has the name of a file."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+
+
+AnyRun = TypeVar("AnyRun", bound=Named)
+
+
 class Difference(NamedTuple):
     """How far a family's mean is from the first family's, over seeds that both have.
 
@@ -53,12 +64,17 @@ class Difference(NamedTuple):
     p: float
 
     def __str__(self) -> str:
+        """Return `text` with one decimal."""
+        return self.text(1)
+
+    def text(self, digits: int) -> str:
         """Return the interval, and which is higher where it excludes zero and p is below 5%."""
         word = "level"
         if abs(self.mean) > self.width:
             name = "unclear" if self.p >= 0.05 else "higher" if self.mean > 0 else "lower"
             word = f"{name} (p {self.p:.2g})"
-        return f"{self.mean:+.1f} [{self.mean - self.width:+.1f}, {self.mean + self.width:+.1f}] {word}"
+        low, high = self.mean - self.width, self.mean + self.width
+        return f"{self.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}] {word}"
 
 
 @dataclass(frozen=True)
@@ -119,26 +135,12 @@ class Grid:
         return list(dict.fromkeys(runs))
 
     def train(self, runs: Iterable[Run], train: Callable[[Run], Numbers], part: tuple[int, int] = (0, 1)) -> None:
-        """Train the runs that are not done, one thread each.
+        """Train the runs that are not done: see `train_runs`."""
 
-        Args:
-            runs: in their order.
-            train: returns what a run measured.
-            part: which runs are this process's, of several: (index, number).
-        """
-        torch.set_num_threads(1)
-        self.results.mkdir(parents=True, exist_ok=True)
-        for number, run in enumerate(runs):
-            if number % part[1] != part[0] or self.numbers(run) is not None:
-                continue
-            start = time.perf_counter()
-            numbers = train(run)
-            file = self.results / f"{run.name}.json"
-            partial = file.with_suffix(".part")
-            partial.write_text(json.dumps(numbers, indent=1) + "\n")
-            partial.rename(file)
-            shown = {name: numbers.get("validation", {}).get(name) for name in self.primary}
-            print(f"{run.name} {shown} {numbers['diverged']} {time.perf_counter() - start:.0f} s", flush=True)
+        def describe(numbers: Numbers) -> str:
+            return str({name: numbers.get("validation", {}).get(name) for name in self.primary})
+
+        train_runs(self.results, runs, train, part, describe)
 
     def by_seed(self, family: str, metric: str, *, shared: bool = False) -> dict[int, float]:
         """Return a test metric in percent of a family's runs with fresh seeds that did not diverge.
@@ -156,15 +158,7 @@ class Grid:
 
     def differences(self, metric: str, *, shared: bool = False) -> dict[str, Difference]:
         """Return each family's difference to the first, of those with two seeds or more that both have."""
-        first = self.by_seed(self.families[0], metric, shared=shared)
-        pairs = {}
-        for family in self.families[1:]:
-            values = self.by_seed(family, metric, shared=shared)
-            if len(both := sorted(first.keys() & values.keys())) > 1:
-                pairs[family] = [values[seed] - first[seed] for seed in both]
-        intervals = {family: paired_interval(differences) for family, differences in pairs.items()}
-        corrected = holm({family: p for family, (_, _, p) in intervals.items()})
-        return {family: Difference(*intervals[family][:2], corrected[family]) for family in pairs}
+        return differences({family: self.by_seed(family, metric, shared=shared) for family in self.families})
 
     def table(self, metrics: Sequence[str], *, shared: bool = False) -> str:
         """Return the families' means and differences in Markdown."""
@@ -205,6 +199,36 @@ class Grid:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         lines += [f"{machine}, diffvision {diffvision.__version__}", f"learning rates: {rates}"]
         return "\n".join(lines)
+
+
+def train_runs(
+    results: Path,
+    runs: Iterable[AnyRun],
+    train: Callable[[AnyRun], Numbers],
+    part: tuple[int, int],
+    describe: Callable[[Numbers], str],
+) -> None:
+    """Train the runs that are not done, one thread each.
+
+    Args:
+        results: the folder of their JSON files.
+        runs: in their order.
+        train: returns what a run measured.
+        part: which runs are this process's, of several: (index, number).
+        describe: says what was measured, in the line that is printed when a run is done.
+    """
+    torch.set_num_threads(1)
+    results.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs):
+        file = results / f"{run.name}.json"
+        if number % part[1] != part[0] or file.is_file():
+            continue
+        start = time.perf_counter()
+        numbers = train(run)
+        partial = file.with_suffix(".part")
+        partial.write_text(json.dumps(numbers, indent=1) + "\n")
+        partial.rename(file)
+        print(f"{run.name} {describe(numbers)} {numbers['diverged']} {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def run_study(
@@ -268,6 +292,22 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     return mean, float(stats.t.ppf(0.975, freedom)) * error, float(p)
 
 
+def differences(values: dict[str, dict[int, float]]) -> dict[str, Difference]:
+    """Return each family's difference to the first, paired by seed, of those with two seeds or more that both have.
+
+    Args:
+        values: {family: {seed: value}}.
+    """
+    (_, first), *others = values.items()
+    pairs = {}
+    for family, by_seed in others:
+        if len(both := sorted(first.keys() & by_seed.keys())) > 1:
+            pairs[family] = [by_seed[seed] - first[seed] for seed in both]
+    intervals = {family: paired_interval(one) for family, one in pairs.items()}
+    corrected = holm({family: p for family, (_, _, p) in intervals.items()})
+    return {family: Difference(*intervals[family][:2], corrected[family]) for family in pairs}
+
+
 def holm(values: dict[str, float]) -> dict[str, float]:
     """Return p values after Holm's correction.
 
@@ -280,8 +320,9 @@ def holm(values: dict[str, float]) -> dict[str, float]:
     return corrected
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 1) -> str:
     """Return mean ± standard deviation; without values, nothing."""
     if not values:
         return ""
-    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
