@@ -38,7 +38,7 @@ SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epoc
 FAMILIES = {
     "plain": Towers(),
     "V1 0.8": Towers("diff_vit_debug_clip", {"lambda_init": 0.8}, "DiffCLIP-debug"),
-    "V1 0.8, text plain": Towers("diff_vit_debug_clip", {"lambda_init": 0.8}),
+    "V1 0.2, text plain": Towers("diff_vit_debug_clip", {"lambda_init": 0.2}),  # advised by common_mode.py
     "V2": Towers("diffv2_vit_debug_clip", text="DiffCLIP-V2-debug"),
 }
 GRID = Grid(

@@ -18,6 +18,7 @@ lowest point of a parabola in the logarithm of the size through all sizes.
 """
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -34,20 +35,21 @@ from scipy.optimize import least_squares
 
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.models.language import LanguageConfig, LanguageModel
+from diffvision.progress import track
 from grid import best_rate, differences, paired_interval, spread, train_runs
 from small_language import BATCH, LENGTH, VALIDATION_TOKENS, VOCABULARY, Data, fit, flops_of_step, loss_of, make_data
 
 FAMILIES = {"plain": "standard", "V1": "v1", "V2": "v2"}
-SIZES = {"0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4), "1.8M": (192, 4)}  # width and depth
+SIZES = {"0.05M": (32, 4), "0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4)}  # width and depth
 HEAD_DIM = 16
-TUNED_SIZES = ("0.1M", "0.8M")
+TUNED_SIZES = ("0.05M", "0.8M")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3)
 BUDGETS = (1e12, 2e12, 4e12)  # FLOPs
 TUNED_BUDGET = BUDGETS[1]
 WARMUP = 0.1  # of the smallest budget's steps
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "scaling"
-BOOTSTRAPS = 2000
+BOOTSTRAPS = 1000
 Point = dict[str, Any]
 
 
@@ -235,53 +237,55 @@ def ratio_of(xs: Sequence[float], ys: Sequence[float], others: Sequence[float], 
     return others[-1] / math.exp(np.interp(-losses[-1], -np.array(ys), np.log(xs)))
 
 
-def residuals(values: np.ndarray, points: Sequence[Point], column: str) -> np.ndarray:
-    """Return log loss - log of E + A N^-alpha + B D^-beta, where a family's N or D (the column) counts multiplied."""
+def residuals(values: np.ndarray, table: np.ndarray, column: int) -> np.ndarray:
+    """Return log loss - log of E + A N^-alpha + B D^-beta, where a family's N or D (the column) counts multiplied.
+
+    Args:
+        values: log E, log A, alpha, log B, beta, and the log multipliers of the families after the first.
+        table: [4, points]: the family's index, log N, log D and log loss.
+        column: of the table, 1 or 2.
+    """
     e, log_a, alpha, log_b, beta, *multipliers = values
-    factor = dict(zip(FAMILIES, [0.0, *multipliers], strict=True))
-    log_m = np.array([factor[p["family"]] for p in points])
-    log_n = np.log([p["parameters"] for p in points]) + (log_m if column == "parameters" else 0)
-    log_d = np.log([p["tokens"] for p in points]) + (log_m if column == "tokens" else 0)
-    curve = math.exp(e) + np.exp(log_a - alpha * log_n) + np.exp(log_b - beta * log_d)
-    return np.log(curve) - np.log([p["loss"] for p in points])
+    logs = [table[1], table[2]]
+    logs[column - 1] = logs[column - 1] + np.array([0.0, *multipliers])[table[0].astype(int)]
+    return np.log(math.exp(e) + np.exp(log_a - alpha * logs[0]) + np.exp(log_b - beta * logs[1])) - table[3]
 
 
-def fitted(points: Sequence[Point], column: str, start: np.ndarray | None = None) -> np.ndarray:
+def fitted(table: np.ndarray, column: int, start: np.ndarray | None = None) -> np.ndarray:
     """Return the values of `residuals` that fit best, by Huber's loss; of several starts if none is given."""
     multipliers = [0.0] * (len(FAMILIES) - 1)
     starts = [
         np.array([e, a, alpha, b, alpha, *multipliers])
-        for e in (-1.0, 0.5)
-        for alpha in (0.2, 0.5)
-        for a in (2.0, 6.0)
-        for b in (2.0, 6.0)
+        for e, alpha, a, b in itertools.product((-1.0, 0.5), (0.2, 0.5), (2.0, 6.0), (2.0, 6.0))
     ]
     low, high = [-5, -5, 0.01, -5, 0.01], [2, 30, 3, 30, 3]
     bounds = ([*low, *([-3] * len(multipliers))], [*high, *([3] * len(multipliers))])
     results = [
-        least_squares(residuals, one, bounds=bounds, loss="huber", f_scale=1e-3, args=(points, column))
+        least_squares(residuals, one, bounds=bounds, loss="huber", f_scale=1e-3, args=(table, column))
         for one in (starts if start is None else [start])
     ]
     return min(results, key=lambda result: float(result.cost)).x
 
 
-def bootstrapped(points: Sequence[Point], column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers of the families after the first, and those of resampled seeds [bootstraps, families]."""
-    best = fitted(points, column)
-    cells: dict[tuple[str, str], list[list[Point]]] = {}
-    for key in {(p["family"], p["size"], p["seed"]) for p in points}:
-        run = [p for p in points if (p["family"], p["size"], p["seed"]) == key]
-        cells.setdefault(key[:2], []).append(run)
-    generator = np.random.default_rng(0)
-    drawn = []
-    for _ in range(BOOTSTRAPS):
-        sample = [
-            point
-            for runs in cells.values()
-            for index in generator.integers(len(runs), size=len(runs))
-            for point in runs[index]
-        ]
-        drawn.append(fitted(sample, column, best)[5:])
+def bootstrapped(points: Sequence[Point], column: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the multipliers of the families after the first, and those of resampled seeds [count, families - 1].
+
+    Seeds are drawn anew for each family and size, and the whole is fitted again, from the best fit.
+    """
+    names = list(FAMILIES)
+    rows = [(names.index(p["family"]), *np.log([p["parameters"], p["tokens"], p["loss"]])) for p in points]
+    table = np.array(rows).T
+    best = fitted(table, column)
+    cells: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for index, p in enumerate(points):
+        cells.setdefault((p["family"], p["size"]), {}).setdefault(p["seed"], []).append(index)
+    generator, drawn = np.random.default_rng(0), []
+    for _ in track(range(count), "bootstrap"):
+        sample: list[int] = []
+        for seeds in cells.values():
+            for seed in generator.choice(list(seeds), size=len(seeds)):
+                sample += seeds[seed]
+        drawn.append(fitted(table[:, sample], column, best)[5:])
     return np.exp(best[5:]), np.exp(drawn)
 
 
@@ -378,17 +382,17 @@ def interval(ratios: Sequence[float]) -> str:
     return f"{math.exp(mean):.2f} [{math.exp(mean - width):.2f}, {math.exp(mean + width):.2f}]"
 
 
-def fit_table(points: Sequence[Point]) -> Iterator[str]:
+def fit_table(points: Sequence[Point], count: int) -> Iterator[str]:
     """Yield a table of what the shared fit says of parameters and tokens."""
     _, *others = FAMILIES
     yield f"| for an equal loss, x plain's | {' | '.join(others)} |"
     yield "|---|" + "---|" * len(others)
-    for column in ("parameters", "tokens"):
+    for column, name in ((1, "parameters"), (2, "tokens")):
         # A family whose parameters count m times as many needs 1 / m of them.
-        best, drawn = bootstrapped(points, column)
+        best, drawn = bootstrapped(points, column, count)
         low, high = np.percentile(1 / drawn, [2.5, 97.5], axis=0)
         cells = [f"{1 / m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in zip(best, low, high, strict=True)]
-        yield f"| {column} | {' | '.join(cells)} |"
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def report(study: Study) -> None:
@@ -399,7 +403,11 @@ def report(study: Study) -> None:
         return
     file = study.results / "speed.json"
     speed = json.loads(file.read_text())["seconds of a step"] if file.is_file() else {}
-    for table in (loss_table(points), size_table(points, speed), fit_table(points)):
+    for table in (
+        loss_table(points),
+        size_table(points, speed),
+        fit_table(points, round(BOOTSTRAPS / study.shorter) or 1),
+    ):
         print("\n".join(table), end="\n\n")
 
 

@@ -4,11 +4,14 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import clip
 import common_mode
+import scaling
+import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
 from grid import Difference, Grid, Run, best_rate, holm
@@ -167,3 +170,75 @@ def test_captions_name_a_share_of_what_is_there(file):
     data = Data(file)
     named = [any(f" {colour} " in caption for colour in COLOURS) for caption in data.captions.distinct]
     assert 0 < sum(named) < len(named)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Text in which each token is the one before it, plus one or two."""
+    steps = torch.randint(1, 3, (300_000,), generator=torch.Generator().manual_seed(0))
+    text = (steps.cumsum(0) % 64).to(torch.int16)
+    torch.save({"train": text[:-5000], "validation": text[-4097:]}, tmp_path / "tokens.pt")
+    return small_language.Data(tmp_path / "tokens.pt")
+
+
+@pytest.mark.slow
+def test_a_study_of_scaling_from_its_rates_to_its_report(tokens, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scaling, "TUNED_SIZES", ("0.05M", "0.1M"))
+    study = scaling.Study(tmp_path / "results", ("0.05M", "0.1M", "0.3M"), (1, 2), shorter=1000)
+    for runs in (study.tuning, study.confirming):
+        for run in runs():
+            study.results.mkdir(exist_ok=True)
+            (study.results / f"{run.name}.json").write_text(json.dumps(scaling.train(run, tokens, study)))
+    scaling.measure_speed(study, rounds=1)
+    capsys.readouterr()
+    scaling.report(study)
+    printed = capsys.readouterr().out
+    assert "42 runs; 42 are done, 0 diverged" in printed
+    assert "core-hours are left" in printed
+    # Of a token, one of two follows.
+    assert all(0.69 < point["loss"] < 4.2 for point in study.points())
+    assert len(study.points()) == 3 * 3 * 2 * 3
+    assert printed.count("| V2 |") == 2 + 3 + 3 + 1
+    assert scaling.draw(study).axes
+
+
+def test_a_branch_leaves_its_trunk_as_it_was(tokens):
+    def train(lengths):
+        torch.manual_seed(0)
+        model = scaling.create("V2", "0.1M")
+        trained = small_language.fit(model, tokens, rate=1e-3, warmup=2, lengths=lengths, seed=1)
+        return trained.branches[-1], model.state_dict()
+
+    (alone, weights), (branched, others) = train([6]), train([2, 6])
+    assert alone == branched
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("size", scaling.SIZES)
+def test_models_of_a_size_have_equal_parameters(size):
+    counts = [scaling.parameters(family, size) for family in scaling.FAMILIES]
+    assert max(counts) / min(counts) < 1.005
+
+
+def test_the_lowest_loss_and_the_ratio_of_two_curves():
+    sizes = [1e5, 3e5, 8e5, 2e6]
+    size, loss = scaling.lowest(sizes, [2 + math.log(size / 5e5) ** 2 for size in sizes])
+    assert (size, loss) == (pytest.approx(5e5), pytest.approx(2))
+    assert scaling.lowest(sizes, [4, 3, 2, 1])[0] == 2e6
+    # The second needs half of the tokens, and the first twice as many as the second.
+    tokens = [1e6, 2e6, 4e6]
+    losses, better = [5 - math.log(n) / 10 for n in tokens], [5 - math.log(2 * n) / 10 for n in tokens]
+    assert scaling.ratio_of(tokens, losses, tokens, better) == pytest.approx(0.5)
+    assert scaling.ratio_of(tokens, better, tokens, losses) == pytest.approx(2)
+
+
+def test_the_fit_finds_the_multipliers_that_made_its_points():
+    generator, points = np.random.default_rng(0), []
+    for family, multiplier in (("plain", 1.0), ("V1", 0.8), ("V2", 1.3)):
+        for n, seed, budget in itertools.product((1e5, 3e5, 8e5, 2e6), (1, 2, 3), scaling.BUDGETS):
+            d = budget / 6 / n
+            loss = (1 + 30 * (multiplier * n) ** -0.3 + 60 * d**-0.28) * math.exp(generator.normal() * 1e-3)
+            points.append({"family": family, "size": f"{n}", "seed": seed, "parameters": n, "tokens": d, "loss": loss})
+    best, drawn = scaling.bootstrapped(points, 1, 5)
+    assert best == pytest.approx([0.8, 1.3], rel=0.03)
+    assert drawn.shape == (5, 2)
