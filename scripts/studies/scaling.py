@@ -40,12 +40,12 @@ from grid import best_rate, differences, paired_interval, spread, train_runs
 from small_language import BATCH, LENGTH, VALIDATION_TOKENS, VOCABULARY, Data, fit, flops_of_step, loss_of, make_data
 
 FAMILIES = {"plain": "standard", "V1": "v1", "V2": "v2"}
-SIZES = {"0.05M": (32, 4), "0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4)}  # width and depth
+SIZES = {"0.03M": (32, 2), "0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4)}  # width and depth
 HEAD_DIM = 16
-TUNED_SIZES = ("0.05M", "0.8M")
+TUNED_SIZES = ("0.03M", "0.8M")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3)
-BUDGETS = (1e12, 2e12, 4e12)  # FLOPs
+BUDGETS = (5e11, 1e12, 2e12)  # FLOPs
 TUNED_BUDGET = BUDGETS[1]
 WARMUP = 0.1  # of the smallest budget's steps
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "scaling"

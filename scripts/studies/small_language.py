@@ -25,8 +25,8 @@ from diffvision.models.language import LanguageModel
 from diffvision.ops.attention.choice import attention_backend
 from diffvision.training.optim import param_groups
 
-VOCABULARY, LENGTH, BATCH = 1024, 256, 2
-TRAIN_TOKENS, VALIDATION_TOKENS = 8_000_000, 65_536
+VOCABULARY, LENGTH, BATCH = 1024, 256, 4
+TRAIN_TOKENS, VALIDATION_TOKENS = 8_000_000, 32_768
 COOLDOWN = 0.2  # of a length
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "clip_norm": 1.0}
 

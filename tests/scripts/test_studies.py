@@ -183,8 +183,8 @@ def tokens(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_of_scaling_from_its_rates_to_its_report(tokens, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "TUNED_SIZES", ("0.05M", "0.1M"))
-    study = scaling.Study(tmp_path / "results", ("0.05M", "0.1M", "0.3M"), (1, 2), shorter=1000)
+    monkeypatch.setattr(scaling, "TUNED_SIZES", ("0.03M", "0.1M"))
+    study = scaling.Study(tmp_path / "results", ("0.03M", "0.1M", "0.3M"), (1, 2), shorter=1000)
     for runs in (study.tuning, study.confirming):
         for run in runs():
             study.results.mkdir(exist_ok=True)
