@@ -24,10 +24,10 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,20 +37,61 @@ from diffvision.analysis.figures.style import colours_of, legend_below, panels, 
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.progress import track
 from grid import best_rate, differences, paired_interval, spread, train_runs
-from small_language import BATCH, LENGTH, VALIDATION_TOKENS, VOCABULARY, Data, fit, flops_of_step, loss_of, make_data
+from small_language import BATCH, LENGTH, VOCABULARY, Data, fit, flops_of_step, loss_of, make_data
 
-FAMILIES = {"plain": "standard", "V1": "v1", "V2": "v2"}
 SIZES = {"0.03M": (32, 2), "0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4)}  # width and depth
 HEAD_DIM = 16
-TUNED_SIZES = ("0.03M", "0.8M")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 TUNING_SEED, SEEDS = 100, (1, 2, 3)
-BUDGETS = (5e11, 1e12, 2e12)  # FLOPs
-TUNED_BUDGET = BUDGETS[1]
 WARMUP = 0.1  # of the smallest budget's steps
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "scaling"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 BOOTSTRAPS = 1000
 Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of a family have in common.
+
+    Attributes:
+        variant: of attention.
+        heads: their number, as a share of the plain model's.
+        head_dim: width of a map's head.
+        head_norm: as `LanguageConfig`'s.
+    """
+
+    variant: str
+    heads: float = 1
+    head_dim: int = HEAD_DIM
+    head_norm: bool | None = None
+
+    def create(self, size: str) -> LanguageModel:
+        """Return a model with new weights; those of a size have the same parameters within 1%."""
+        width, depth = SIZES[size]
+        heads = width // HEAD_DIM
+        narrower = round((width + heads) / 3) if self.variant == "v2" else 0
+        return LanguageModel(
+            LanguageConfig(
+                vocab_size=VOCABULARY,
+                dim=width,
+                depth=depth,
+                num_heads=round(self.heads * heads),
+                head_dim=self.head_dim,
+                mlp_dim=round(8 * width / 3) - narrower,
+                variant=self.variant,
+                max_length=LENGTH,
+                head_norm=self.head_norm,
+            )
+        )
+
+    def parameters(self, size: str) -> int:
+        """Return the parameters of a model without its embedding."""
+        with torch.device("meta"):
+            model = self.create(size)
+        return sum(p.numel() for p in model.parameters()) - model.embed.weight.numel()
+
+
+FAMILIES = {"plain": Family("standard"), "V1": Family("v1", heads=0.5), "V2": Family("v2")}
 
 
 @dataclass(frozen=True)
@@ -70,16 +111,39 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """The grid of runs and where their files are; each is its learning rates' and budgets' cut by `shorter`."""
+    """A grid of runs, and what they measured.
 
-    results: Path = RESULTS
+    Attributes:
+        results: the folder of the JSON files.
+        families: the others are compared with the first.
+        sizes: keys of `SIZES`.
+        tuned_sizes: one or two of them, at which learning rates are tried.
+        budgets: FLOPs of a run's lengths, rising.
+        tuned_budget: FLOPs of a run that tries a learning rate.
+        seeds: for the comparison.
+        shorter: the FLOPs are divided by this.
+    """
+
+    results: Path = RESULTS / "scaling"
+    families: Mapping[str, Family] = field(default_factory=lambda: FAMILIES)
     sizes: Sequence[str] = tuple(SIZES)
+    tuned_sizes: Sequence[str] = ("0.03M", "0.8M")
+    budgets: Sequence[float] = (5e11, 1e12, 2e12)
+    tuned_budget: float = 1e12
     seeds: Sequence[int] = SEEDS
     shorter: float = 1
 
-    def budgets(self, run: Run) -> list[float]:
+    def quick(self) -> Self:
+        """Return a study of the same kind that takes minutes."""
+        folder = Path("runs", self.results.name, "quick")
+        return replace(
+            self, results=folder, sizes=self.sizes[:2], tuned_sizes=self.sizes[:1], seeds=(1, 2), shorter=400
+        )
+
+    def budgets_of(self, run: Run) -> list[float]:
         """Return the FLOPs of each length of a run."""
-        return [budget / self.shorter for budget in ([TUNED_BUDGET] if run.seed == TUNING_SEED else BUDGETS)]
+        budgets = [self.tuned_budget] if run.seed == TUNING_SEED else self.budgets
+        return [budget / self.shorter for budget in budgets]
 
     def numbers(self, run: Run) -> Point | None:
         """Return what a run measured; None if it has not been trained."""
@@ -88,7 +152,7 @@ class Study:
 
     def tuning(self) -> list[Run]:
         """Return the runs that choose learning rates."""
-        return [Run(f, size, rate, TUNING_SEED) for rate in RATES for size in TUNED_SIZES for f in FAMILIES]
+        return [Run(f, size, rate, TUNING_SEED) for rate in RATES for size in self.tuned_sizes for f in self.families]
 
     def basin(self, family: str, size: str) -> dict[float, float]:
         """Return the loss at each learning rate that was tried and did not diverge."""
@@ -97,18 +161,18 @@ class Study:
 
     def rate(self, family: str, size: str) -> float:
         """Return the learning rate of a family at a size."""
-        basins = {tuned: self.basin(family, tuned) for tuned in TUNED_SIZES}
         if not all(self.numbers(run) for run in self.tuning() if run.family == family):
             raise SystemExit(f"no learning rates are chosen yet for {family}: run `tune` to its end")
-        best = [best_rate({rate: -loss for rate, loss in basin.items()}) for basin in basins.values()]
-        width = [math.log(parameters(family, tuned)) for tuned in TUNED_SIZES]
-        slope = math.log(best[1] / best[0]) / (width[1] - width[0])
-        return float(f"{best[0] * math.exp(slope * (math.log(parameters(family, size)) - width[0])):.3g}")
+        basins = [self.basin(family, tuned) for tuned in self.tuned_sizes]
+        best = [math.log(best_rate({rate: -loss for rate, loss in basin.items()})) for basin in basins]
+        logs = [math.log(self.families[family].parameters(tuned)) for tuned in self.tuned_sizes]
+        slope = (best[-1] - best[0]) / (logs[-1] - logs[0]) if len(logs) > 1 else 0
+        return float(f"{math.exp(best[0] + slope * (math.log(self.families[family].parameters(size)) - logs[0])):.3g}")
 
     def confirming(self) -> list[Run]:
-        """Return the runs with fresh seeds, the largest sizes last."""
-        rates = {(family, size): self.rate(family, size) for family in FAMILIES for size in self.sizes}
-        return [Run(f, size, rates[f, size], seed) for seed in self.seeds for size in self.sizes for f in FAMILIES]
+        """Return the runs with fresh seeds, seed by seed."""
+        rates = {(family, size): self.rate(family, size) for family in self.families for size in self.sizes}
+        return [Run(f, size, rates[f, size], seed) for seed in self.seeds for size in self.sizes for f in self.families]
 
     def points(self) -> list[Point]:
         """Return what the runs with fresh seeds measured: a point for each of their lengths."""
@@ -124,55 +188,34 @@ class Study:
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def create(family: str, size: str) -> LanguageModel:
-    """Return a model with new weights; those of a size have the same parameters within 0.2%."""
-    width, depth = SIZES[size]
-    heads = width // HEAD_DIM
-    mlp = round(8 * width / 3) - (round((width + heads) / 3) if family == "V2" else 0)
-    return LanguageModel(
-        LanguageConfig(
-            vocab_size=VOCABULARY,
-            dim=width,
-            depth=depth,
-            num_heads=heads // 2 if family == "V1" else heads,
-            head_dim=HEAD_DIM,
-            mlp_dim=mlp,
-            variant=FAMILIES[family],
-            max_length=LENGTH,
-        )
-    )
+Measure = Callable[[LanguageModel, Data], dict[str, Any]]
 
 
-def parameters(family: str, size: str) -> int:
-    """Return the parameters of a model without its embedding."""
-    with torch.device("meta"):
-        model = create(family, size)
-    return sum(p.numel() for p in model.parameters()) - model.embed.weight.numel()
-
-
-def train(run: Run, data: Data, study: Study) -> dict[str, Any]:
-    """Train one run and measure it at each of its lengths."""
+def train(run: Run, data: Data, study: Study, measure: Measure = lambda model, data: {}) -> dict[str, Any]:
+    """Train one run and measure it at each of its lengths, and what else a study measures at the end."""
     torch.manual_seed(run.seed)
-    model = create(run.family, run.size)
+    family = study.families[run.family]
+    model = family.create(run.size)
     step = flops_of_step(model)
-    lengths = [max(10, round(budget / step)) for budget in study.budgets(run)]
+    lengths = [max(4, round(budget / step)) for budget in study.budgets_of(run)]
     numbers = {
         **asdict(run),
-        "parameters": parameters(run.family, run.size),
+        "parameters": family.parameters(run.size),
         "embedding": model.embed.weight.numel(),
         "FLOPs of a step": step,
     }
-    warmup = max(1, round(WARMUP * BUDGETS[0] / study.shorter / step))
+    warmup = max(1, round(WARMUP * study.budgets[0] / study.shorter / step))
     try:
         trained = fit(model, data, rate=run.rate, warmup=warmup, lengths=lengths, seed=run.seed)
     except FloatingPointError as error:
         return {**numbers, "diverged": str(error)}
     points = [
         {"budget": budget, "tokens": branch.steps * BATCH * LENGTH, "loss": branch.loss}
-        for budget, branch in zip(study.budgets(run), trained.branches, strict=True)
+        for budget, branch in zip(study.budgets_of(run), trained.branches, strict=True)
     ]
     norm, seconds = round(trained.norm, 2), round(trained.seconds)
-    return {**numbers, "diverged": "", "seconds": seconds, "largest gradient norm": norm, "points": points}
+    numbers |= {"diverged": "", "seconds": seconds, "largest gradient norm": norm, "points": points}
+    return {**numbers, **measure(model, data)}
 
 
 def measure_speed(study: Study, rounds: int = 30) -> None:
@@ -181,9 +224,9 @@ def measure_speed(study: Study, rounds: int = 30) -> None:
     seconds: dict[str, dict[str, float]] = {}
     windows = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     for size in study.sizes:
-        models = {family: create(family, size) for family in FAMILIES}
+        models = {name: family.create(size) for name, family in study.families.items()}
         optimizers = {family: torch.optim.AdamW(model.parameters(), fused=True) for family, model in models.items()}
-        times: dict[str, list[float]] = {family: [] for family in FAMILIES}
+        times: dict[str, list[float]] = {family: [] for family in study.families}
         for _ in range(rounds + 2):
             for family, model in models.items():
                 start = time.perf_counter()
@@ -314,18 +357,15 @@ def describe(study: Study) -> str:
     """Return how many runs there are and are done, and the core-hours that are left, by what the others took."""
     runs = study.tuning()
     tuned = all(study.numbers(run) for run in runs)
-    later = (
-        ""
-        if tuned
-        else f", then {len(study.sizes) * len(FAMILIES) * len(study.seeds)} of {1.15 * BUDGETS[-1]:.2g} FLOPs each"
-    )
+    count = len(study.sizes) * len(study.families) * len(study.seeds)
+    later = "" if tuned else f", then {count} of {1.15 * study.budgets[-1]:.2g} FLOPs each"
     runs += study.confirming() if tuned else []
     done = {run: numbers for run in runs if (numbers := study.numbers(run))}
     diverged = sum(bool(numbers["diverged"]) for numbers in done.values())
     lines = [f"{len(runs)} runs{later}; {len(done)} are done, {diverged} diverged"]
-    if times := [(sum(study.budgets(run)), n["seconds"]) for run, n in done.items() if not n["diverged"]]:
+    if times := [(sum(study.budgets_of(run)), n["seconds"]) for run, n in done.items() if not n["diverged"]]:
         speed = sum(seconds for _, seconds in times) / sum(flops for flops, _ in times)
-        left = sum(speed * sum(study.budgets(run)) for run in runs if run not in done)
+        left = sum(speed * sum(study.budgets_of(run)) for run in runs if run not in done)
         lines.append(f"{1e-9 / speed:.0f} GFLOP a second and core: {left / 3600:.1f} core-hours are left")
     return "\n".join(lines)
 
@@ -334,8 +374,8 @@ def rate_table(study: Study) -> Iterator[str]:
     """Yield a table of the loss over the learning rate, and of the rates that follow from it."""
     yield f"| size | family | {' | '.join(f'{rate:g}' for rate in RATES)} | best | largest gradient norm |"
     yield "|---|---|" + "---:|" * (len(RATES) + 2)
-    for size in TUNED_SIZES:
-        for family in FAMILIES:
+    for size in study.tuned_sizes:
+        for family in study.families:
             basin = study.basin(family, size)
             cells = [f"{basin[rate]:.3f}" if rate in basin else "diverged" for rate in RATES]
             tried = [study.numbers(Run(family, size, rate, TUNING_SEED)) for rate in RATES]
@@ -437,11 +477,11 @@ def draw(study: Study) -> Any:
         best = [min((p for (_, b), p in means.items() if b == budget), key=lambda p: p["loss"]) for budget in budgets]
         for ax, key in ((axes[2], "budget"), (axes[3], "seconds")):
             ax.plot([p[key] for p in best], [p["loss"] for p in best], ".-", color=colour)
-        for ax, size in zip(axes[4:], TUNED_SIZES, strict=True):
+        for ax, size in zip(axes[4:], study.tuned_sizes, strict=True):
             basin = study.basin(family, size)
             ax.plot(list(basin), list(basin.values()), ".-", color=colour)
     titles = ["each number of FLOPs", f"{middle} parameters", "best size", "best size"]
-    titles += [f"{size} parameters" for size in TUNED_SIZES]
+    titles += [f"{size} parameters" for size in study.tuned_sizes]
     labels = ["parameters", "tokens", "FLOPs", "seconds, one core", "learning rate", "learning rate"]
     for ax, title, label in zip(axes, titles, labels, strict=True):
         ax.set(title=title, xlabel=label, xscale="log")
@@ -450,8 +490,23 @@ def draw(study: Study) -> Any:
     return legend_below(figure, axes[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_study(
+    study: Study,
+    description: str | None,
+    report: Callable[[Study], None],
+    draw: Callable[[Study], Any],
+    measure: Measure = lambda model, data: {},
+) -> None:
+    """Run the command line of a study of small language models.
+
+    Args:
+        study: the grid.
+        description: for its help.
+        report: prints the tables.
+        draw: returns the picture.
+        measure: what is measured of a trained model besides its loss.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "grid", "tune", "train", "speed", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs/scaling/data.pt"))
     parser.add_argument("--source", type=Path, help="with data: what `diffvision data make text` wrote")
@@ -459,16 +514,16 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="with report: the folder to draw the picture to")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
     options = parser.parse_args()
-    study = Study(Path("runs/scaling/quick"), TUNED_SIZES, (1, 2), 400) if options.quick else Study()
+    study = study.quick() if options.quick else study
     if options.what == "data":
         make_data(options.source, options.data)
     elif options.what in ("tune", "train"):
         runs = study.tuning() if options.what == "tune" else study.confirming()
-        data = Data(options.data, VALIDATION_TOKENS // (16 if options.quick else 1))
+        data = Data(options.data)
         train_runs(
             study.results,
             runs,
-            lambda run: train(run, data, study),
+            lambda run: train(run, data, study, measure),
             tuple(options.part),
             lambda numbers: " ".join(f"{point['loss']:.3f}" for point in numbers.get("points", ())),
         )
@@ -479,8 +534,9 @@ def main() -> None:
     else:
         report(study)
         if options.images:
-            draw(study).savefig(options.images / "scaling.svg", facecolor="white", metadata={"Date": None})
+            name = f"{study.results.name}.svg"
+            draw(study).savefig(options.images / name, facecolor="white", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    run_study(Study(), __doc__, report, draw)

@@ -87,10 +87,10 @@ def make_data(source: Path, file: Path) -> None:
 class Data:
     """What `make_data` wrote."""
 
-    def __init__(self, file: Path, validation_tokens: int = VALIDATION_TOKENS) -> None:
+    def __init__(self, file: Path) -> None:
         content = torch.load(file, weights_only=True)
         self.train: Tensor = content["train"]
-        self.validation: Tensor = content["validation"][: validation_tokens + 1]
+        self.validation: Tensor = content["validation"][: VALIDATION_TOKENS + 1]
 
     def batches(self, seed: int) -> Iterator[Tensor]:
         """Yield batches [B, N + 1] of windows of the training text in random order, none of them twice."""
