@@ -272,12 +272,17 @@ def run_study(
 
 
 def best_rate(scores: dict[float, float]) -> float:
-    """Return the learning rate of the best score: of four or more, the vertex of a parabola, within the rates tried."""
+    """Return the learning rate of the best score.
+
+    Of four or more it is the vertex of a parabola in their logarithm, through the best score and the three rates next
+    to it, within those four.
+    """
     best = max(scores, key=lambda rate: scores[rate])
     if len(scores) < 4:
         return best
-    logs = np.log(list(scores))
-    curvature, slope, _ = np.polyfit(logs, list(scores.values()), 2)
+    near = sorted(scores, key=lambda rate: abs(math.log(rate / best)))[:4]
+    logs = np.log(near)
+    curvature, slope, _ = np.polyfit(logs, [scores[rate] for rate in near], 2)
     if curvature >= 0:
         return best
     vertex = math.exp(min(max(-slope / (2 * curvature), logs.min()), logs.max()))

@@ -42,6 +42,7 @@ from small_language import BATCH, LENGTH, VOCABULARY, Data, fit, flops_of_step, 
 SIZES = {"0.03M": (32, 2), "0.1M": (64, 2), "0.3M": (96, 3), "0.8M": (128, 4)}  # width and depth
 HEAD_DIM = 16
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+HIGHER = {"0.03M": (1.6e-2,)}  # where all families were best at the highest of these
 TUNING_SEED, SEEDS = 100, (1, 2, 3)
 WARMUP = 0.1  # of the smallest budget's steps
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -79,7 +80,7 @@ class Family:
                 head_dim=self.head_dim,
                 mlp_dim=round(8 * width / 3) - narrower,
                 variant=self.variant,
-                max_length=LENGTH,
+                max_length=2048,
                 head_norm=self.head_norm,
             )
         )
@@ -106,7 +107,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name of its file."""
-        return f"{self.family}-{self.size}-{self.rate:g}-{self.seed}"
+        return f"{self.family.replace(' ', '_')}-{self.size}-{self.rate:g}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ class Study:
 
     def tuning(self) -> list[Run]:
         """Return the runs that choose learning rates."""
-        return [Run(f, size, rate, TUNING_SEED) for rate in RATES for size in self.tuned_sizes for f in self.families]
+        return [Run(f, s, rate, TUNING_SEED) for s in self.tuned_sizes for rate in rates_of(s) for f in self.families]
 
     def basin(self, family: str, size: str) -> dict[float, float]:
         """Return the loss at each learning rate that was tried and did not diverge."""
-        tried = {rate: self.numbers(Run(family, size, rate, TUNING_SEED)) for rate in RATES}
+        tried = {rate: self.numbers(Run(family, size, rate, TUNING_SEED)) for rate in rates_of(size)}
         return {rate: n["points"][0]["loss"] for rate, n in tried.items() if n and not n["diverged"]}
 
     def rate(self, family: str, size: str) -> float:
@@ -186,6 +187,11 @@ class Study:
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def rates_of(size: str) -> tuple[float, ...]:
+    """Return the learning rates that are tried at a size, by all families."""
+    return RATES + HIGHER.get(size, ())
 
 
 Measure = Callable[[LanguageModel, Data], dict[str, Any]]
@@ -372,13 +378,15 @@ def describe(study: Study) -> str:
 
 def rate_table(study: Study) -> Iterator[str]:
     """Yield a table of the loss over the learning rate, and of the rates that follow from it."""
-    yield f"| size | family | {' | '.join(f'{rate:g}' for rate in RATES)} | best | largest gradient norm |"
-    yield "|---|---|" + "---:|" * (len(RATES) + 2)
+    rates = sorted({rate for size in study.tuned_sizes for rate in rates_of(size)})
+    yield f"| size | family | {' | '.join(f'{rate:g}' for rate in rates)} | best | largest gradient norm |"
+    yield "|---|---|" + "---:|" * (len(rates) + 2)
     for size in study.tuned_sizes:
         for family in study.families:
-            basin = study.basin(family, size)
-            cells = [f"{basin[rate]:.3f}" if rate in basin else "diverged" for rate in RATES]
-            tried = [study.numbers(Run(family, size, rate, TUNING_SEED)) for rate in RATES]
+            tried = [study.numbers(Run(family, size, rate, TUNING_SEED)) for rate in rates]
+            cells = [
+                numbers and (numbers["diverged"] or f"{numbers['points'][0]['loss']:.3f}") or "" for numbers in tried
+            ]
             norms = [numbers["largest gradient norm"] for numbers in tried if numbers and not numbers["diverged"]]
             yield f"| {size} | {family} | {' | '.join(cells)} | {study.rate(family, size):g} | {max(norms):g} |"
 

@@ -1,5 +1,6 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import torch
 
 import clip
 import common_mode
+import controls
 import scaling
 import small_language
 import vision
@@ -98,6 +100,8 @@ def test_the_best_rate_of_four_is_a_parabolas_vertex():
     rates = (1e-3, 2e-3, 4e-3, 8e-3)
     assert best_rate({rate: -((math.log(rate / 3e-3)) ** 2) for rate in rates}) == pytest.approx(3e-3)
     assert best_rate({rate: math.log(rate) for rate in rates}) == 8e-3
+    # One that is far off has no say.
+    assert best_rate({rate: -((math.log(rate / 3e-3)) ** 2) for rate in rates} | {6e-2: -99}) == pytest.approx(3e-3)
     assert best_rate({1e-3: 0.5, 2e-3: 0.7, 4e-3: 0.6}) == 2e-3
 
 
@@ -184,6 +188,7 @@ def tokens(tmp_path):
 @pytest.mark.slow
 def test_a_study_of_scaling_from_its_rates_to_its_report(tokens, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scaling, "RATES", (1e-3, 4e-3))
+    monkeypatch.setattr(scaling, "HIGHER", {})
     study = scaling.Study(
         tmp_path, sizes=("0.03M", "0.1M", "0.3M"), tuned_sizes=("0.03M", "0.1M"), seeds=(1, 2), shorter=1000
     )
@@ -243,3 +248,46 @@ def test_the_fit_finds_the_multipliers_that_made_its_points():
     best, drawn = scaling.bootstrapped(points, 1, 5)
     assert best == pytest.approx([0.8, 1.3], rel=0.03)
     assert drawn.shape == (5, 2)
+
+
+@pytest.mark.slow
+def test_controls_are_v1_without_one_part(tokens, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scaling, "RATES", (1e-3, 4e-3))
+    monkeypatch.setattr(controls, "LENGTHS", (64, 128))
+    study = dataclasses.replace(controls.STUDY, results=tmp_path, seeds=(1, 2), shorter=1000)
+    for runs in (study.tuning, study.confirming):
+        for run in runs():
+            (tmp_path / f"{run.name}.json").write_text(json.dumps(scaling.train(run, tokens, study, controls.measure)))
+    numbers = {family: controls.trained(study, family)[1] for family in study.families}
+    assert numbers["V1, lambda 0"]["lambda"] == [0, 0]
+    assert numbers["V1, free lambda"]["lambda"] == pytest.approx([0.2, 0.356], abs=0.1)
+    assert numbers["plain"]["lambda"] == []
+    assert all(0 < run["contexts"][128]["entropy"] <= 1 for run in [controls.measure(model(), tokens)])
+    controls.report(study)
+    assert capsys.readouterr().out.count("| V1, no factor |") == 1 + 4
+    assert controls.draw(study).axes
+
+
+def model():
+    return controls.FAMILIES["V1"].create("0.1M")
+
+
+def test_parts_of_v1_are_what_their_names_say():
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 64)
+    layers = {
+        family: controls.FAMILIES[family].create("0.1M").blocks[0].attn
+        for family in ("V1", "V1, lambda 0", "V1, free lambda", "V1, no factor")
+    }
+    weights = layers["V1"].state_dict()
+    for layer in layers.values():
+        layer.load_state_dict({name: weights[name] for name in layer.state_dict() if name in weights}, strict=False)
+    with torch.no_grad():
+        layers["V1, free lambda"].lambda_scalar.copy_(layers["V1"].compute_lambda())
+    outputs = {family: layer(x) for family, layer in layers.items()}
+    torch.testing.assert_close(outputs["V1, free lambda"], outputs["V1"])
+    torch.testing.assert_close(outputs["V1, no factor"] * (1 - layers["V1"].lambda_init), outputs["V1"])
+    first = layers["V1"].lambda_init = 0.0
+    for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
+        vector.data.fill_(first)
+    torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
