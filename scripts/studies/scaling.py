@@ -384,9 +384,7 @@ def rate_table(study: Study) -> Iterator[str]:
     for size in study.tuned_sizes:
         for family in study.families:
             tried = [study.numbers(Run(family, size, rate, TUNING_SEED)) for rate in rates]
-            cells = [
-                numbers and (numbers["diverged"] or f"{numbers['points'][0]['loss']:.3f}") or "" for numbers in tried
-            ]
+            cells = [("" if one is None else one["diverged"] or f"{one['points'][0]['loss']:.3f}") for one in tried]
             norms = [numbers["largest gradient norm"] for numbers in tried if numbers and not numbers["diverged"]]
             yield f"| {size} | {family} | {' | '.join(cells)} | {study.rate(family, size):g} | {max(norms):g} |"
 
