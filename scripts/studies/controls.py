@@ -6,33 +6,36 @@
     python scripts/studies/controls.py train                     # fresh seeds
     python scripts/studies/controls.py report --images docs/images
 
-One size, equal parameters and tokens within 1%, a learning rate for each family; `--quick` is as scaling.py's.
+One size, equal parameters and tokens within 1%, a learning rate for each family; `--quick` is as scaling.py's. "V1,
+lambda 0" has parameters that nothing reads: its second queries and keys.
 
-Primary metric: the validation loss, nats a token. Of the trained models also, at contexts of 128 to 2,048 tokens (they
-were trained at 256): the entropy of a row's weights as a share of the most it can have, and the largest attention
-logit and hidden state.
+Primary metric: the validation loss, nats a token; V1 and the two Transformers against the plain Transformer, and V1
+without a part against V1. Of the trained models also, at contexts of 128 to 2,048 tokens (they were trained at 256),
+of the last 64 queries of a row: the entropy of what multiplies the values, as a share of the most it can have; the
+largest logit of a query; and the answer mass of the best head where random tokens are repeated: the share of the
+token that followed the first time (induction heads, Olsson et al. 2022).
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
-from diffvision.analysis.statistics import relative_entropy
-from diffvision.evaluation.language.outliers import outliers
+from diffvision.analysis.figures.style import COLOURS, legend_below, panels, styled
+from diffvision.analysis.statistics import relative_entropy, shares
 from diffvision.models.language import LanguageModel
 from diffvision.models.modes import evaluating
 from diffvision.nn import ATTENTION, DiffAttention, HeadNorm
 from grid import differences, spread
-from scaling import HEAD_DIM, RESULTS, Family, Study, describe, rate_table, run_study
-from small_language import Data
+from language_grid import HEAD_DIM, RESULTS, Family, Study, describe, rate_table, run_study
+from small_language import VOCABULARY, Data
 
 LENGTHS = (128, 256, 512, 1024, 2048)
-ROWS, QUERIES = 4, 64  # of the validation text; the last ones of a row
+METRICS = ("entropy", "largest logit", "answer mass")
+TOKENS, QUERIES = 8192, 64  # read at every length; the last ones of a row
 
 
 class WithoutDifference(DiffAttention):
@@ -46,11 +49,16 @@ class WithoutDifference(DiffAttention):
 
 
 class FreeLambda(DiffAttention):
-    """V1 with one scalar a layer for lambda, of any sign, from `lambda_init`."""
+    """V1 with lambda itself as a parameter, one scalar a layer from `lambda_init`, in place of the exponentials."""
 
     variant = "v1_free"
 
     def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
+        # V1's vectors are drawn and dropped, so that one seed gives both the same other weights.
+        super()._add_lambda(dim, made)
+        super().reset_parameters()
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            delattr(self, name)
         self.lambda_scalar = nn.Parameter(torch.empty(1, **made))
 
     def reset_parameters(self) -> None:
@@ -82,6 +90,10 @@ FAMILIES = {
     "V1, no norm": Family("v1", heads=0.5, head_norm=False),
     "V1, no factor": Family("v1_without_factor", heads=0.5),
 }
+CONTRASTS = {  # against -> what is compared with it
+    "plain": ("plain, V1's heads", "plain, head norm", "V1"),
+    "V1": ("V1, lambda 0", "V1, free lambda", "V1, no norm", "V1, no factor"),
+}
 STUDY = Study(
     results=RESULTS / "controls",
     families=FAMILIES,
@@ -93,68 +105,87 @@ STUDY = Study(
 
 
 def measure(model: LanguageModel, data: Data) -> dict[str, Any]:
-    """Return by context length the entropy of rows and the largest logit and hidden state; and each layer's lambda."""
-    by_length = {}
-    for length in LENGTHS:
-        count = min(ROWS, len(data.validation) // length)
-        rows = data.validation[: count * length].view(count, length).long()
-        largest = outliers(model, rows, top=(1,))
-        by_length[length] = {
-            "entropy": round(entropy(model, rows), 4),
-            "largest logit": round(largest["attention_logits/top_1"], 2),
-            "largest hidden state": round(largest["hidden_states/top_1"], 2),
-        }
+    """Return by context length what attention does, and each layer's lambda."""
     layers = [block.attn for block in model.blocks]
     lambdas = [round(layer.compute_lambda().item(), 3) for layer in layers if isinstance(layer, DiffAttention)]
-    return {"contexts": by_length, "lambda": lambdas}
+    return {"contexts": {length: at_length(model, data, length) for length in LENGTHS}, "lambda": lambdas}
 
 
-def entropy(model: LanguageModel, rows: Tensor) -> float:
-    """Return the mean relative entropy of the last queries' rows over layers, heads and rows [S, N] of tokens."""
-    found: list[Tensor] = []
+def at_length(model: LanguageModel, data: Data, length: int) -> dict[str, float]:
+    """Return the entropy, the largest logit and the answer mass at a context length."""
+    text = data.validation[:TOKENS].long()
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randint(1, VOCABULARY, (len(text) // length, length // 2), generator=generator)
+    entropies, logits, masses = [], [], []
 
     def see(call: Call) -> Scores:
         scores = call.scores()
-        found.append(relative_entropy(scores.applied()[..., -QUERIES:, :], causal=True).flatten())
+        entropies.append(relative_entropy(scores.applied()[..., -QUERIES:, :], causal=True).mean())
+        allowed = scores.logits.masked_fill(~scores.allowed, -torch.inf)
+        logits.append(allowed[..., -QUERIES:, :].amax(-1).mean())
         return scores
 
-    with evaluating(model), captured(model, see):
-        for row in rows.split(1):
-            model(row)
-    return torch.cat(found).mean().item()
+    def see_answer(call: Call) -> Scores:
+        scores = call.scores()
+        # The last token has no answer to find before it.
+        queries = torch.arange(length - QUERIES - 1, length - 1)
+        answers = (queries - length // 2 + 1).view(1, 1, -1, 1).expand(*scores.logits.shape[:2], -1, 1)
+        found = shares(scores.applied()[..., queries, :]).gather(-1, answers)
+        masses.append(found.mean(dim=(0, 2, 3)))
+        return scores
+
+    with evaluating(model):
+        with captured(model, see):
+            for row in text[: len(text) // length * length].view(-1, 1, length):
+                model(row)
+        with captured(model, see_answer):
+            for row in torch.cat([half, half], dim=1).split(1):
+                model(row)
+    by_head = torch.cat([torch.stack(masses[layer :: len(model.blocks)]).mean(0) for layer in range(len(model.blocks))])
+    means = {"entropy": torch.stack(entropies).mean(), "largest logit": torch.stack(logits).mean()}
+    return {name: round(value.item(), 4) for name, value in (means | {"answer mass": by_head.max()}).items()}
 
 
-def trained(study: Study, family: str) -> dict[int, dict[str, Any]]:
-    """Return by seed what a family's runs measured, but for those that diverged."""
-    runs = {run.seed: study.numbers(run) for run in study.confirming() if run.family == family}
-    return {seed: numbers for seed, numbers in runs.items() if numbers and not numbers["diverged"]}
+def trained(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return by family and seed what the runs measured, but for those that diverged."""
+    runs: dict[str, dict[int, dict[str, Any]]] = {family: {} for family in study.families}
+    for numbers in study.trained():
+        runs[numbers["family"]][numbers["seed"]] = numbers
+    return runs
 
 
 def loss_table(study: Study) -> Iterator[str]:
-    """Yield a table of losses, of differences to the plain model, and of lambda by layer."""
-    losses = {
-        family: {seed: numbers["points"][-1]["loss"] for seed, numbers in trained(study, family).items()}
-        for family in study.families
-    }
-    rows = differences(losses)
-    yield "| | loss | from plain | largest gradient norm | lambda by layer |"
-    yield "|---|---:|---|---:|---|"
-    for family in study.families:
-        runs = list(trained(study, family).values())
-        norm = spread([run["largest gradient norm"] for run in runs])
-        lambdas = [f"{statistics.mean(layer):.2f}" for layer in zip(*(run["lambda"] for run in runs), strict=True)]
-        difference = rows[family].text(3) if family in rows else ""
-        yield f"| {family} | {spread(list(losses[family].values()), 3)} | {difference} | {norm} | {' '.join(lambdas)} |"
+    """Yield a table of losses, of differences, and of lambda by layer."""
+    runs = trained(study)
+    losses = {f: {seed: one["points"][-1]["loss"] for seed, one in by_seed.items()} for f, by_seed in runs.items()}
+    rows = compared(losses)
+    yield "| | tokens | FLOPs of a step | loss | difference | largest gradient norm | lambda by layer |"
+    yield "|---|---:|---:|---:|---|---:|---|"
+    for family, by_seed in runs.items():
+        if done := list(by_seed.values()):
+            norm = spread([one["largest gradient norm"] for one in done])
+            lambdas = [f"{statistics.mean(layer):.2f}" for layer in zip(*(one["lambda"] for one in done), strict=True)]
+            cost = f"{done[0]['points'][-1]['tokens']:,} | {done[0]['FLOPs of a step']:.3g}"
+            loss = spread(list(losses[family].values()), 3)
+            yield f"| {family} | {cost} | {loss} | {rows.get(family, '')} | {norm} | {' '.join(lambdas)} |"
 
 
-def context_table(study: Study, metric: str, digits: int) -> Iterator[str]:
+def compared(losses: Mapping[str, dict[int, float]]) -> dict[str, str]:
+    """Return each family's difference to what it is compared with, corrected within each of the two groups."""
+    rows = {}
+    for against, others in CONTRASTS.items():
+        group = differences({family: losses[family] for family in (against, *others)})
+        rows |= {family: f"from {against} {difference.text(3)}" for family, difference in group.items()}
+    return rows
+
+
+def context_table(study: Study, metric: str) -> Iterator[str]:
     """Yield a table of a metric by context length."""
     lengths = list(map(str, LENGTHS))
     yield f"| {metric} at a context of | {' | '.join(lengths)} |"
     yield "|---|" + "---:|" * len(lengths)
-    for family in study.families:
-        runs = list(trained(study, family).values())
-        cells = [spread([run["contexts"][length][metric] for run in runs], digits) for length in lengths]
+    for family, runs in trained(study).items():
+        cells = [spread([one["contexts"][length][metric] for one in runs.values()], 3) for length in lengths]
         yield f"| {family} | {' | '.join(cells)} |"
 
 
@@ -163,23 +194,21 @@ def report(study: Study) -> None:
     print(describe(study), end="\n\n")
     print("\n".join(rate_table(study)), end="\n\n")
     print("\n".join(loss_table(study)), end="\n\n")
-    for metric, digits in (("entropy", 3), ("largest logit", 1), ("largest hidden state", 1)):
-        print("\n".join(context_table(study, metric, digits)), end="\n\n")
+    for metric in METRICS:
+        print("\n".join(context_table(study, metric)), end="\n\n")
 
 
 @styled
 def draw(study: Study) -> Any:
-    """Return a figure: entropy and outliers over the context length; means over seeds, with their deviations."""
-    figure, axes = panels(3, width=3.2, height=3.6)
-    colours = colours_of(study.families)
-    for ax, metric in zip(axes, ("entropy", "largest logit", "largest hidden state"), strict=True):
-        for number, (family, colour) in enumerate(colours.items()):
-            runs = list(trained(study, family).values())
-            values = [[run["contexts"][str(length)][metric] for run in runs] for length in LENGTHS]
+    """Return a figure: what attention does over the context length; means over seeds, with their deviations."""
+    figure, axes = panels(len(METRICS), width=3.2, height=3.6)
+    for ax, metric in zip(axes, METRICS, strict=True):
+        for number, (family, runs) in enumerate(trained(study).items()):
+            values = [[one["contexts"][str(length)][metric] for one in runs.values()] for length in LENGTHS]
             means = [statistics.mean(column) for column in values]
             bars = [statistics.stdev(column) if len(column) > 1 else 0 for column in values]
-            line = "-" if number < 4 else "--"
-            ax.errorbar(LENGTHS, means, bars, color=colour, label=family, linestyle=line, linewidth=1.2, capsize=2)
+            style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "-" if number < 4 else "--"}
+            ax.errorbar(LENGTHS, means, bars, label=family, linewidth=1.2, capsize=2, **style)
         ax.axvline(256, color="grey", linewidth=0.8, linestyle=":")
         ax.set(title=metric, xlabel="context, tokens", xscale="log", xticks=LENGTHS, xticklabels=LENGTHS)
         ax.minorticks_off()

@@ -12,6 +12,7 @@ import torch
 import clip
 import common_mode
 import controls
+import language_grid
 import scaling
 import small_language
 import vision
@@ -182,37 +183,50 @@ def tokens(tmp_path):
     steps = torch.randint(1, 3, (300_000,), generator=torch.Generator().manual_seed(0))
     text = (steps.cumsum(0) % 64).to(torch.int16)
     torch.save({"train": text[:-5000], "validation": text[-4097:]}, tmp_path / "tokens.pt")
-    return small_language.Data(tmp_path / "tokens.pt")
+    return tmp_path / "tokens.pt"
 
 
 @pytest.mark.slow
-def test_a_study_of_scaling_from_its_rates_to_its_report(tokens, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(scaling, "RATES", (1e-3, 4e-3))
-    monkeypatch.setattr(scaling, "HIGHER", {})
-    study = scaling.Study(
-        tmp_path, sizes=("0.03M", "0.1M", "0.3M"), tuned_sizes=("0.03M", "0.1M"), seeds=(1, 2), shorter=1000
-    )
-    for runs in (study.tuning, study.confirming):
-        for run in runs():
-            (tmp_path / f"{run.name}.json").write_text(json.dumps(scaling.train(run, tokens, study)))
-    scaling.measure_speed(study, rounds=1)
+@pytest.mark.parametrize("study", [scaling, controls], ids=["scaling", "controls"])
+def test_a_study_of_language_models_in_its_quick_form(study, tokens, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(language_grid, "RATES", (1e-3, 4e-3))
+    monkeypatch.setattr(controls, "LENGTHS", (128, 256))
+    grid = dataclasses.replace(getattr(study, "STUDY", language_grid.Study()), budgets=(2e11, 4e11), tuned_budget=2e11)
+
+    def run(what, *arguments):
+        measure = getattr(study, "measure", lambda model, data: {})
+        arguments = [what, "--quick", f"--data={tokens}", "--images=.", *arguments]
+        language_grid.run_study(grid, None, study.report, study.draw, measure, arguments)
+
+    for what in ("tune", "train"):
+        run(what, "--part", "1", "2")
+        run(what)
+    run("speed")
     capsys.readouterr()
-    scaling.report(study)
+    run("report")
     printed = capsys.readouterr().out
-    assert "30 runs; 30 are done, 0 diverged" in printed
-    assert "core-hours are left" in printed
+    runs = {"scaling": 3 * 3 + 3 * 3 * 2, "controls": 8 * 2 + 8 * 2}[study.__name__]
+    assert f"{runs} runs; {runs} are done, 0 diverged" in printed
+    assert printed.count("| V1 |") == {"scaling": 1 + 2 + 3 + 1 + 3, "controls": 1 + 1 + 3}[study.__name__]
+    assert "nan" not in printed
     # Of a token, one of two follows.
-    assert all(0.69 < point["loss"] < 7 for point in study.points())
-    assert len(study.points()) == 3 * 3 * 2 * 3
-    assert printed.count("| V2 |") == 2 + 3 + 3 + 1
-    assert scaling.draw(study).axes
+    trained = grid.quick().trained()
+    assert all(0.69 < point["loss"] < 7.5 for numbers in trained for point in numbers["points"])
+    if study is controls:
+        by_family = {numbers["family"]: numbers for numbers in trained}
+        assert by_family["V1, lambda 0"]["lambda"] == [0, 0]
+        assert by_family["plain"]["lambda"] == []
+        assert all(0 < metrics["entropy"] <= 1 for metrics in by_family["V1"]["contexts"].values())
+        assert all(0 <= metrics["answer mass"] < 0.2 for metrics in by_family["V1"]["contexts"].values())
+    assert (tmp_path / f"{study.__name__}-quick.svg").is_file()
 
 
 def test_a_branch_leaves_its_trunk_as_it_was(tokens):
     def train(lengths):
         torch.manual_seed(0)
-        model = scaling.FAMILIES["V2"].create("0.1M")
-        trained = small_language.fit(model, tokens, rate=1e-3, warmup=2, lengths=lengths, seed=1)
+        model = language_grid.FAMILIES["V2"].create("0.1M")
+        trained = small_language.fit(model, small_language.Data(tokens), rate=1e-3, warmup=2, lengths=lengths, seed=1)
         return trained.branches[-1], model.state_dict()
 
     (alone, weights), (branched, others) = train([6]), train([2, 6])
@@ -220,56 +234,59 @@ def test_a_branch_leaves_its_trunk_as_it_was(tokens):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("size", scaling.SIZES)
+@pytest.mark.parametrize("size", language_grid.SIZES)
 def test_models_of_a_size_have_equal_parameters(size):
-    counts = [family.parameters(size) for family in scaling.FAMILIES.values()]
+    counts = [family.parameters(size) for family in language_grid.FAMILIES.values()]
     assert max(counts) / min(counts) < 1.01
 
 
-def test_the_lowest_loss_and_the_ratio_of_two_curves():
+def point(family, size, seed, loss, budget=1e12):
+    tokens = budget / 6 / size
+    return dict(zip(("family", "size", "seed", "loss"), (family, f"{size}", seed, loss), strict=True)) | {
+        "parameters": size,
+        "tokens": tokens,
+        "budget": budget,
+    }
+
+
+def test_the_best_size_is_a_parabolas_vertex_unless_it_is_the_smallest_or_the_largest():
     sizes = [1e5, 3e5, 8e5, 2e6]
-    size, loss = scaling.lowest(sizes, [2 + math.log(size / 5e5) ** 2 for size in sizes])
-    assert (size, loss) == (pytest.approx(5e5), pytest.approx(2))
-    assert scaling.lowest(sizes, [4, 3, 2, 1])[0] == 2e6
+    points = [point("plain", n, seed, seed + math.log(n / 5e5) ** 2) for n in sizes for seed in (1, 2)]
+    best = scaling.best_of(points, "plain", 1e12)
+    assert (best.size, best.losses, best.bound) == (pytest.approx(5e5), pytest.approx({1: 1, 2: 2}), "")
+    # One that is far off has no say.
+    points[0]["loss"] = points[1]["loss"] = 99
+    assert scaling.best_of(points, "plain", 1e12).size == pytest.approx(5e5)
+    falling = [point("plain", n, 1, -n) for n in sizes]
+    assert scaling.best_of(falling, "plain", 1e12) == (2e6, {1: -2e6}, "≥")
+    rising = [point("plain", n, 1, n) for n in sizes]
+    assert scaling.best_of(rising, "plain", 1e12) == (1e5, {1: 1e5}, "≤")
+    assert "≤ 0.10M" in "\n".join(scaling.loss_table(rising))
+
+
+def test_how_much_of_x_gives_an_equal_loss():
     # The second needs half of the tokens, and the first twice as many as the second.
     tokens = [1e6, 2e6, 4e6]
     losses, better = [5 - math.log(n) / 10 for n in tokens], [5 - math.log(2 * n) / 10 for n in tokens]
     assert scaling.ratio_of(tokens, losses, tokens, better) == pytest.approx(0.5)
     assert scaling.ratio_of(tokens, better, tokens, losses) == pytest.approx(2)
+    # The better one has no loss as high as the other's last.
+    assert math.isnan(scaling.ratio_of(tokens, losses, tokens, [1, 0.9, 0.8]))
+    assert scaling.interval([math.nan, 0.5]) == "out of range"
+    assert scaling.interval([0.5, 0.5]) == "0.50 [0.50, 0.50]"
 
 
 def test_the_fit_finds_the_multipliers_that_made_its_points():
     generator, points = np.random.default_rng(0), []
     for family, multiplier in (("plain", 1.0), ("V1", 0.8), ("V2", 1.3)):
-        for n, seed, budget in itertools.product((1e5, 3e5, 8e5, 2e6), (1, 2, 3), scaling.Study().budgets):
-            d = budget / 6 / n
-            loss = (1 + 30 * (multiplier * n) ** -0.3 + 60 * d**-0.28) * math.exp(generator.normal() * 1e-3)
-            points.append({"family": family, "size": f"{n}", "seed": seed, "parameters": n, "tokens": d, "loss": loss})
-    best, drawn = scaling.bootstrapped(points, 1, 5)
+        for n, seed, budget in itertools.product((1e5, 3e5, 8e5, 2e6), (1, 2, 3), language_grid.Study().budgets):
+            tokens = budget / 6 / n
+            loss = (1 + 30 * (multiplier * n) ** -0.3 + 60 * tokens**-0.28) * math.exp(generator.normal() * 1e-3)
+            points.append(point(family, n, seed, loss, budget))
+    best, drawn, error = scaling.bootstrapped(points, 1, 5)
     assert best == pytest.approx([0.8, 1.3], rel=0.03)
     assert drawn.shape == (5, 2)
-
-
-@pytest.mark.slow
-def test_controls_are_v1_without_one_part(tokens, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "RATES", (1e-3, 4e-3))
-    monkeypatch.setattr(controls, "LENGTHS", (64, 128))
-    study = dataclasses.replace(controls.STUDY, results=tmp_path, seeds=(1, 2), shorter=1000)
-    for runs in (study.tuning, study.confirming):
-        for run in runs():
-            (tmp_path / f"{run.name}.json").write_text(json.dumps(scaling.train(run, tokens, study, controls.measure)))
-    numbers = {family: controls.trained(study, family)[1] for family in study.families}
-    assert numbers["V1, lambda 0"]["lambda"] == [0, 0]
-    assert numbers["V1, free lambda"]["lambda"] == pytest.approx([0.2, 0.356], abs=0.1)
-    assert numbers["plain"]["lambda"] == []
-    assert all(0 < run["contexts"][128]["entropy"] <= 1 for run in [controls.measure(model(), tokens)])
-    controls.report(study)
-    assert capsys.readouterr().out.count("| V1, no factor |") == 1 + 4
-    assert controls.draw(study).axes
-
-
-def model():
-    return controls.FAMILIES["V1"].create("0.1M")
+    assert error < 2e-3
 
 
 def test_parts_of_v1_are_what_their_names_say():
