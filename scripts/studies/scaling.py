@@ -250,9 +250,9 @@ def size_table(points: Sequence[Point], speed: dict[str, dict[str, float]]) -> I
         for family in families:
             tokens = next(f"{p['tokens'] / 1e6:.2f}M" for p in chosen if p["family"] == family)
             values = list(ratios.get(family, {}).values())
-            cost = speed[size][family] / speed[size][first] if size in speed else math.nan
+            cost = [speed[size][family] / speed[size][first]] if size in speed else []
             cells = [tokens, spread(list(losses[family].values()), 3), rows[family].text(3) if family in rows else ""]
-            cells += [interval(values), interval([value * cost for value in values])]
+            cells += [interval(values), interval([value * one for value in values for one in cost])]
             yield f"| {size} | {family} | {' | '.join(cells)} |"
 
 
