@@ -30,10 +30,11 @@ from scipy.optimize import least_squares
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.progress import track
 from grid import differences, paired_interval, spread
-from language_grid import Study, describe, rate_table, run_study, step_seconds
+from language_grid import Study, describe, rate_table, rates_of, run_study, step_seconds
 from small_language import BATCH, LENGTH
 
 BOOTSTRAPS = 1000
+LARGEST = 3.0  # of a log multiplier
 Point = dict[str, Any]
 
 
@@ -171,7 +172,7 @@ def fitted(table: np.ndarray, column: int, start: np.ndarray | None = None) -> n
         for e, alpha, a, b in itertools.product((-1.0, 0.5), (0.2, 0.5), (2.0, 6.0), (2.0, 6.0))
     ]
     low, high = [-5, -5, 0.01, -5, 0.01], [2, 30, 3, 30, 3]
-    bounds = ([*low, *([-3] * len(multipliers))], [*high, *([3] * len(multipliers))])
+    bounds = ([*low, *([-LARGEST] * len(multipliers))], [*high, *([LARGEST] * len(multipliers))])
     results = [
         least_squares(residuals, one, bounds=bounds, loss="huber", f_scale=1e-3, args=(table, column))
         for one in (starts if start is None else [start])
@@ -277,8 +278,15 @@ def equal_loss_table(points: Sequence[Point], count: int) -> Iterator[str]:
         # A family whose parameters count m times as many needs 1 / m of them.
         best, drawn, error = bootstrapped(points, column, count)
         low, high = np.percentile(1 / drawn, [2.5, 97.5], axis=0)
-        cells = [f"{1 / m:.2f} [{a:.2f}, {b:.2f}]" for m, a, b in zip(best, low, high, strict=True)]
+        cells = [needed(*one) for one in zip(1 / best, low, high, strict=True)]
         yield f"| {name} | {' | '.join(cells)} | {100 * error:.1f}% |"
+
+
+def needed(ratio: float, low: float, high: float) -> str:
+    """Return a ratio and its interval, or that it is beyond what the fit may give."""
+    if abs(math.log(ratio)) > 0.99 * LARGEST:
+        return f"{'more' if ratio > 1 else 'less'} than {math.exp(math.copysign(LARGEST, math.log(ratio))):.2g}"
+    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def speed_table(study: Study) -> Iterator[str]:
@@ -334,6 +342,10 @@ def draw(study: Study) -> Any:
     for ax, title, label in zip(axes, titles, labels, strict=True):
         ax.set(title=title, xlabel=label, xscale="log")
         ax.minorticks_off()
+    axes[0].set_xticks([study.families["plain"].parameters(size) for size in study.sizes], study.sizes)
+    axes[2].set_xticks(budgets_of(points), [f"{budget:g}" for budget in budgets_of(points)], fontsize=8)
+    for ax, size in zip(axes[4:], study.tuned_sizes, strict=True):
+        ax.set_xticks(rates_of(size), [f"{1000 * rate:g}e-3" for rate in rates_of(size)], fontsize=8)
     axes[0].set_ylabel("validation loss, nats a token")
     return legend_below(figure, axes[1])
 
