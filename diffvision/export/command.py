@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Literal, get_args
 
+from diffvision.models.names import Method
+
 To = Literal["openclip", "timm", "huggingface", "program", "onnx", "int8"]
-Method = Literal["v2", "dex", "v1"]
 
 
 def export(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from open_clip.transformer import ResidualAttentionBlock
@@ -17,10 +17,10 @@ from torch import nn
 
 from diffvision.models.clip import TextBlock
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.names import Method
 from diffvision.nn import Attention, AttentionLayer, DexAttention, DiffAttention, DiffAttentionV2
 from diffvision.nn.linear import refuse_wrapped
 
-Method = Literal["v2", "dex", "v1"]
 Heads = Mapping[str, Sequence[int]] | Callable[[int, Attention], Sequence[int]]
 """A block's name -> its heads, or (index of the layer, its attention) -> its heads."""
 ENTRYPOINT = "adapted_vit"  # timm's name of an adapted VisionTransformer

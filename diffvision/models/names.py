@@ -1,8 +1,12 @@
-"""The error for names of models that a host does not know."""
+"""Names that commands take before anything heavy is imported, and the error for one that a host does not know."""
 
 from collections.abc import Iterable
+from typing import Literal
 
 from diffvision.mistakes import nearest
+
+Method = Literal["v2", "dex", "v1"]
+"""How a pretrained model's attention is made differential: see `adapt`."""
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
