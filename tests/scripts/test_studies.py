@@ -186,8 +186,11 @@ def tokens(tmp_path):
     return tmp_path / "tokens.pt"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("study", [scaling, controls], ids=["scaling", "controls"])
+@pytest.mark.parametrize(
+    "study",
+    [pytest.param(scaling, marks=pytest.mark.slow), pytest.param(controls, marks=pytest.mark.nightly)],
+    ids=["scaling", "controls"],
+)
 def test_a_study_of_language_models_in_its_quick_form(study, tokens, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(language_grid, "RATES", (1e-3, 4e-3))
