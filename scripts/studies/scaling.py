@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
+from diffvision.analysis.figures.style import colours_of, legend_below, new_figure, styled
 from diffvision.progress import track
 from grid import differences, paired_interval, spread
 from language_grid import Study, describe, rate_table, rates_of, run_study, step_seconds
@@ -318,7 +318,11 @@ def draw(study: Study) -> Any:
     points, speed = points_of(study), step_seconds(study)
     if not speed:
         raise SystemExit(f"no seconds in {study.results}: run `speed`")
-    figure, axes = panels(4 + len(study.tuned_sizes), width=2.4, height=3.2)
+    figure = new_figure(9, 6)
+    count = 4 + len(study.tuned_sizes)
+    axes = figure.subplots(2, 3).ravel()[:count]
+    for unused in figure.axes[count:]:
+        unused.set_axis_off()
     middle = study.sizes[1]
     for family, colour in colours_of(study.families).items():
         means = means_of([p for p in points if p["family"] == family])
