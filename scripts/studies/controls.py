@@ -202,8 +202,9 @@ def report(study: Study) -> None:
 def draw(study: Study) -> Any:
     """Return a figure: what attention does over the context length; means over seeds, with their deviations."""
     figure, axes = panels(len(METRICS), width=3.2, height=3.6)
+    by_family = trained(study)
     for ax, metric in zip(axes, METRICS, strict=True):
-        for number, (family, runs) in enumerate(trained(study).items()):
+        for number, (family, runs) in enumerate(by_family.items()):
             values = [[one["contexts"][str(length)][metric] for one in runs.values()] for length in LENGTHS]
             means = [statistics.mean(column) for column in values]
             bars = [statistics.stdev(column) if len(column) > 1 else 0 for column in values]

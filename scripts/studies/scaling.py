@@ -294,8 +294,8 @@ def speed_table(study: Study) -> Iterator[str]:
     yield "| size | family | parameters | embedding | FLOPs of a step | milliseconds of a step |"
     yield "|---|---|---:|---:|---:|---:|"
     seconds = step_seconds(study)
-    for size, family in itertools.product(study.sizes, study.families):
-        one = next(n for n in study.trained() if (n["size"], n["family"]) == (size, family))
+    trained = {(numbers["size"], numbers["family"]): numbers for numbers in study.trained()}
+    for (size, family), one in trained.items():
         time = f"{1000 * seconds[size][family]:.1f}" if size in seconds else ""
         counts = f"{one['parameters']:,} | {one['embedding']:,} | {one['FLOPs of a step']:.3g}"
         yield f"| {size} | {family} | {counts} | {time} |"

@@ -309,7 +309,8 @@ def test_parts_of_v1_are_what_their_names_say():
     outputs = {family: layer(x) for family, layer in layers.items()}
     torch.testing.assert_close(outputs["V1, free lambda"], outputs["V1"])
     torch.testing.assert_close(outputs["V1, no factor"] * (1 - layers["V1"].lambda_init), outputs["V1"])
-    first = layers["V1"].lambda_init = 0.0
+    # With vectors and lambda_init of zero V1's lambda is zero, and its factor 1.
+    layers["V1"].lambda_init = 0.0
     for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
-        vector.data.fill_(first)
+        vector.data.zero_()
     torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
