@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.quantization import quantised_attention
@@ -50,3 +51,20 @@ def test_evaluations_take_them(model):
     assert len(decoder_layers(model)) == 2
     states = model(ROWS, output_hidden_states=True).hidden_states[1]
     assert outliers(model, ROWS)["hidden_states/top_1"] >= states.abs().max().item() * 0.999
+
+
+@torch.no_grad()
+def test_values_are_rounded_too_and_halves_of_them_refused(model):
+    """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
+    if model.config.model_type == "diffllama":
+        with pytest.raises(ValueError, match=r"DiffLlamaAttention reads its values in halves, .*: convert the model"):
+            low_bit(model, ROWS)
+        return
+    whole = model(ROWS).logits
+    change = {}
+    for scheme in SCHEMES:
+        with low_bit_attention(model, scheme):
+            change[scheme] = (model(ROWS).logits - whole).abs().max().item()
+    assert change["pv_fp8"] > change["pv_int8"] > 1e-4
+    assert change["cache_2"] == pytest.approx(0, abs=1e-4)
+    assert low_bit(model, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0
