@@ -187,8 +187,8 @@ def low_bit(
         batch_size: rows at a time.
 
     Returns:
-        {"nll/full": nats a token, "perplexity/full": ..., "nll/<scheme>": ..., "<name of also>/<scheme>": ..., and
-        those of `attention_errors`}.
+        {"nll/full": nats a token, "nll/<scheme>": ..., "<name of also>/<scheme>": ..., and those of
+        `attention_errors`}.
 
     Raises:
         ValueError: unknown scheme; a layer that a scheme cannot be computed for.
@@ -199,6 +199,7 @@ def low_bit(
         rounded = nullcontext() if name is None else low_bit_attention(model, name, settings)
         with evaluating(model), rounded:
             values = measured(model, rows, also or {}, batch_size)
+        del values["perplexity"]
         metrics |= {f"{metric}/{name or 'full'}": value for metric, value in values.items()}
     return metrics
 
