@@ -189,7 +189,10 @@ def low_bit_panels(results: Results) -> Figure:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set(xlabel="layer")
     axes[-2].set(title="how much the difference amplifies errors")
-    axes[-1].set(title="largest attention logit")
+    largest = [metrics["largest_logit"] for metrics in results.values()]
+    factors = ", ".join(f"{largest[0] / value:.2f}" for value in largest)
+    axes[-1].set(title=f"largest attention logit\n(range factors, the first model's over each: {factors})")
+    axes[-1].set_ylim(bottom=0)
     return legend_below(figure, axes[0])
 
 
