@@ -279,7 +279,7 @@ class Layer:
         scores = call.scores()
         self.largest = max(self.largest, (scores.logits.abs() * scores.allowed).max().item())
         output, values = _output(call, scores), call.values(scores.logits.dtype)
-        weights = [1.0] if scores.lam is None else [1.0, scores.lam]
+        weights: list[Any] = [1.0] if scores.lam is None else [1.0, scores.lam]
         for weight, attention in zip(weights, scores.maps().unbind(2), strict=True):
             self.parts += (weight * attention @ values).double().square().sum().item()
         output = output.double()
