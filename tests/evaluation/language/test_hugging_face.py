@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
+from diffvision.analysis.maps import opened_layers
 from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
@@ -68,3 +69,17 @@ def test_values_are_rounded_too_and_halves_of_them_refused(model):
     assert change["pv_fp8"] > change["pv_int8"] > 1e-4
     assert change["cache_2"] == pytest.approx(0, abs=1e-4)
     assert low_bit(model, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0
+
+
+@torch.no_grad()
+def test_layers_are_opened_with_their_values_where_these_are_whole(model):
+    heads = []
+    projection = model.model.layers[0].self_attn.o_proj
+    note = projection.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+    layers = list(opened_layers(model, {"tokens": ROWS[:1]}))
+    note.remove()
+    if model.config.model_type == "diffllama":
+        assert layers[0].values is None
+    else:
+        out = (layers[0].applied @ layers[0].values).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(layers[0].norm(out), heads[0][0], atol=1e-5, rtol=1e-4)
