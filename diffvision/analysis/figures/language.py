@@ -174,6 +174,49 @@ def quantization_curves(results: Results) -> Figure:
     return legend_below(figure, axes[0])
 
 
+@styled
+def low_bit_panels(results: Results) -> Figure:
+    """Return the rise of the loss and the error of attention under each scheme, and the two factors by layer."""
+    kinds = {"loss more than in full precision, nats": "nll", "relative L1 error of attention": "relative_l1"}
+    if all("needle_accuracy/full" in metrics for metrics in results.values()):
+        kinds["needle accuracy"] = "needle_accuracy"
+    figure, axes = panels(len(kinds) + 2, width=4.2, height=4.2)
+    for ax, (title, kind) in zip(axes, kinds.items(), strict=False):
+        _schemes(ax, results, kind)
+        ax.set(title=title)
+    for ax, kind in zip(axes[len(kinds) :], ("cancellation", "largest_logit"), strict=True):
+        _curves(ax, {name: numbered(metrics, kind) for name, metrics in results.items()})
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="layer")
+    axes[-2].set(title="how much the difference amplifies errors")
+    largest = [metrics["largest_logit"] for metrics in results.values()]
+    factors = ", ".join(f"{largest[0] / value:.2f}" for value in largest)
+    axes[-1].set(title=f"largest attention logit\n(range factors, the first model's over each: {factors})")
+    axes[-1].set_ylim(bottom=0)
+    return legend_below(figure, axes[0])
+
+
+def _schemes(ax: Any, results: Results, kind: str) -> None:
+    """Draw a dot for each model and scheme; losses are less that in full precision, and errors are logarithmic."""
+    colours = colours_of(results)
+    for number, (name, metrics) in enumerate(results.items()):
+        values = {key.partition("/")[2]: value for key, value in metrics.items() if key.startswith(f"{kind}/")}
+        values = {scheme: value for scheme, value in values.items() if "/" not in scheme}
+        full = values.pop("full", 0.0) if kind == "nll" else 0.0
+        shift = (number - (len(results) - 1) / 2) * 0.6 / len(results)
+        x = [index + shift for index in range(len(values))]
+        y = [value - full for value in values.values()]
+        ax.plot(x, y, "o", color=colours[name], markersize=4, label=name)
+        ax.set_xticks(range(len(values)), [scheme.replace("_", " ") for scheme in values], rotation=90)
+    if kind == "nll":
+        ax.set_yscale("symlog", linthresh=1e-3)
+        ax.axhline(0, color=SOFT, linewidth=0.8)
+    elif kind == "relative_l1":
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(-0.03, 1.03)
+
+
 def numbered(metrics: Mapping[str, float], kind: str) -> dict[float, float]:
     """Return {x: value} of the keys "<kind>/<x>" with a number for x, in its order."""
     values = {key.removeprefix(f"{kind}/"): value for key, value in metrics.items() if key.startswith(f"{kind}/")}

@@ -39,7 +39,9 @@ class LanguageOptions:
         queries: questions of each, of words that its demonstrations do not show.
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
-        quantised_needles: take the needle accuracy under quantised logits as well.
+        quantised_needles: take the needle accuracy in `quantization` and `low_bit` as well.
+        schemes: of `low_bit`: what is rounded, names of `low_bit.SCHEMES`; None for all.
+        recent: tokens that `low_bit`'s caches keep in full precision.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -67,6 +69,8 @@ class LanguageOptions:
     bits: tuple[int, ...] = (16, 8, 6, 4)
     granularity: Granularity = "layer"
     quantised_needles: bool = False
+    schemes: tuple[str, ...] | None = None
+    recent: int = 128
     batch_size: int = 8
     seed: int = 0
 
@@ -90,6 +94,11 @@ class LanguageOptions:
             from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
 
             TextMember(self.text_key)
+        if self.schemes is not None or self.recent < 0:
+            from diffvision.evaluation.language import low_bit
+
+            low_bit.check_schemes(self.schemes or ())
+            low_bit.Settings(recent=self.recent)
         Limits(self.max_bad_fraction)
 
 

@@ -24,6 +24,7 @@ from diffvision.evaluation.language.associative_recall import associative_recall
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
@@ -205,18 +206,38 @@ def _outliers(work: Work) -> dict[str, float]:
     return outliers(work.model.module, rows_of(work.documents, work.window), progress=work.progress)
 
 
-def _quantization(work: Work) -> dict[str, float]:
-    def needle_accuracy(model: Any) -> float:
+def _needle_accuracy(work: Work) -> dict[str, Callable[[Any], float]] | None:
+    """Return what is taken of a model in few bits besides its loss."""
+    if not work.options.quantised_needles:
+        return None
+
+    def accuracy(model: Any) -> float:
         options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
         metrics = _needle(dataclasses.replace(work, options=options, progress=unseen))
         return _mean([value for key, value in metrics.items() if key.endswith("/accuracy")])
 
+    return {"needle_accuracy": accuracy}
+
+
+def _quantization(work: Work) -> dict[str, float]:
     return quantization(
         work.model.module,
         rows_of(work.documents, work.window),
         bits=work.options.bits,
         granularity=work.options.granularity,
-        also={"needle_accuracy": needle_accuracy} if work.options.quantised_needles else None,
+        also=_needle_accuracy(work),
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _low_bit(work: Work) -> dict[str, float]:
+    return low_bit(
+        work.model.module,
+        rows_of(work.documents, work.window),
+        schemes=work.options.schemes or tuple(SCHEMES),
+        settings=Settings(work.options.granularity, work.options.recent),
+        also=_needle_accuracy(work),
         batch_size=work.options.batch_size,
         progress=work.progress,
     )
@@ -231,6 +252,7 @@ LANGUAGE_EVALUATIONS = {
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
     "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
     "quantization": LanguageEvaluation(_quantization, figures.quantization_curves, "documents"),
+    "low_bit": LanguageEvaluation(_low_bit, figures.low_bit_panels, "documents"),
 }
 
 

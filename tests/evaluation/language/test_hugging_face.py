@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
+from diffvision.analysis.maps import opened_layers
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.quantization import quantised_attention
@@ -50,3 +52,34 @@ def test_evaluations_take_them(model):
     assert len(decoder_layers(model)) == 2
     states = model(ROWS, output_hidden_states=True).hidden_states[1]
     assert outliers(model, ROWS)["hidden_states/top_1"] >= states.abs().max().item() * 0.999
+
+
+@torch.no_grad()
+def test_values_are_rounded_too_and_halves_of_them_refused(model):
+    """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
+    if model.config.model_type == "diffllama":
+        with pytest.raises(ValueError, match=r"DiffLlamaAttention reads its values in halves, .*: convert the model"):
+            low_bit(model, ROWS)
+        return
+    whole = model(ROWS).logits
+    change = {}
+    for scheme in SCHEMES:
+        with low_bit_attention(model, scheme):
+            change[scheme] = (model(ROWS).logits - whole).abs().max().item()
+    assert change["pv_fp8"] > change["pv_int8"] > 1e-4
+    assert change["cache_2"] == pytest.approx(0, abs=1e-4)
+    assert low_bit(model, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0
+
+
+@torch.no_grad()
+def test_layers_are_opened_with_their_values_where_these_are_whole(model):
+    heads = []
+    projection = model.model.layers[0].self_attn.o_proj
+    note = projection.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+    layers = list(opened_layers(model, {"tokens": ROWS[:1]}))
+    note.remove()
+    if model.config.model_type == "diffllama":
+        assert layers[0].values is None
+    else:
+        out = (layers[0].applied @ layers[0].values).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(layers[0].norm(out), heads[0][0], atol=1e-5, rtol=1e-4)

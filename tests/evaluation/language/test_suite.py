@@ -56,6 +56,8 @@ SMALL = LanguageOptions(
     queries=4,
     bits=(8, 4),
     quantised_needles=True,
+    schemes=("logits_8", "qk_int4_smooth", "cache_2"),
+    recent=8,
     batch_size=4,
 )
 
