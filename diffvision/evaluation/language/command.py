@@ -1,6 +1,7 @@
 """`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
 
 import dataclasses
+from typing import Any
 
 from diffvision.evaluation.language.options import LanguageOptions
 
@@ -25,8 +26,8 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
-            (a list, or separated by commas).
+        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, faithfulness, attention_mass,
+            many_shot, outliers, quantization (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
@@ -40,6 +41,7 @@ def run(
     """
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group
+    from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import suite
     from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.many_shot import read_task
@@ -68,6 +70,7 @@ def run(
         # Raises before a model is loaded if there are too few words for the options.
         many_shot_tasks = suite.synthetic_mappings(options)
     results: dict[str, dict[str, float]] = {}
+    first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
         for label, spec in map(labelled, specs):
@@ -79,7 +82,12 @@ def run(
             work = suite.prepared(model, options, None if data is None else listed(data), many_shot_tasks)
             identity = {} if result_cache is None else suite.cache_inputs(work, used_device)
             for name in names:
-                results[label] |= suite.cached(work, name, result_cache, identity)
+                measured = suite.cached(work, name, result_cache, identity)
+                results[label] |= with_intervals(measured)
+                if len(results) == 1:
+                    first |= measured
+                else:
+                    results[label] |= differences(first, measured)
                 if output is not None:
                     suite.write_numbers(name, results, options, output)
     suite.show(results)

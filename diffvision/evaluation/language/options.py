@@ -30,6 +30,7 @@ class LanguageOptions:
         lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
         depths: of the answer in the context.
         needles: "NxR", N needles of which R are asked for.
+        facts: of recall_errors, numbers of facts in a context, of which one is asked for.
         samples: contexts a depth and length.
         shots: numbers of demonstrations.
         order_shots: demonstrations whose order is changed.
@@ -57,6 +58,7 @@ class LanguageOptions:
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: tuple[str, ...] = ("1x1", "2x2", "4x2", "6x2")
+    facts: tuple[int, ...] = (1, 2, 4, 8)
     samples: int = 50
     shots: tuple[int, ...] = (1, 4, 16, 64)
     order_shots: int = 64
@@ -72,14 +74,14 @@ class LanguageOptions:
 
     def __post_init__(self) -> None:
         counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
-        lists = ("lengths", "shots")
+        lists = ("lengths", "shots", "facts")
         values = [(name, getattr(self, name)) for name in counts]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
         values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")
-        for name in ("depths", "needles", "shots", "bits"):
+        for name in ("depths", "needles", "facts", "shots", "bits"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
         if self.form not in FORMS:
