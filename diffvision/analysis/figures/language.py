@@ -93,6 +93,19 @@ def error_curves(results: Results) -> Figure:
 
 
 @styled
+def faithfulness_bars(results: Results) -> Figure:
+    """Return the shares of outputs that each judge finds accurate, and of those that it cannot decide."""
+    kinds = ("accuracy", "undecided")
+    figure, axes = panels(len(kinds), width=4.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        judges = [key.partition("/")[0] for key in next(iter(results.values())) if key.endswith(f"/{kind}")]
+        _bars(ax, {judge: {name: metrics[f"{judge}/{kind}"] for name, metrics in results.items()} for judge in judges})
+        ax.set(title=kind, ylim=(0, 1.1))
+    axes[0].set_ylabel("share of the outputs")
+    return legend_below(figure, axes[0])
+
+
+@styled
 def attention_bars(results: Results) -> Figure:
     """Return the share of attention on the answer and on noise, by depth."""
     figure, axes = panels(2, width=4.0, height=_HEIGHT, sharey=True)

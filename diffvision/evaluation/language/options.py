@@ -41,6 +41,10 @@ class LanguageOptions:
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
         quantised_needles: take the needle accuracy under quantised logits as well.
+        rows: of faithfulness's data, how many are drawn with the seed; None for all.
+        new_tokens: the most tokens of an output of faithfulness.
+        prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
+            {context} and {input}}, such as LongBench's dataset2prompt.json.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -69,15 +73,20 @@ class LanguageOptions:
     bits: tuple[int, ...] = (16, 8, 6, 4)
     granularity: Granularity = "layer"
     quantised_needles: bool = False
+    rows: int | None = None
+    new_tokens: int = 256
+    prompts: str | None = None
     batch_size: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
+        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "new_tokens", "batch_size")
         lists = ("lengths", "shots", "facts")
         values = [(name, getattr(self, name)) for name in counts]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
-        values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
+        values += [
+            (name, getattr(self, name)) for name in ("window", "stride", "rows") if getattr(self, name) is not None
+        ]
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,10 @@ from diffvision.evaluation.intervals import PARTS, with_intervals
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
+from diffvision.evaluation.language.faithfulness.judges import Judge
+from diffvision.evaluation.language.faithfulness.prompts import read_templates
+from diffvision.evaluation.language.faithfulness.rows import Row
+from diffvision.evaluation.language.faithfulness.task import faithfulness
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
@@ -33,6 +37,7 @@ from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.recall_errors import recall_errors
+from diffvision.evaluation.language.records import fingerprint
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.output import bar, write_bytes, write_json
 from diffvision.evaluation.samples import PerSample
@@ -52,6 +57,9 @@ class Work:
     num_bytes: int | None = None  # of their text
     tasks: Sequence[Task] = ()  # of many-shot learning; none for the synthetic ones
     progress: Progress = unseen
+    rows: Sequence[Row] = ()  # of faithfulness
+    judges: Sequence[Judge] = ()
+    folder: Path | None = None  # for what a task writes besides its numbers and picture
 
     @property
     def window(self) -> int:
@@ -97,7 +105,7 @@ class LanguageEvaluation(NamedTuple):
 
     function: Callable[[Work], Mapping[str, PerSample | float]]
     draw: Callable[[figures.Results], Any]  # a matplotlib Figure
-    reads: str  # "documents" (text and a tokenizer), or "tokenizer"
+    reads: str  # "documents" (text and a tokenizer), "rows" (of faithfulness), or "tokenizer"
 
 
 def _perplexity(work: Work) -> dict[str, float]:
@@ -176,6 +184,21 @@ def _recall_errors(work: Work) -> dict[str, PerSample]:
     )
 
 
+def _faithfulness(work: Work) -> dict[str, PerSample | float]:
+    options = work.options
+    return faithfulness(
+        work.model,
+        work.rows,
+        work.judges,
+        new_tokens=options.new_tokens,
+        templates=None if options.prompts is None else read_templates(options.prompts),
+        folder=None if work.folder is None else work.folder / "faithfulness" / work.model.name,
+        settings=_model_identity(work.model),
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
 def _attention_mass(work: Work) -> dict[str, float]:
     needles, queries = needle_pair(work.options.needles[-1])
     return attention_mass(
@@ -245,6 +268,7 @@ LANGUAGE_EVALUATIONS = {
     "associative_recall": LanguageEvaluation(_associative_recall, figures.recall_bars, "documents"),
     "needle": LanguageEvaluation(_needle, figures.needle_maps, "tokenizer"),
     "recall_errors": LanguageEvaluation(_recall_errors, figures.error_curves, "tokenizer"),
+    "faithfulness": LanguageEvaluation(_faithfulness, figures.faithfulness_bars, "rows"),
     "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
     "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
@@ -267,8 +291,9 @@ def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
 
 def measured(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
     """Return the metrics as `evaluate_language`, those that are means over samples with their samples."""
-    check(tasks, has_documents=bool(work.documents))
-    if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads == "tokenizer" for task in tasks):
+    for task in tasks:
+        check([task], has_data=bool(work.rows if reads_rows(task) else work.documents))
+    if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads != "documents" for task in tasks):
         raise ValueError(f"{work.model.name} came without a tokenizer: give one, such as a tokenizer.json")
     return {
         f"{task}/{metric}": value
@@ -277,13 +302,27 @@ def measured(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
     }
 
 
-def check(tasks: Iterable[str], *, has_documents: bool) -> None:
-    """Raise a ValueError for an unknown task, or one that needs documents where there are none."""
+def check(tasks: Sequence[str], *, has_data: bool) -> None:
+    """Raise a ValueError for an unknown task, one that needs data where there is none, or two that read other data."""
     for task in tasks:
         if task not in LANGUAGE_EVALUATIONS:
             raise ValueError(f"unknown task {task!r}: choose among {', '.join(LANGUAGE_EVALUATIONS)}")
-        if LANGUAGE_EVALUATIONS[task].reads == "documents" and not has_documents:
+        reads = LANGUAGE_EVALUATIONS[task].reads
+        if reads == "documents" and not has_data:
             raise ValueError(f"{task} needs text: give data, files or folders of .txt or .jsonl, or shards")
+        if reads == "rows" and not has_data:
+            raise ValueError(f"{task} needs documents with questions: give data, files of JSON lines")
+    by_kind = {LANGUAGE_EVALUATIONS[task].reads: task for task in tasks}
+    if {"documents", "rows"} <= set(by_kind):
+        raise ValueError(
+            f"{by_kind['documents']} reads text and {by_kind['rows']} rows of documents and questions: evaluate them "
+            "in two commands"
+        )
+
+
+def reads_rows(task: str) -> bool:
+    """Return whether a task's data are rows of documents and questions."""
+    return task in LANGUAGE_EVALUATIONS and LANGUAGE_EVALUATIONS[task].reads == "rows"
 
 
 def cached(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, PerSample | float]:
@@ -309,17 +348,26 @@ def cached(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -
 def cache_inputs(work: Work, device: str) -> dict[str, Any]:
     """Return all that a task's metrics depend on, besides the task; its digest identifies cached metrics."""
     model, options = work.model, work.options
+    return {
+        **_model_identity(model),
+        "documents": tensor_digest(work.documents),
+        "num_bytes": work.num_bytes,
+        "tasks": repr(work.tasks),
+        "options": dataclasses.asdict(options),
+        "rows": fingerprint([dataclasses.asdict(row) for row in work.rows]),
+        "judges": [judge.identity for judge in work.judges],
+        "files": files_digest(*filter(None, (options.haystack, options.frequent_text, options.prompts))),
+        "device": device,
+    }
+
+
+def _model_identity(model: Model) -> dict[str, Any]:
+    """Return what outputs of a model depend on besides its input."""
     tokenizer = model.tokenizer
     return {
         "model": model_digest(model.module),
         "tokenizer": None if tokenizer is None else [tokenizer.vocab_size, tokenizer.encode(PROBE)],
         "max_length": model.max_length,
-        "documents": tensor_digest(work.documents),
-        "num_bytes": work.num_bytes,
-        "tasks": repr(work.tasks),
-        "options": dataclasses.asdict(options),
-        "files": files_digest(*filter(None, (options.haystack, options.frequent_text))),
-        "device": device,
     }
 
 
