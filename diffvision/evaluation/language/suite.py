@@ -29,6 +29,7 @@ from diffvision.evaluation.language.faithfulness.prompts import read_templates
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
@@ -184,6 +185,20 @@ def _recall_errors(work: Work) -> dict[str, PerSample]:
     )
 
 
+def _lookback(work: Work) -> dict[str, float]:
+    return lookback(
+        work.model,
+        facts=work.options.facts,
+        length=min(work.lengths),
+        depths=work.options.depths,
+        samples=work.options.samples,
+        form=work.form,
+        seed=work.options.seed,
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
 def _faithfulness(work: Work) -> dict[str, PerSample | float]:
     options = work.options
     return faithfulness(
@@ -268,6 +283,7 @@ LANGUAGE_EVALUATIONS = {
     "associative_recall": LanguageEvaluation(_associative_recall, figures.recall_bars, "documents"),
     "needle": LanguageEvaluation(_needle, figures.needle_maps, "tokenizer"),
     "recall_errors": LanguageEvaluation(_recall_errors, figures.error_curves, "tokenizer"),
+    "lookback": LanguageEvaluation(_lookback, figures.lookback_bars, "tokenizer"),
     "faithfulness": LanguageEvaluation(_faithfulness, figures.faithfulness_bars, "rows"),
     "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
