@@ -434,15 +434,15 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
 
 def show(results: figures.Results) -> None:
     """Print the headline numbers (those without a position or length in their names), and the paired differences."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("metric", *results)
+    table = Table(Column("metric", no_wrap=True), *results)
     keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     derived = {f"{key}{end}" for key in keys for end in PARTS}
     headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
     for key in (key for key in headlines if key not in derived):
         table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
-    paired = Table("difference", "model", f"from {next(iter(results))}", "McNemar's p")
+    paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")
     for key, (name, metrics) in itertools.product(headlines, results.items()):
         if f"{key}_difference" in metrics:
             p = metrics.get(f"{key}_mcnemar_p")
@@ -455,7 +455,9 @@ def _cell(metrics: Mapping[str, float], key: str) -> str:
     if key not in metrics:
         return ""
     ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
-    return f"{metrics[key]:.4g}" + (f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else "")
+    if not ends:
+        return f"{metrics[key]:.4g}"
+    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _mean(values: Sequence[float]) -> float:
