@@ -1,11 +1,16 @@
 """`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
 
+from __future__ import annotations
+
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.options import LanguageOptions
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.language.faithfulness.rows import Row
 
 
 def run(
@@ -49,10 +54,7 @@ def run(
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import suite
-    from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.faithfulness.judges import open_judges
-    from diffvision.evaluation.language.faithfulness.prompts import read_templates
-    from diffvision.evaluation.language.faithfulness.rows import Row, read_rows
     from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
@@ -66,14 +68,7 @@ def run(
     specs = listed(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    texts = None if data is None else listed(data)
-    rows: list[Row] = []
-    if texts is not None and any(map(suite.reads_rows, names)):
-        rows, texts = read_rows(texts, count=options.rows, seed=options.seed), None
-        if options.prompts is not None:
-            read_templates(options.prompts)  # raises before a model is loaded
-    if texts is not None:
-        check_sources(texts)
+    texts, rows = _texts_or_rows(data, any(map(suite.reads_rows, names)), options)
     for _, spec in map(labelled, specs):
         check_spec(spec)  # all of them, before the first is evaluated
     if (demonstrations is None) != (queries is None):
@@ -108,9 +103,28 @@ def run(
                 else:
                     results[label] |= differences(first, measured)
                 if output is not None:
-                    suite.write_numbers(name, results, options, output)
+                    suite.write_numbers(name, results, options, output, judge if suite.reads_rows(name) else None)
     suite.show(results)
     if output is not None:
         for name in names:
             suite.write_picture(name, results, output)
     return results
+
+
+def _texts_or_rows(
+    data: str | list[str] | None, reads_rows: bool, options: LanguageOptions
+) -> tuple[list[str] | None, list[Row]]:
+    """Return the sources of text, or the rows that they hold; what cannot be read raises before a model is loaded."""
+    from diffvision.evaluation.language.documents import check_sources
+    from diffvision.evaluation.language.faithfulness.prompts import read_templates
+    from diffvision.evaluation.language.faithfulness.rows import read_rows
+    from diffvision.evaluation.output import listed
+
+    if data is None:
+        return None, []
+    if not reads_rows:
+        check_sources(listed(data))
+        return listed(data), []
+    if options.prompts is not None:
+        read_templates(options.prompts)
+    return None, read_rows(listed(data), count=options.rows, seed=options.seed)

@@ -25,6 +25,7 @@ from diffvision.evaluation.language.associative_recall import associative_recall
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.faithfulness.judges import Judge
+from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.faithfulness.prompts import read_templates
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
@@ -387,13 +388,21 @@ def _model_identity(model: Model) -> dict[str, Any]:
     }
 
 
-def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
-    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null."""
+def write_numbers(
+    task: str,
+    results: figures.Results,
+    options: LanguageOptions,
+    output: str | Path,
+    judge: JudgeOptions | None = None,
+) -> None:
+    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and settings."""
     plain = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
     }
     content = {"task": task, "models": plain, "options": dataclasses.asdict(options)}
+    if judge is not None:
+        content["judge"] = dataclasses.asdict(judge)
     write_json(Path(output) / f"{task}.json", content)
 
 

@@ -78,6 +78,7 @@ def test_a_run_that_was_ended_counts_every_row_once(home, judging, tmp_path, mon
     assert all(row["stopped_by"] in ("end", "length", "stop") and row["cut"] == 0 for row in outputs)
     assert evaluated(home, "diff-debug", **settings)["diff-debug"] == metrics
     assert len(server.asked) == 7
+    assert json.loads((tmp_path / "faithfulness.json").read_text())["judge"]["llm"] == "big"
     written = [path.read_text() for path in tmp_path.rglob("*.json*")]
     assert not any("secret" in text for text in written)
 
