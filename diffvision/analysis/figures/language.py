@@ -5,6 +5,7 @@ Each takes {model: metrics} as the evaluations of `diffvision.evaluation.languag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,50 @@ def needle_maps(results: Results) -> Figure:
         ax.set_xlabel("length in tokens")
     colour_bar(figure, picture, grid.ravel().tolist(), fraction=0.02, pad=0.02).set_label("accuracy")
     return figure
+
+
+@styled
+def error_curves(results: Results) -> Figure:
+    """Return the shares of right, distracted, fabricated and malformed answers over the number of facts."""
+    kinds = ("correct", "distracted", "fabricated", "malformed")
+    figure, axes = panels(len(kinds), width=3.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        facts = {key: int(key.partition("x1/")[0]) for metrics in results.values() for key in metrics
+                 if key.endswith(f"x1/{kind}")}  # fmt: skip
+        _curves(ax, {name: {count: metrics[key] for key, count in facts.items()} for name, metrics in results.items()})
+        ax.set_xticks(sorted(set(facts.values())))
+        ax.set(title=kind, xlabel="facts in the context")
+    axes[0].set(ylabel="share of the answers", ylim=(-0.03, 1.03))
+    return legend_below(figure, axes[0])
+
+
+@styled
+def lookback_bars(results: Results) -> Figure:
+    """Return the mean lookback ratio of right and wrong answers, by what they are."""
+    figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
+    keys = dict.fromkeys(key for metrics in results.values() for key in metrics if key.startswith("ratio/"))
+    _bars(
+        ax,
+        {
+            key.removeprefix("ratio/"): {name: metrics.get(key, math.nan) for name, metrics in results.items()}
+            for key in keys
+        },
+    )
+    ax.set(title="Attention on the context, as a share of that and on new tokens", ylabel="lookback ratio")
+    return legend_below(figure, ax)
+
+
+@styled
+def faithfulness_bars(results: Results) -> Figure:
+    """Return the shares of outputs that each judge finds accurate, and of those that it cannot decide."""
+    kinds = ("accuracy", "undecided")
+    figure, axes = panels(len(kinds), width=4.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        judges = [key.partition("/")[0] for key in next(iter(results.values())) if key.endswith(f"/{kind}")]
+        _bars(ax, {judge: {name: metrics[f"{judge}/{kind}"] for name, metrics in results.items()} for judge in judges})
+        ax.set(title=kind, ylim=(0, 1.1))
+    axes[0].set_ylabel("share of the outputs")
+    return legend_below(figure, axes[0])
 
 
 @styled
