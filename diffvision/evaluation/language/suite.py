@@ -30,8 +30,8 @@ from diffvision.evaluation.language.faithfulness.prompts import read_templates
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.lookback import lookback
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
