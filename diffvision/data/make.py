@@ -221,31 +221,44 @@ def tokenize(
     source: str,
     directory: str,
     tokenizer: str,
-    text_key: str = "txt",
+    text_key: str | None = None,
+    chat: str | None = None,
     max_bad_fraction: float = 0.01,
     num_workers: int = 2,
 ) -> int:
-    """Write text shards as token shards, for sequences of any length.
+    """Write text shards as token shards, for sequences of any length; or conversations, with what is learned of them.
 
     Args:
-        source: text shards, as for training.
+        source: text shards, as for training; for --chat also a .jsonl file.
         directory: the folder to write; it must not exist, or be empty.
         tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name.
-        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        text_key: the member with the text: txt (by default), json:FIELD, or jsonl:FIELD with a document in each line.
+            Of conversations: jsonl (by default) with a row in each line, or json.
+        chat: how rows of conversations are written: chatml; plain (contents one after another, and the end of a
+            document after each answer); tokenizer, the template that came with it; or a file of Jinja. Rows have
+            messages, conversations, prompt and response, or OpenThoughts' columns.
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
         num_workers: processes.
     """
     from diffvision.data.shards.report import Limits
     from diffvision.data.shards.storage import ShardSet
-    from diffvision.data.text.documents import TextMember
+    from diffvision.data.text.chat import open_chat
+    from diffvision.data.text.documents import JsonLines, RowMember, TextMember
     from diffvision.data.text.tokenize import tokenize_shards
     from diffvision.data.text.tokenizers import load_tokenizer
 
+    lines = source.endswith(".jsonl")
+    if lines and chat is None:
+        raise ValueError(
+            f"{source} is a file of rows: give --chat to say how conversations are written, or text shards"
+        )
+    loaded = load_tokenizer(tokenizer)
     account = tokenize_shards(
-        ShardSet(source),
+        JsonLines(source) if lines else ShardSet(source),
         directory,
-        load_tokenizer(tokenizer),
-        TextMember(text_key),
+        loaded,
+        TextMember(text_key or "txt") if chat is None else RowMember(text_key or ("json" if lines else "jsonl")),
+        chat=None if chat is None else open_chat(chat, loaded, tokenizer),
         num_workers=num_workers,
         limits=Limits(max_bad_fraction),
     )
