@@ -114,8 +114,9 @@ def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
     known = theirs.vocabulary() if isinstance(theirs, Tokenizer) else theirs.tokenizer.get_vocab()
     other = next((token for token, number in ours.vocabulary().items() if known.get(token) != number), None)
     if other is not None:
+        number = ours.vocabulary()[other]
         raise ValueError(
-            f"the teacher {teacher} has another tokenizer than the data: {other!r} is {ours.vocabulary()[other]} in the "
-            f"data and {known.get(other, 'no token')} there; take a teacher of the same tokenizer, or train on the text "
-            "of its answers, without distill"
+            f"the teacher {teacher} has another tokenizer than the data: {other!r} is {number} in the data and "
+            f"{known.get(other, 'no token')} there; take a teacher of the same tokenizer, or train on the text of its "
+            "answers, without distill"
         )

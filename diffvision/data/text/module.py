@@ -181,10 +181,12 @@ def _packed(source: Source, length: int, cut: bool) -> PackedShards:
     shards = PackedShards(source, length, cut=cut)
     if shards.long:
         left_out = shards.extra_counts["left_out_conversations"]
+        became = (
+            f"{left_out:,} of them are left out, {shards.long - left_out:,} are cut" if cut else "they are left out"
+        )
         rank_zero_warn(
             f"{shards.long:,} of {shards.account.documents:,} conversations of {source} are longer than {length + 1:,} "
-            f"tokens: {left_out:,} of them are left out, the others cut; set data.length to hold them, or data.cut to "
-            "cut them at their ends"
+            f"tokens: {became}; set data.length to hold them{'' if cut else ', or data.cut to cut them at their ends'}"
         )
     return shards
 
