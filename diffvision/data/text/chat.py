@@ -13,6 +13,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diffvision.data.shards.sample import BadSample
+from diffvision.data.text.documents import RowMember
 from diffvision.data.text.tokenizers import Tokenizer
 
 CHATML = """\
@@ -21,8 +22,15 @@ CHATML = """\
 PLAIN = """\
 {%- for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
 {%- endfor %}"""
-TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
-"""ChatML; and contents one after another with the end of a document after each answer, for models of plain text."""
+QUESTION = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ 'Question: ' + message.content + '\n' + 'Answer:' }}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
+{%- else %}{{ message.content + '\n\n' }}{% endif %}
+{%- endfor %}"""
+TEMPLATES = {"chatml": CHATML, "question": QUESTION, "plain": PLAIN}
+"""ChatML; and for models of plain text, with the end of a document after each answer, "Question: ...", a line "Answer:"
+and the answer, or contents one directly after another."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """The file next to a tokenizer that holds its template, as transformers writes it."""
@@ -101,11 +109,7 @@ class Chat:
                 own prefix with it.
             BadText: a text that cannot be tokenised.
         """
-        try:
-            record = json.loads(row)
-        except (ValueError, RecursionError):
-            raise BadSample("damaged JSON") from None
-        return self.encode_messages(messages_of(record))
+        return self.encode_messages(messages_of(_record(row)))
 
     def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Return what `encode` does, of a conversation in messages of role and content."""
@@ -163,6 +167,17 @@ class Chat:
             elif part:
                 ids += self.tokenizer.encode(part.replace(_MARK, ""))
         return ids
+
+
+class MessageMember(RowMember):
+    """Reads the contents of a row's messages as one document, a line for each: text to train a tokenizer on."""
+
+    def _document(self, data: bytes) -> str | BadSample:
+        row = super()._document(data)
+        try:
+            return row if isinstance(row, BadSample) else "\n".join(m["content"] for m in messages_of(_record(row)))
+        except BadSample as reason:
+            return reason
 
 
 def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
@@ -223,6 +238,13 @@ def messages_of(record: Any) -> Messages:
     if not all(isinstance(part, str) for turn in turns for part in turn):
         raise BadSample("a message whose role or content is not text")
     return [{"role": _ROLES.get(role, role), "content": content} for role, content in turns]
+
+
+def _record(row: str) -> Any:
+    try:
+        return json.loads(row)
+    except (ValueError, RecursionError):
+        raise BadSample("damaged JSON") from None
 
 
 def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:

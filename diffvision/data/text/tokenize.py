@@ -198,7 +198,7 @@ def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) ->
 
 
 def documents_of(
-    source: ShardSet,
+    source: ShardSet | JsonLines,
     text: TextMember | None = None,
     *,
     limits: Limits | None = None,
@@ -226,7 +226,9 @@ def documents_of(
             check_limits(account, limits, expected=before + expected)
 
 
-def _usable(source: ShardSet, sample: SampleId, text: TextMember, account: DocumentAccount) -> Iterator[str]:
+def _usable(
+    source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
+) -> Iterator[str]:
     """Yield the documents of a sample, and count all of them."""
     try:
         documents = list(text.documents(source.members(sample)))
