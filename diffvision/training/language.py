@@ -264,7 +264,7 @@ class LanguageModule(TrainingModule):
     def predict_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
 
-        They are 0 for the first token of a document, which is not predicted.
+        They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
         """
         inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)

@@ -191,7 +191,7 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     Raises:
         ValueError: there is no such template; see `Chat`.
     """
-    folder = Path(source) if Path(source).is_dir() else Path(source).parent
+    folder = Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
     config = _json(folder / "tokenizer_config.json")
     bos = config.get("bos_token") or ""
     bos_token = bos["content"] if isinstance(bos, dict) else str(bos)

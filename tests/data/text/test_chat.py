@@ -51,6 +51,8 @@ def test_all_turns_of_the_assistant_are_learned_with_their_ends_and_nothing_else
     assert learned == ["\nfour <|im_end|>", "You are welcome.<|im_end|>"]
     whole, learned = written(Chat(chat_tokenizer(), TEMPLATES["plain"], "plain"), CONVERSATION[1:4])
     assert (whole, learned) == (f"2 + 2?\nfour {END}", [f"\nfour {END}"])
+    whole, learned = written(Chat(chat_tokenizer(), TEMPLATES["question"], "question"), CONVERSATION[:3])
+    assert (whole, learned) == (f"Be kind.\n\nQuestion: 2 + 2?\nAnswer: \nfour {END}", [f" \nfour {END}"])
 
 
 def test_an_answer_has_the_tokens_that_would_be_generated_after_its_prompt():
@@ -134,7 +136,7 @@ def test_templates_that_cannot_be_used(tmp_path):
         Chat(tokenizer, "{% for", "mine")
     with pytest.raises(ValueError, match="fails with SecurityError"):
         Chat(tokenizer, "{{ messages.__class__.__mro__ }}", "mine")
-    with pytest.raises(ValueError, match="no chat template 'chatlm': give chatml, plain, tokenizer"):
+    with pytest.raises(ValueError, match="no chat template 'chatlm': give chatml, question, plain, tokenizer"):
         open_chat("chatlm", tokenizer, tmp_path)
     with pytest.raises(ValueError, match="has no chat template"):
         open_chat("tokenizer", tokenizer, tmp_path)
@@ -182,3 +184,14 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     words = [str(tmp_path / name) for name in ("rows.jsonl", "made", "tokenizer.json")]
     assert main(["data", "tokenize", *words]) == 1
     assert "is a file of rows: give --chat" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_on_the_messages_of_rows(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "12 12 12", "response": "ab ab"}) for _ in "123")
+    )
+    words = [str(tmp_path / "rows.jsonl"), str(tmp_path / "made"), "--vocab_size", "300", "--pattern", r" ?\d"]
+    assert main(["data", "tokenizer", *words]) == 0
+    tokenizer = load_tokenizer(tmp_path / "made")
+    assert [tokenizer.decode([number]) for number in tokenizer.encode("ab 12 ab")] == ["ab", " 1", "2", " ab"]
+    assert "pt" not in tokenizer.vocabulary()
