@@ -73,7 +73,7 @@ class Teacher:
     def soft_targets(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> SoftTargets:
         """Return the distributions after each token [B * N, K] whose target is not IGNORED; zeros for the others.
 
-        Each document is read as a row of its own, so that any causal model can be the teacher.
+        Each document is read in a row apart, so that any causal model can be the teacher.
 
         Args:
             inputs: ids [B, N].

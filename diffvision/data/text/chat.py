@@ -60,8 +60,8 @@ class Chat:
         bos_token: the token that begins a text, where the template asks for one.
 
     Raises:
-        ValueError: the template is not Jinja, or does not extend its own prefix: then it cannot be known which tokens
-            are learned.
+        ValueError: the template is not Jinja, or does not extend its prefix: then it cannot be known which tokens are
+            learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str, bos_token: str = "") -> None:
@@ -106,7 +106,7 @@ class Chat:
 
         Raises:
             BadSample: the row has none of the layouts, or nothing to learn; the template fails, or does not extend its
-                own prefix with it.
+                prefix with it.
             BadText: a text that cannot be tokenised.
         """
         return self.encode_messages(messages_of(_record(row)))
@@ -123,7 +123,7 @@ class Chat:
             prompt = self._render(marked[:number], prompt=True)
             whole = self._render(marked[: number + 1], prompt=False)
             if not (prompt.startswith(written) and whole.startswith(prompt)):
-                raise BadSample(f"the chat template does not extend its own prefix at message {number + 1}")
+                raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
             for text, is_learned in ((prompt, False), (prompt + turn, True)):
                 new = self._continuation(written, text[len(written) :])
@@ -196,27 +196,28 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     bos = config.get("bos_token") or ""
     bos_token = bos["content"] if isinstance(bos, dict) else str(bos)
     if chosen == "tokenizer":
-        template = _tokenizers_own(folder, config)
+        template = _came_with(folder, config)
         if template is None:
             raise ValueError(
                 f"the tokenizer {source} has no chat template ({CHAT_TEMPLATE} next to it, or chat_template in its "
                 f"tokenizer_config.json): give --chat {', '.join(TEMPLATES)}, or a file of Jinja"
             )
-        return Chat(tokenizer, template, f"of {source}", bos_token)
+        return Chat(tokenizer, template, chosen, bos_token)
     if chosen in TEMPLATES:
         return Chat(tokenizer, TEMPLATES[chosen], chosen, bos_token)
     if not Path(chosen).is_file():
         raise ValueError(
-            f"no chat template {chosen!r}: give {', '.join(TEMPLATES)}, tokenizer (its own), or a file of Jinja"
+            f"no chat template {chosen!r}: give {', '.join(TEMPLATES)}, tokenizer (the one next to it), or a file of "
+            "Jinja"
         )
-    return Chat(tokenizer, Path(chosen).read_text(encoding="utf-8"), str(chosen), bos_token)
+    return Chat(tokenizer, Path(chosen).read_text(encoding="utf-8"), Path(chosen).name, bos_token)
 
 
 def messages_of(record: Any) -> Messages:
     """Return the messages of a row: the first of the layouts that it has.
 
-    These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, with `system` beside
-    them (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
+    These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
+    (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
     is text of the answer within `<think>`; and `prompt` with `response` or `completion`.
 
     Raises:
@@ -229,8 +230,9 @@ def messages_of(record: Any) -> Messages:
         turns = [("system", row["system"])] if row.get("system") else []
         turns += [_turn(message, "from", "value") for message in row["conversations"]]
     elif {"problem", "deepseek_reasoning", "deepseek_solution"} <= row.keys():
-        answer = f"<think>\n{row['deepseek_reasoning']}\n</think>\n\n{row['deepseek_solution']}"
-        turns = [("user", row["problem"]), (ASSISTANT, answer)]
+        parts = row["deepseek_reasoning"], row["deepseek_solution"]
+        whole = all(isinstance(part, str) for part in parts)
+        turns = [("user", row["problem"]), (ASSISTANT, "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None)]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
         turns = [("user", row["prompt"]), (ASSISTANT, row[answer_key])]
     else:
@@ -251,7 +253,7 @@ def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
     return (message.get(role), message.get(content)) if isinstance(message, dict) else (None, None)
 
 
-def _tokenizers_own(folder: Path, config: dict[str, Any]) -> str | None:
+def _came_with(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the template that came with a tokenizer; of several the default one."""
     if (folder / CHAT_TEMPLATE).is_file():
         return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")

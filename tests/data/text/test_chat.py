@@ -114,6 +114,7 @@ def test_open_thoughts_reasoning_is_text_of_the_answer():
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
+        ('{"problem": "", "deepseek_reasoning": null, "deepseek_solution": ""}', "a message whose role or content"),
         ('{"messages": [3]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no learned token"),
         ('{"prompt": "a", "response": "\\ufdd0"}', "noncharacter"),
@@ -130,7 +131,7 @@ def test_rows_that_cannot_be_used(row, reason):
 
 def test_templates_that_cannot_be_used(tmp_path):
     tokenizer = chat_tokenizer()
-    with pytest.raises(ValueError, match=r"chat template mine cannot be used: .* its own prefix at message 2; correct"):
+    with pytest.raises(ValueError, match=r"chat template mine cannot be used: .* its prefix at message 2; correct"):
         Chat(tokenizer, "{{ messages | length }}" + CHATML, "mine")
     with pytest.raises(ValueError, match="chat template mine, line 1: "):
         Chat(tokenizer, "{% for", "mine")
