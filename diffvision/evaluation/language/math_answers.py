@@ -17,16 +17,18 @@ Rule = Literal["boxed", "hashes", "answer is", "last number"]
 """What marked an answer."""
 RULES: tuple[Rule, ...] = ("boxed", "hashes", "answer is", "last number")
 
-_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+"
+_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d*)?|\.\d+"
 _LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/(?:{_NUMBER}))?")
-_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:)\s*:?\s*(.+)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:)[\s:*]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<![\s.])(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)\.(?:\s|$)")
 _PLAIN = re.compile(rf"([-+]?)({_NUMBER})(?:/({_NUMBER}))?")
 _FRACTION = re.compile(rf"([-+]?)(\d*)\\frac\{{([-+]?(?:{_NUMBER}))\}}\{{({_NUMBER})\}}")
 _LONGEST_NUMBER = 1000  # characters: Python refuses to read numbers of a few thousand
-_MIXED = re.compile(r"([-+]?\d+) +(\d+)/(\d+)")
+_MIXED = re.compile(r"(?<!\d)([-+]?\d+) +(\d+)/(\d+)")
 # A unit is a word, not a product such as "3 a" or "3xy", nor a function.
 _UNIT = re.compile(
-    rf"((?:{_NUMBER})\}}?) *(?!(?:and|or|to|if|when|where|(?:arc)?(?:sin|cos|tan|sec|csc|cot)|log|exp)(?![A-Za-z]))"
+    rf"((?<![\d.,])(?:{_NUMBER})\}}?) *"
+    r"(?!(?:and|or|to|if|when|where|(?:arc)?(?:sin|cos|tan|sec|csc|cot)|log|exp)(?![A-Za-z]))"
     r"(?:[ckm]m|[km]g|ml|ft|lbs?|oz|hrs?|mph|(?=[A-Za-z]*[aeiou])[A-Za-z]{3,})(?:[ /]+[A-Za-z]+)*(?:\^?[23])?$"
 )
 _TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}"
@@ -83,10 +85,10 @@ def after_hashes(text: str) -> str | None:
 
 def _after_words(text: str) -> str | None:
     """Return the rest of the line after the last "answer is" or "answer:", up to the end of its sentence."""
-    if not (matches := _ANSWER_IS.findall(text)):
+    if not (markers := list(_ANSWER_IS.finditer(text))):
         return None
-    sentence = re.split(r"(?<=[^\s.])\.(?:\s|$)", matches[-1], maxsplit=1)[0]
-    return sentence.strip().strip("*").strip() or None
+    line = text[markers[-1].end() :].split("\n")[0]
+    return _SENTENCE_END.split(line, maxsplit=1)[0].strip().strip("*").strip() or None
 
 
 def _last_number(text: str) -> str | None:
@@ -116,9 +118,9 @@ def normalised(answer: str) -> str:
 
 def as_fraction(answer: str) -> Fraction | None:
     r"""Return the number that an answer is: digits with commas, decimals, a/b, `\frac{a}{b}`; None for another one."""
-    text = normalised(answer)
-    if len(text) > _LONGEST_NUMBER:
+    if len(answer) > _LONGEST_NUMBER:
         return None
+    text = normalised(answer)
     if match := _PLAIN.fullmatch(text):
         sign, whole, top, bottom = match[1], "0", match[2], match[3] or "1"
     elif match := _FRACTION.fullmatch(text):
