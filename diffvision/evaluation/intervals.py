@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from diffvision.evaluation.samples import PerSample
 
@@ -179,3 +180,42 @@ def welch_interval(first: Sequence[float], other: Sequence[float]) -> tuple[floa
     )
     half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
     return value - half, value + half
+
+
+# ---- of all metrics of a model -------------------------------------------------------------------------------------
+
+PARTS = ("_low", "_high", "_difference", "_difference_low", "_difference_high", "_mcnemar_p")
+"""What is added to a metric's name by `with_intervals` and `differences`."""
+
+
+def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]:
+    """Return the metrics, with Wilson's interval of each share of samples as NAME_low and NAME_high."""
+    metrics: dict[str, float] = {}
+    for name, result in results.items():
+        if not isinstance(result, PerSample):
+            metrics[name] = result
+            continue
+        metrics[name] = result.mean()
+        if result.values.dtype == torch.bool and result.classes is None:
+            low, high = wilson_interval(int(result.values.sum()), len(result.values))
+            metrics |= {f"{name}_low": low, f"{name}_high": high}
+    return metrics
+
+
+def differences(first: Mapping[str, PerSample | float], other: Mapping[str, PerSample | float]) -> dict[str, float]:
+    """Return the paired differences of a model's metrics from those of the first model on the same samples.
+
+    Returns:
+        For each metric that is a mean over samples, NAME_difference with its bootstrap interval NAME_difference_low and
+        NAME_difference_high, and NAME_mcnemar_p; nothing for metrics of other samples.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in other.items():
+        before = first.get(name)
+        if not isinstance(result, PerSample) or not isinstance(before, PerSample) or not before.is_like(result):
+            continue
+        found = difference([before.mean()], [result.mean()], (before, result))
+        parts = {"difference": found.value, "difference_low": found.low, "difference_high": found.high}
+        parts |= {"mcnemar_p": found.p}
+        metrics |= {f"{name}_{part}": value for part, value in parts.items() if value is not None}
+    return metrics

@@ -78,6 +78,34 @@ def needle_maps(results: Results) -> Figure:
 
 
 @styled
+def error_curves(results: Results) -> Figure:
+    """Return the shares of right, distracted, fabricated and malformed answers over the number of facts."""
+    kinds = ("correct", "distracted", "fabricated", "malformed")
+    figure, axes = panels(len(kinds), width=3.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        facts = {key: int(key.partition("x1/")[0]) for metrics in results.values() for key in metrics
+                 if key.endswith(f"x1/{kind}")}  # fmt: skip
+        _curves(ax, {name: {count: metrics[key] for key, count in facts.items()} for name, metrics in results.items()})
+        ax.set_xticks(sorted(set(facts.values())))
+        ax.set(title=kind, xlabel="facts in the context")
+    axes[0].set(ylabel="share of the answers", ylim=(-0.03, 1.03))
+    return legend_below(figure, axes[0])
+
+
+@styled
+def faithfulness_bars(results: Results) -> Figure:
+    """Return the shares of outputs that each judge finds accurate, and of those that it cannot decide."""
+    kinds = ("accuracy", "undecided")
+    figure, axes = panels(len(kinds), width=4.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        judges = [key.partition("/")[0] for key in next(iter(results.values())) if key.endswith(f"/{kind}")]
+        _bars(ax, {judge: {name: metrics[f"{judge}/{kind}"] for name, metrics in results.items()} for judge in judges})
+        ax.set(title=kind, ylim=(0, 1.1))
+    axes[0].set_ylabel("share of the outputs")
+    return legend_below(figure, axes[0])
+
+
+@styled
 def attention_bars(results: Results) -> Figure:
     """Return the share of attention on the answer and on noise, by depth."""
     figure, axes = panels(2, width=4.0, height=_HEIGHT, sharey=True)

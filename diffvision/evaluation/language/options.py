@@ -30,6 +30,7 @@ class LanguageOptions:
         lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
         depths: of the answer in the context.
         needles: "NxR", N needles of which R are asked for.
+        facts: of recall_errors, numbers of facts in a context, of which one is asked for.
         samples: contexts a depth and length.
         shots: numbers of demonstrations.
         order_shots: demonstrations whose order is changed.
@@ -40,6 +41,10 @@ class LanguageOptions:
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
         quantised_needles: take the needle accuracy under quantised logits as well.
+        rows: of faithfulness's data, how many are drawn with the seed; None for all.
+        new_tokens: the most tokens of an output of faithfulness.
+        prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
+            {context} and {input}}, such as LongBench's dataset2prompt.json.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -57,6 +62,7 @@ class LanguageOptions:
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: tuple[str, ...] = ("1x1", "2x2", "4x2", "6x2")
+    facts: tuple[int, ...] = (1, 2, 4, 8)
     samples: int = 50
     shots: tuple[int, ...] = (1, 4, 16, 64)
     order_shots: int = 64
@@ -67,19 +73,24 @@ class LanguageOptions:
     bits: tuple[int, ...] = (16, 8, 6, 4)
     granularity: Granularity = "layer"
     quantised_needles: bool = False
+    rows: int | None = None
+    new_tokens: int = 256
+    prompts: str | None = None
     batch_size: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
-        lists = ("lengths", "shots")
+        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "new_tokens", "batch_size")
+        lists = ("lengths", "shots", "facts")
         values = [(name, getattr(self, name)) for name in counts]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
-        values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
+        values += [
+            (name, getattr(self, name)) for name in ("window", "stride", "rows") if getattr(self, name) is not None
+        ]
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")
-        for name in ("depths", "needles", "shots", "bits"):
+        for name in ("depths", "needles", "facts", "shots", "bits"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
         if self.form not in FORMS:

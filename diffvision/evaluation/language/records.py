@@ -77,8 +77,8 @@ class Records:
             ) from error
         if settings != self.settings:
             raise ValueError(
-                f"line {number} of {self.path} is of another model, other settings or another version of diffvision: "
-                "remove the file, or give another output"
+                f"line {number} of {self.path} is of another model or other settings: remove the file, or give another "
+                "output"
             )
         if self._rows.setdefault(id, row) != row:
             raise ValueError(f"line {number} of {self.path} has row {id!r} again, with other content: remove the file")
