@@ -12,7 +12,7 @@ learning rate for each family. `--quick` runs the whole in minutes, on few probl
 
 Primary metric: the share of right answers, greedy, to test problems about people of unseen names, of as many steps and
 distracting sentences as training showed, and of more. A wrong answer is classed by its first wrong step: see
-`diffvision.evaluation.language.arithmetic_errors`.
+`diffvision.evaluation.language.mathematics.errors`.
 """
 
 import json
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.evaluation.language.arithmetic_errors import KINDS, judge
+from diffvision.evaluation.language.mathematics.errors import KINDS, judge
 from diffvision.models.language import LanguageModel
 from diffvision.models.language.generation import generate
 from grid import Grid, Numbers, Run

@@ -114,6 +114,16 @@ class Tokenizer:
             )
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Return the special tokens by their ids, the end of a document among them; only chat templates write them."""
+        added = self._backend.get_added_tokens_decoder()
+        end = {self.eos_id: tokenizers.AddedToken(self.eos, special=True)}
+        return end | {number: token for number, token in added.items() if token.special}
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @property
     def fingerprint(self) -> str:
         """A digest of what the tokenizer does, wherever its file lies."""

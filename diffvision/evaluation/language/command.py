@@ -29,14 +29,16 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, faithfulness, attention_mass,
-            many_shot, outliers, quantization (a list, or separated by commas).
+        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, faithfulness, math,
+            attention_mass, many_shot, outliers, quantization (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
-            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench.
+            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench. For math,
+            .jsonl or .json files of {"question", "answer"}, {"prompt", "response"}, or as GSM8K, MATH, SVAMP, ASDiv,
+            MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic` have them.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
-        output: folder for TASK.json and TASK.png, and for what faithfulness generates and its judges say, from which
-            a run that was ended resumes.
+        output: folder for TASK.json and TASK.png, and for what faithfulness and math generate and judges say, from
+            which a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
@@ -54,6 +56,7 @@ def run(
     from diffvision.evaluation.language.faithfulness.prompts import read_templates
     from diffvision.evaluation.language.faithfulness.rows import Row, read_rows
     from diffvision.evaluation.language.many_shot import read_task
+    from diffvision.evaluation.language.mathematics.sets import Question, read_questions
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
@@ -68,7 +71,12 @@ def run(
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
     texts = None if data is None else listed(data)
     rows: list[Row] = []
-    if texts is not None and any(map(suite.reads_rows, names)):
+    questions: list[Question] = []
+    kinds = set(map(suite.reads, names))
+    if texts is not None and "questions" in kinds:
+        questions, texts = read_questions(texts, count=options.rows, seed=options.seed), None
+        suite.prompting(options)  # raises before a model is loaded
+    if texts is not None and "rows" in kinds:
         rows, texts = read_rows(texts, count=options.rows, seed=options.seed), None
         if options.prompts is not None:
             read_templates(options.prompts)  # raises before a model is loaded
@@ -98,7 +106,7 @@ def run(
             results[label] = {}
             work = suite.prepared(model, options, texts, many_shot_tasks)
             folder = None if output is None else Path(output)
-            work = dataclasses.replace(work, rows=rows, judges=judges, folder=folder)
+            work = dataclasses.replace(work, rows=rows, judges=judges, questions=questions, folder=folder)
             identity = {} if result_cache is None else suite.cache_inputs(work, used_device)
             for name in names:
                 measured = suite.cached(work, name, result_cache, identity)

@@ -1,12 +1,13 @@
 """Mathematical questions: the share of right answers, greedily decoded, of one or several published sets.
 
 The sets are those of arXiv 2410.05258 appendix C, whose prompts and rules of comparison the paper does not give: here
-they are in `Prompting` and `math_answers`, and the same for all models.
+they are in `Prompting` and `answers`, and the same for all models.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,8 @@ from typing import Any
 import torch
 
 from diffvision.data.shards.writer import write_lines
-from diffvision.evaluation.language.arithmetic_errors import KINDS, judge
 from diffvision.evaluation.language.generations import Generation, Prompt, generate_rows, room_for
-from diffvision.evaluation.language.math_answers import (
+from diffvision.evaluation.language.mathematics.answers import (
     RULES,
     Extracted,
     equal,
@@ -25,7 +25,8 @@ from diffvision.evaluation.language.math_answers import (
     has_math_verify,
     math_verify,
 )
-from diffvision.evaluation.language.math_sets import Question
+from diffvision.evaluation.language.mathematics.errors import KINDS, judge
+from diffvision.evaluation.language.mathematics.sets import Question
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
@@ -100,13 +101,14 @@ def mathematics(
         progress: shows how far it is.
 
     Returns:
-        For each SET (a key of `math_sets.LAYOUTS`): "SET/accuracy" by `math_answers.equal`; where math-verify is
+        For each SET (a key of `sets.LAYOUTS`): "SET/accuracy" by `answers.equal`; where math-verify is
         installed "SET/math_verify_accuracy", of answers that are equal or that it takes for right; "SET/without_answer"
         and "SET/cut", shares of texts in which no rule finds an answer, and that reached `new_tokens`;
         "SET/prompts_cut", of prompts whose beginning was left out; "SET/tokens" on average; "SET/found_by/RULE", shares
         of answers by each rule; "SET/accuracy_by_steps/K" where the set says the number of steps. Of `diffvision data
-        make arithmetic` also shares of what went wrong (`arithmetic_errors.KINDS`), "SET/accuracy_by_distractors/D"
-        and "SET/accuracy/K/D". "accuracy" (and "math_verify_accuracy") is the mean over sets.
+        make arithmetic` also shares of what went wrong (`errors.KINDS`), "SET/accuracy_by_distractors/D"
+        and "SET/accuracy/K/D". Of several sets, "accuracy" (and "math_verify_accuracy")
+        is the mean over sets.
 
     Raises:
         ValueError: no tokenizer; a question that is an example; more new tokens than the model reads; a file in the
@@ -156,12 +158,7 @@ def _metrics(
     verdicts: dict[str, list[bool]],
 ) -> dict[str, PerSample | float]:
     sets = list(dict.fromkeys(question.set for question in questions))
-    classes = torch.tensor([sets.index(question.set) for question in questions])
-    everyone = torch.arange(len(questions))
-    results: dict[str, PerSample | float] = {
-        name: PerSample(torch.tensor(values), everyone, classes if len(sets) > 1 else None)
-        for name, values in verdicts.items()
-    }
+    results: dict[str, PerSample | float] = {}
     values: dict[str, list[Any]] = {
         **verdicts,
         "without_answer": [answer is None for answer in answers],
@@ -171,13 +168,21 @@ def _metrics(
         **{f"found_by/{rule}": [answer is not None and answer.rule == rule for answer in answers] for rule in RULES},
     }
     for name in sets:
-        rows = [number for number, question in enumerate(questions) if question.set == name]
+        rows = _rows(questions, name)
         results |= {f"{name}/{key}": _of(one, rows) for key, one in values.items()}
         right = verdicts["accuracy"]
         results |= _by(f"{name}/accuracy_by_steps", right, rows, lambda number: questions[number].steps)
         if name == "arithmetic":
             results |= _arithmetic(name, questions, written, right, rows)
+    if len(sets) > 1:
+        accuracies = {key: [_of(one, _rows(questions, name)).mean() for name in sets] for key, one in verdicts.items()}
+        results |= {key: statistics.mean(each) for key, each in accuracies.items()}
     return results
+
+
+def _rows(questions: Sequence[Question], name: str) -> list[int]:
+    """Return the numbers of a set's questions."""
+    return [number for number, question in enumerate(questions) if question.set == name]
 
 
 def _arithmetic(

@@ -7,12 +7,13 @@ them by their ids.
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffvision.evaluation.language.math_answers import after_hashes, as_fraction, boxed
+from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
 
 Row = dict[str, Any]
 
@@ -128,15 +129,26 @@ LAYOUTS: dict[str, Layout] = {
 """The layouts by name, in the order in which they are tried: the paper's eight sets, ours, and two plain ones."""
 
 
-def read_questions(sources: Sequence[str | Path]) -> list[Question]:
+def read_questions(sources: Sequence[str | Path], *, count: int | None = None, seed: int = 0) -> list[Question]:
     """Return the questions of files in any of the layouts.
+
+    Args:
+        sources: the files.
+        count: how many are drawn of each file, in its order; None for all.
+        seed: of what is drawn.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a file is not UTF-8, has no rows or another layout; a row lacks a key of its file's layout, or an
             answer that can be read.
     """
-    return [question for source in sources for question in _questions(Path(source))]
+    questions: list[Question] = []
+    for source in sources:
+        read = list(_questions(Path(source)))
+        if count is not None and count < len(read):
+            read = [read[number] for number in sorted(random.Random(seed).sample(range(len(read)), count))]
+        questions += read
+    return questions
 
 
 def _questions(path: Path) -> Iterator[Question]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffvision.evaluation.language.math_sets import LAYOUTS, read_questions
+from diffvision.evaluation.language.mathematics.sets import LAYOUTS, read_questions
 
 ROWS = {
     "gsm8k": (
