@@ -15,11 +15,12 @@ distracting sentences as training showed, and of more. A wrong answer is classed
 `diffvision.evaluation.language.mathematics.errors`.
 """
 
+import argparse
 import json
+import re
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffvision.analysis.figures.style import COLOURS, legend_below, panels, styled
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language.mathematics.errors import KINDS, judge
 from diffvision.models.language import LanguageModel
 from diffvision.models.language.generation import generate
-from grid import Grid, Numbers, Run
+from grid import Grid, Numbers, Run, spread
 from language_grid import FAMILIES, RATES, RESULTS
 from small_language import VOCABULARY, fit
 
@@ -39,11 +41,12 @@ SIZE = "0.3M"
 GRID = Grid(RESULTS / "arithmetic", tuple(FAMILIES), RATES, ("accuracy",), (1, 2, 3))
 ROWS, NEARBY = 16, 50  # of a batch; batches whose rows are sorted by their length
 WARMUP = 0.05  # of the steps
-VALIDATED, AT_ONCE, SPARE = (
-    300,
-    100,
-    8,
-)  # problems that choose a rate; rows that are generated; tokens over the solution's
+VALIDATED = 300  # problems that choose a rate
+AT_ONCE, SPARE = 100, 8  # rows that are generated; tokens more than the longest of their solutions
+CELL = re.compile(r"(\d+) steps, (\d+) distractors")
+MOST_PANELS = 4
+MORE_STEPS = "more steps"  # than training showed
+QUICK_PROBLEMS, QUICK_EACH = 640, 2  # for training, and of each number of steps and distractors
 # A digit, and each of a name's two syllables, is a token.
 PIECES = r" ?\d| ?[A-Z][aeiou]"
 
@@ -75,7 +78,7 @@ def make_data(source: Path, file: Path) -> None:
 class Data:
     """What `make_data` wrote."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, quick: bool = False) -> None:
         content = torch.load(file, weights_only=True)
         self.tokenizer = load_tokenizer(file.with_suffix(".tokenizer.json"))
         self.validation: list[dict[str, Any]] = content["validation"]
@@ -83,6 +86,11 @@ class Data:
         (self.newline,) = self.tokenizer.encode("\n")
         parts = [content[name].split(content[f"{name}' lengths"].tolist()) for name in ("prompts", "responses")]
         self.train = [self._row(*pair) for pair in zip(*parts, strict=True)]
+        self.trained_steps = max(row["steps"] for row in self.validation)
+        self.cells = sorted({(row["steps"], row["distractors"]) for row in self.test})
+        if quick:
+            self.train, self.validation = self.train[:QUICK_PROBLEMS], self.validation[:20]
+            self.test = self.test[: QUICK_EACH * len(self.cells)]
 
     def _row(self, prompt: Tensor, response: Tensor) -> tuple[Tensor, int]:
         """Return the tokens of a problem with its solution, and how many of them are not learned."""
@@ -165,24 +173,30 @@ def train(run: Run, data: Data) -> Numbers:
 
 
 def measure(model: LanguageModel, data: Data, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the share of each kind of answer, the first wrong step, and the accuracy by steps and distractors."""
-    kinds: dict[tuple[int, int], list[str]] = {}
-    wrong = []
-    for row, written in zip(rows, answers(model, data, rows), strict=True):
-        judged = judge(row["prompt"], row["response"], written)
-        kinds.setdefault((row["steps"], row["distractors"]), []).append(judged.kind)
-        if judged.kind != "correct":
-            wrong.append((judged.first_wrong or 1) / (row["steps"] + 1))
-    counts = Counter(kind for cell in kinds.values() for kind in cell)
-    metrics = {"accuracy": counts["correct"] / len(rows)}
-    metrics |= {kind: counts[kind] / len(rows) for kind in KINDS[1:]}
-    metrics |= {"first wrong step": statistics.mean(wrong)} if wrong else {}
-    cells = {cell_name(*cell): Counter(kinds[cell])["correct"] / len(kinds[cell]) for cell in sorted(kinds)}
-    return {name: round(value, 5) for name, value in (metrics | cells).items()}
+    """Return shares of answers: right ones, in all and by steps and distractors, and what the others are."""
+    judged = [
+        (row, judge(row["prompt"], row["response"], written))
+        for row, written in zip(rows, answers(model, data, rows), strict=True)
+    ]
+    groups: dict[str, list[bool]] = {}
+    for row, judgement in judged:
+        steps, distractors = row["steps"], row["distractors"]
+        seen = steps <= data.trained_steps
+        names = ["accuracy", cell_name(steps, distractors), at_distractors(distractors) if seen else MORE_STEPS]
+        for name in names:
+            groups.setdefault(name, []).append(judgement.kind == "correct")
+    groups |= {kind: [judgement.kind == kind for _, judgement in judged] for kind in KINDS[1:]}
+    groups["wrong first step"] = [judgement.first_wrong == 1 for _, judgement in judged]
+    return {name: round(sum(values) / len(values), 5) for name, values in groups.items()}
+
+
+def at_distractors(distractors: int) -> str:
+    """Return the metric of as many steps as training showed, by the number of distractors."""
+    return f"among {distractors}"
 
 
 def cell_name(steps: int, distractors: int) -> str:
-    """Return the metric of one number of steps and of distractors."""
+    """Return the metric of one number of steps and of distractors, which `CELL` matches."""
     return f"{steps} steps, {distractors} distractors"
 
 
@@ -200,3 +214,80 @@ def answers(model: LanguageModel, data: Data, rows: Sequence[dict[str, Any]]) ->
         for number, tokens in zip(numbers, new, strict=True):
             written[number] = data.tokenizer.decode(tokens)
     return written
+
+
+# ---- tables and picture --------------------------------------------------------------------------------------------
+
+
+def report(grid: Grid) -> None:
+    """Print the tables, in Markdown."""
+    print(grid.describe(), end="\n\n")
+    cells = cells_of(grid)
+    distractors = sorted({d for _, d in cells})
+    print(grid.table(["accuracy", MORE_STEPS]), end="\n\n")
+    print(grid.table([at_distractors(d) for d in distractors]), end="\n\n")
+    print(grid.means([*KINDS[1:], "wrong first step"]), end="\n\n")
+    for family in grid.families:
+        print(f"| {family}, steps | {' | '.join(f'{d} distractors' for d in distractors)} |")
+        print("|---|" + "---:|" * len(distractors))
+        for steps in sorted({k for k, _ in cells}):
+            values = [spread(list(grid.by_seed(family, cell_name(steps, d)).values())) for d in distractors]
+            print(f"| {steps} | {' | '.join(values)} |")
+        print()
+
+
+def cells_of(grid: Grid) -> set[tuple[int, int]]:
+    """Return the numbers of steps and distractors that the first run with a fresh seed was measured at."""
+    numbers = next((n for run in grid.confirming() if (n := grid.numbers(run)) and not n["diverged"]), None)
+    if numbers is None:
+        raise SystemExit("no run with a fresh seed is done: run `train`")
+    return {(int(match[1]), int(match[2])) for name in numbers["test"] if (match := CELL.fullmatch(name))}
+
+
+@styled
+def draw(grid: Grid) -> Any:
+    """Return a figure: accuracy over the distracting sentences, a panel for each number of steps."""
+    cells = cells_of(grid)
+    steps = sorted({k for k, _ in cells})[:MOST_PANELS]
+    distractors = sorted({d for _, d in cells})
+    figure, axes = panels(len(steps), width=3.0, height=3.4, sharey=True)
+    for ax, k in zip(axes, steps, strict=True):
+        for family, colour in zip(grid.families, COLOURS, strict=False):
+            values = [list(grid.by_seed(family, cell_name(k, d)).values()) for d in distractors]
+            means = [statistics.mean(each) for each in values]
+            bars = [statistics.stdev(each) if len(each) > 1 else 0 for each in values]
+            ax.errorbar(distractors, means, bars, label=family, linewidth=1.2, capsize=2, color=colour)
+        ax.set(title=f"{k} step{'s' * (k > 1)}", xlabel="distracting sentences", xticks=distractors, ylim=(-3, 103))
+    axes[0].set_ylabel("right answers, %")
+    return legend_below(figure, axes[0])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs/arithmetic/data.pt"))
+    parser.add_argument("--source", type=Path, help="with data: what `diffvision data make arithmetic` wrote")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
+    parser.add_argument("--images", type=Path, help="with report: the folder to draw the picture to")
+    parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
+    options = parser.parse_args(arguments)
+    grid = replace(GRID, results=Path("runs/arithmetic-quick"), seeds=(1, 2)) if options.quick else GRID
+    if options.what == "data":
+        if options.source is None:
+            parser.error("data needs --source: the folder that `diffvision data make arithmetic` wrote")
+        make_data(options.source, options.data)
+    elif options.what in ("tune", "train"):
+        runs = grid.tuning() if options.what == "tune" else grid.confirming()
+        data = Data(options.data, options.quick)
+        grid.train(runs, lambda run: train(run, data), tuple(options.part))
+    elif options.what == "grid":
+        print(grid.describe())
+    else:
+        report(grid)
+        if options.images:
+            draw(grid).savefig(options.images / "arithmetic.svg", facecolor="white", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
