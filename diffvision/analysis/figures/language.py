@@ -5,6 +5,7 @@ Each takes {model: metrics} as the evaluations of `diffvision.evaluation.languag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,22 @@ def error_curves(results: Results) -> Figure:
         ax.set(title=kind, xlabel="facts in the context")
     axes[0].set(ylabel="share of the answers", ylim=(-0.03, 1.03))
     return legend_below(figure, axes[0])
+
+
+@styled
+def lookback_bars(results: Results) -> Figure:
+    """Return the mean lookback ratio of right and wrong answers, by what they are."""
+    figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
+    keys = dict.fromkeys(key for metrics in results.values() for key in metrics if key.startswith("ratio/"))
+    _bars(
+        ax,
+        {
+            key.removeprefix("ratio/"): {name: metrics.get(key, math.nan) for name, metrics in results.items()}
+            for key in keys
+        },
+    )
+    ax.set(title="Attention on the context, as a share of that and on new tokens", ylabel="lookback ratio")
+    return legend_below(figure, ax)
 
 
 @styled

@@ -29,7 +29,7 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, faithfulness, math,
+        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness, math,
             attention_mass, many_shot, outliers, quantization (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),

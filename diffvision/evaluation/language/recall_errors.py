@@ -61,7 +61,7 @@ def recall_errors(
                 model.tokenizer, length=length, depth=depth, needles=count, samples=samples, form=form, seed=seed
             )
         ]
-        classes[count, length] = _answers(model, drawn, form, batch_size)
+        classes[count, length] = [answer for _, answer in answers(model, drawn, form, batch_size)]
         units[count, length] = [unit(sample.tokens) for sample in drawn]
     results: dict[str, PerSample] = {}
     for answer in ANSWERS:
@@ -100,11 +100,12 @@ def unit(content: object) -> int:
     return int(fingerprint(content)[:15], 16)
 
 
-def _answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size: int) -> list[Answer]:
+def answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size: int) -> list[tuple[list[int], Answer]]:
+    """Return the tokens that the model writes after each sample's last city, and what they are."""
     tokenizer = model.tokenizer
     end = form.answer.partition("{number}")[2][:1]  # the mark after the number
     digits = len(str(form.highest)) + 2  # as many tokens as a number can have, with a space and what ends it
-    answers: list[Answer] = []
+    written: list[tuple[list[int], Answer]] = []
     with evaluating(model.module):
         for start in range(0, len(drawn), batch_size):
             batch = drawn[start : start + batch_size]
@@ -114,8 +115,8 @@ def _answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size
             for sample, tokens in zip(batch, new, strict=True):
                 value = int(tokenizer.decode(sample.tokens[slice(*sample.answers[0])]))
                 context = tokenizer.decode(sample.tokens[: sample.question])
-                answers.append(classify(tokenizer.decode(tokens), value, context, form))
-    return answers
+                written.append((tokens, classify(tokenizer.decode(tokens), value, context, form)))
+    return written
 
 
 def _share(

@@ -29,6 +29,7 @@ from diffvision.evaluation.language.faithfulness.prompts import read_templates
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.mathematics.answers import has_math_verify
 from diffvision.evaluation.language.mathematics.sets import Question, read_questions
@@ -188,6 +189,20 @@ def _recall_errors(work: Work) -> dict[str, PerSample]:
     )
 
 
+def _lookback(work: Work) -> dict[str, float]:
+    return lookback(
+        work.model,
+        facts=work.options.facts,
+        length=min(work.lengths),
+        depths=work.options.depths,
+        samples=work.options.samples,
+        form=work.form,
+        seed=work.options.seed,
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
 def _faithfulness(work: Work) -> dict[str, PerSample | float]:
     options = work.options
     return faithfulness(
@@ -292,6 +307,7 @@ LANGUAGE_EVALUATIONS = {
     "associative_recall": LanguageEvaluation(_associative_recall, figures.recall_bars, "documents"),
     "needle": LanguageEvaluation(_needle, figures.needle_maps, "tokenizer"),
     "recall_errors": LanguageEvaluation(_recall_errors, figures.error_curves, "tokenizer"),
+    "lookback": LanguageEvaluation(_lookback, figures.lookback_bars, "tokenizer"),
     "faithfulness": LanguageEvaluation(_faithfulness, figures.faithfulness_bars, "rows"),
     "math": LanguageEvaluation(_math, figures.math_panels, "questions"),
     "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
@@ -453,15 +469,15 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
 
 def show(results: figures.Results) -> None:
     """Print the headline numbers (those without a position or length in their names), and the paired differences."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("metric", *results)
+    table = Table(Column("metric", no_wrap=True), *results)
     keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     derived = {f"{key}{end}" for key in keys for end in PARTS}
     headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
     for key in (key for key in headlines if key not in derived):
         table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
-    paired = Table("difference", "model", f"from {next(iter(results))}", "McNemar's p")
+    paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")
     for key, (name, metrics) in itertools.product(headlines, results.items()):
         if f"{key}_difference" in metrics:
             p = metrics.get(f"{key}_mcnemar_p")
@@ -474,7 +490,9 @@ def _cell(metrics: Mapping[str, float], key: str) -> str:
     if key not in metrics:
         return ""
     ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
-    return f"{metrics[key]:.4g}" + (f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else "")
+    if not ends:
+        return f"{metrics[key]:.4g}"
+    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,15 +1,19 @@
 """Classes of answers by hand, rates against needle retrieval's, and what two models' answers are compared by."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from diffvision.analysis.lookback import lookback_ratios
 from diffvision.data.made.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
-from diffvision.evaluation.language.needle import needle
-from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
+from diffvision.evaluation.language.lookback import lookback
+from diffvision.evaluation.language.needle import needle, needle_samples
+from diffvision.evaluation.language.recall_errors import ANSWERS, answers, classify, recall_errors
+from diffvision.models import language
 from diffvision.opening import Model
 
 SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": "synthetic"}
@@ -92,3 +96,20 @@ def test_numbers_of_the_users_haystack_are_of_the_context(answering, words):
     model = answering(words.encode(" 33")[0])
     results = recall_errors(model, facts=(1,), **SETTINGS | {"form": form})
     assert results["distracted"].mean() + results["correct"].mean() == 1
+
+
+def test_lookback_ratios_are_of_the_tokens_that_were_written(words):
+    """The mean of one answer's ratios, from the layers' maps over the text as the model wrote it."""
+    model = language.create("diff-debug", vocab_size=512, max_length=128)
+    opened = Model("debug", "language", model.eval(), tokenizer=words, max_length=128)
+    (sample,) = needle_samples(words, length=60, depth=0.0, samples=1, form="synthetic")
+    words.encode(" ".join(f"x{number}" for number in range(512)))  # so that every token has a text
+    metrics = lookback(opened, facts=(1,), length=60, depths=(0.0,), samples=1, form="synthetic")
+    ((new, answer),) = answers(opened, [sample], FORMS["synthetic"], 1)
+    assert metrics[f"share/{answer}"] == 1
+    assert math.isnan(metrics["auc"])
+    asked = sample.answers[0][0]
+    ratios = lookback_ratios(model, torch.tensor([*sample.tokens[:asked], *new]), sample.question)
+    rows = range(asked - 1 - sample.question, asked - 1 - sample.question + len(new))
+    values = [ratio[head, row].item() for ratio in ratios.values() for head in range(len(ratio)) for row in rows]
+    assert metrics[f"ratio/{answer}"] == pytest.approx(sum(values) / len(values), abs=1e-6)

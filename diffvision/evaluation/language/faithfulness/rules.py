@@ -17,7 +17,8 @@ class Judgement(NamedTuple):
     spans: tuple[str, ...] = ()  # of the output, that the judge finds unfaithful
 
 
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_WORD = re.compile(r"\d+(?:[.,]\d+)*(?!\w)|\w+")
+_NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*(?!\w)")
 _CAPITALISED = re.compile(r"[A-Z][\w'’-]*(?: [A-Z][\w'’-]*)*")
 _SENTENCE = re.compile(r"(?:^|[.!?:]\s+|\n\s*|[\"“(*-]\s*)$")
 
@@ -38,24 +39,26 @@ def grounded(row: Row, output: str) -> Judgement:
     It finds invented numbers and names, and nothing else: an output may have none (then it cannot say), or put right
     names into a wrong sentence. A capitalised word at a sentence's start is no name.
     """
-    words = f" {normalised(f'{row.document} {row.question or str()}', articles=True)} "
+    text = _words(f"{row.document}\n{row.question or ''}")
     spans = [*(match[0] for match in _NUMBER.finditer(output)), *_names(output)]
     if not spans:
         return Judgement(None, "no number or name to look for")
-    strange = [span for span in spans if f" {normalised(span, articles=True)} " not in words]
+    strange = [span for span in spans if _words(span) not in text]
     return Judgement(not strange, "not all are in the document" if strange else "all are in it", tuple(strange))
 
 
-def normalised(text: str, *, articles: bool = False) -> str:
-    """Return a text in lower case, without punctuation and runs of spaces.
-
-    Args:
-        articles: whether a, an and the stay.
+def normalised(text: str) -> str:
+    """Return a text in lower case, without punctuation, articles and runs of spaces.
 
     Source: SQuAD's evaluation (Rajpurkar et al. 2016).
     """
     text = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(text.split() if articles else re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _words(text: str) -> str:
+    """Return words and numbers in lower case, each between spaces; 1,999 is 1999."""
+    return f" {' '.join(word.replace(',', '') for word in _WORD.findall(text.lower()))} "
 
 
 def _names(text: str) -> list[str]:

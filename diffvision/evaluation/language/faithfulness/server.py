@@ -83,13 +83,14 @@ class ChatServer:
         return text
 
     def _asked(self, body: bytes, about: str) -> str:
-        failure = ""
+        failure, wanted = "", 0.0
         for pause in (0.0, *self.patience.pauses()):
-            time.sleep(pause)
+            time.sleep(max(pause, wanted))
             try:
                 return self._answer(body)
             except urllib.error.HTTPError as error:
                 failure = f"HTTP {error.code}: {_excerpt(error.read(2000))}"
+                wanted = _seconds(error.headers.get("Retry-After"))
                 if error.code not in _AGAIN and error.code < 500:
                     raise NoReply(
                         f"the judge {self.model} at {self.url} refuses {about} ({failure}): see to judge.url, "
@@ -117,6 +118,11 @@ class ChatServer:
         if not isinstance(text, str):
             raise ValueError(f"an answer without text: {_excerpt(content)}")
         return text
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Return the seconds that a server asks to wait, at most a minute; 0 for none, or a date."""
+    return min(60.0, float(retry_after)) if retry_after and retry_after.isdecimal() else 0.0
 
 
 def _excerpt(content: bytes) -> str:

@@ -30,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", content)
+        if status == 429:
+            self.send_header("Retry-After", "0")
         self.end_headers()
         with suppress(OSError):  # the client may have given up
             self.wfile.write(content.encode())

@@ -6,7 +6,13 @@ from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.rules import contains, grounded, normalised
 from diffvision.evaluation.language.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
 
-ROW = Row("r", "qa", "The Oslo bridge of Ole Bull opened in 1,999.", "Who built it?", ("Ole Bull", "The Bull"))
+ROW = Row(
+    "r",
+    "qa",
+    "The Oslo bridge (1,997-1,999, 3.5 m) of Ole Bull opened in B12.",
+    "Who built it?",
+    ("Ole Bull", "The Bull"),
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +32,8 @@ def test_contains_looks_for_an_answer_as_squad_normalises_it(output, accurate):
         ("In Oslo, not in Bergen.", False, ("Bergen",)),
         ("Mister Bull's bridge", True, ()),
         ("99 bridges", False, ("99",)),  # a part of 1999
+        ("In 1997, 3.5 m. At B12", True, ()),
+        ("It is 3.6 m, in the 5th year", False, ("3.6",)),
     ],
 )
 def test_grounded_finds_invented_numbers_and_names(output, accurate, spans):
@@ -35,7 +43,6 @@ def test_grounded_finds_invented_numbers_and_names(output, accurate, spans):
 
 def test_normalised():
     assert normalised("The  cat's, a Theatre") == "cats theatre"
-    assert normalised("The cat", articles=True) == "the cat"
 
 
 @pytest.mark.parametrize(
