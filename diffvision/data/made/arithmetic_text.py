@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _FIRST = "Ba Be Bi Da De Do Fa Fe Fi Ga Go Ha Ho Ja Jo Ka Ke Ki La Le Li Ma Mi Mo Na Ne No Pa Pe Ra Ri Ro Sa Se Si Ta"
@@ -147,9 +147,7 @@ def compose(draw: random.Random, names: Sequence[str], *, steps: int, distractor
     return Problem(tuple(stated), tuple(needed))
 
 
-def _chain(
-    draw: random.Random, people: itertools.Iterator[str], thing: str, steps: int, highest: int
-) -> list[Quantity]:
+def _chain(draw: random.Random, people: Iterator[str], thing: str, steps: int, highest: int) -> list[Quantity]:
     """Return the quantities that matter, each after those that it follows from."""
     chain = [_given(draw, next(people), thing, highest)]
     for _ in range(steps):
@@ -189,7 +187,7 @@ def _given(draw: random.Random, name: str, thing: str, highest: int) -> Quantity
 
 def _distractor(
     draw: random.Random,
-    people: itertools.Iterator[str],
+    people: Iterator[str],
     thing: str,
     others: Sequence[str],
     stated: Sequence[Quantity],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["correct", "distracted", "fabricated", "miscalculated", "malformed"]
 KINDS: tuple[Kind, ...] = ("correct", "distracted", "fabricated", "miscalculated", "malformed")
@@ -107,11 +108,14 @@ def _parsed(text: str) -> tuple[list[Step | None], int | None]:
 
 def _first_difference(steps: list[Step | None], right: list[Step | None]) -> int | None:
     """Return the number of the first step that differs, from 1; None if all are equal."""
-    for number in range(max(len(steps), len(right))):
-        pair = [(one[number].meaning if one[number] else None) if number < len(one) else () for one in (steps, right)]
-        if pair[0] != pair[1]:
-            return number + 1
+    for number, (step, other) in enumerate(itertools.zip_longest(steps, right, fillvalue="missing"), start=1):
+        if _meaning(step) != _meaning(other):
+            return number
     return None
+
+
+def _meaning(step: Step | str | None) -> Any:
+    return step.meaning if isinstance(step, Step) else step
 
 
 def _numbers(text: str) -> set[int]:
