@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ CELL = re.compile(r"(\d+) steps, (\d+) distractors")
 MOST_PANELS = 4
 MORE_STEPS = "more steps"  # than training showed
 QUICK_PROBLEMS, QUICK_EACH = 640, 2  # for training, and of each number of steps and distractors
+# Of the processor for a run on 80,000 problems, x86_64, one thread; `grid` counts with what runs took once there are any.
+SECONDS = {"plain": 610, "V1": 730, "V2": 900}
 # A digit, and each of a name's two syllables, is a token.
 PIECES = r" ?\d| ?[A-Z][aeiou]"
 
@@ -153,6 +156,7 @@ def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 def train(run: Run, data: Data) -> Numbers:
     """Train one run, and return what it measured."""
     torch.manual_seed(run.seed)
+    start = time.process_time()
     family = FAMILIES[run.family]
     model = family.create(SIZE)
     numbers: Numbers = {**asdict(run), "size": SIZE, "parameters": family.parameters(SIZE), "problems": len(data.train)}
@@ -161,15 +165,14 @@ def train(run: Run, data: Data) -> Numbers:
         trained = fit(model, data, rate=run.rate, warmup=warmup, lengths=[data.steps], seed=run.seed, loss_of=loss_of)
     except FloatingPointError as error:
         return {**numbers, "diverged": str(error)}
-    return {
-        **numbers,
+    numbers |= {
         "diverged": "",
-        "seconds": round(trained.seconds, 2),
         "largest gradient norm": round(trained.norm, 2),
         "loss": trained.branches[-1].loss,
         "validation": measure(model, data, data.validation[:VALIDATED]),
         "test": measure(model, data, data.test),
     }
+    return {**numbers, "seconds": round(time.process_time() - start, 2)}
 
 
 def measure(model: LanguageModel, data: Data, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -217,6 +220,25 @@ def answers(model: LanguageModel, data: Data, rows: Sequence[dict[str, Any]]) ->
 
 
 # ---- tables and picture --------------------------------------------------------------------------------------------
+
+
+def list_runs(grid: Grid) -> None:
+    """Print the runs with what they cost, and what is left in core-hours."""
+    runs = [(run.family, f"{run.rate:g}", run.seed, grid.numbers(run)) for run in grid.tuning()]
+    if None in (rates := {family: grid.chosen(family) for family in grid.families}).values():
+        runs += [(family, "chosen", seed, None) for seed in grid.seeds for family in rates]
+    else:
+        runs += [(run.family, f"{run.rate:g}", run.seed, grid.numbers(run)) for run in grid.confirming()]
+    took: dict[str, list[float]] = {family: [] for family in grid.families}
+    for family, _, _, numbers in runs:
+        took[family] += [numbers["seconds"]] if numbers and not numbers["diverged"] else []
+    left = 0.0
+    for family, rate, seed, numbers in runs:
+        seconds = statistics.mean(took[family]) if took[family] else SECONDS[family]
+        left += 0 if numbers else seconds
+        state = numbers["diverged"] or f"took {numbers['seconds']:.0f} s" if numbers else f"about {seconds:.0f} s"
+        print(f"{family:<6} learning rate {rate:<7} seed {seed:<4} {state}")
+    print(f"{len(runs)} runs, {sum(bool(run[-1]) for run in runs)} are done; {left / 3600:.1f} core-hours are left")
 
 
 def report(grid: Grid) -> None:
@@ -282,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data = Data(options.data, options.quick)
         grid.train(runs, lambda run: train(run, data), tuple(options.part))
     elif options.what == "grid":
-        print(grid.describe())
+        list_runs(grid)
     else:
         report(grid)
         if options.images:

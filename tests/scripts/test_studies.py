@@ -359,6 +359,8 @@ def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypat
         arithmetic.main([what, "--quick", f"--data={problems}", "--part", "1", "2"])
         arithmetic.main([what, "--quick", f"--data={problems}"])
     capsys.readouterr()
+    arithmetic.main(["grid", "--quick"])
+    assert "12 runs, 12 are done; 0.0 core-hours are left" in capsys.readouterr().out
     arithmetic.main(["report", "--quick", "--images=."])
     printed = capsys.readouterr().out
     assert "12 runs; 12 are done, 0 diverged" in printed
