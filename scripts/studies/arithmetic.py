@@ -21,7 +21,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from language_grid import FAMILIES, RATES, RESULTS
 from small_language import VOCABULARY, fit
 
 SIZE = "0.3M"
-GRID = Grid(RESULTS / "arithmetic", tuple(FAMILIES), RATES, ("accuracy",), (1, 2, 3))
+GRID = Grid(RESULTS / "arithmetic", tuple(FAMILIES), RATES, ("accuracy",), (1, 2, 3), epochs=1)
 ROWS, NEARBY = 16, 50  # of a batch; batches whose rows are sorted by their length
 WARMUP = 0.05  # of the steps
 VALIDATED = 300  # problems that choose a rate
@@ -48,7 +48,7 @@ CELL = re.compile(r"(\d+) steps, (\d+) distractors")
 MOST_PANELS = 4
 MORE_STEPS = "more steps"  # than training showed
 QUICK_PROBLEMS, QUICK_EACH = 640, 2  # for training, and of each number of steps and distractors
-# Of the processor for a run on 80,000 problems, x86_64, one thread; `grid` counts with what runs took once there are any.
+# Of the processor for a run on 80,000 problems (x86_64), until a family has runs that say what they took.
 SECONDS = {"plain": 610, "V1": 730, "V2": 900}
 # A digit, and each of a name's two syllables, is a token.
 PIECES = r" ?\d| ?[A-Z][aeiou]"
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=Path, help="with report: the folder to draw the picture to")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
     options = parser.parse_args(arguments)
-    grid = replace(GRID, results=Path("runs/arithmetic-quick"), seeds=(1, 2)) if options.quick else GRID
+    grid = GRID.quick() if options.quick else GRID
     if options.what == "data":
         if options.source is None:
             parser.error("data needs --source: the folder that `diffvision data make arithmetic` wrote")

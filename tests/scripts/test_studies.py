@@ -365,12 +365,11 @@ def test_the_loss_of_worded_problems_is_that_of_their_solutions(problems):
     assert len({tuple(token for token in row if token) for row in order}) == 160
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(arithmetic, "SIZE", "0.03M")
     monkeypatch.setattr(arithmetic, "QUICK_PROBLEMS", 64)
-    monkeypatch.setattr(arithmetic, "GRID", dataclasses.replace(arithmetic.GRID, rates=(1e-3, 4e-3)))
     for what in ("tune", "train"):
         arithmetic.main([what, "--quick", f"--data={problems}", "--part", "1", "2"])
         arithmetic.main([what, "--quick", f"--data={problems}"])
@@ -384,8 +383,8 @@ def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypat
     assert printed.count("\n| 5 |") == 3
     assert "nan" not in printed
     assert (tmp_path / "arithmetic.svg").is_file()
-    grid = dataclasses.replace(arithmetic.GRID, results=tmp_path / "runs" / "arithmetic-quick", seeds=(1, 2))
-    for run in grid.confirming():
-        test = grid.numbers(run)["test"]
+    quick = arithmetic.GRID.quick()
+    for run in quick.confirming():
+        test = quick.numbers(run)["test"]
         assert sum(test[kind] for kind in ("accuracy", *arithmetic.KINDS[1:])) == pytest.approx(1, abs=1e-3)
         assert {"among 0", "among 8", "3 steps, 8 distractors", "more steps", "wrong first step"} <= set(test)
