@@ -1,11 +1,17 @@
 """`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
 
+from __future__ import annotations
+
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.options import LanguageOptions
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.language.faithfulness.rows import Row
+    from diffvision.evaluation.language.mathematics.sets import Question
 
 
 def run(
@@ -51,12 +57,9 @@ def run(
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import suite
-    from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.faithfulness.judges import open_judges
-    from diffvision.evaluation.language.faithfulness.prompts import read_templates
-    from diffvision.evaluation.language.faithfulness.rows import Row, read_rows
     from diffvision.evaluation.language.many_shot import read_task
-    from diffvision.evaluation.language.mathematics.sets import Question, read_questions
+    from diffvision.evaluation.language.table import show
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
@@ -69,19 +72,7 @@ def run(
     specs = listed(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    texts = None if data is None else listed(data)
-    rows: list[Row] = []
-    questions: list[Question] = []
-    kinds = set(map(suite.reads, names))
-    if texts is not None and "questions" in kinds:
-        questions, texts = read_questions(texts, count=options.rows, seed=options.seed), None
-        suite.prompting(options)  # raises before a model is loaded
-    if texts is not None and "rows" in kinds:
-        rows, texts = read_rows(texts, count=options.rows, seed=options.seed), None
-        if options.prompts is not None:
-            read_templates(options.prompts)  # raises before a model is loaded
-    if texts is not None:
-        check_sources(texts)
+    texts, rows, questions = _read(data, set(map(suite.reads, names)), options)
     for _, spec in map(labelled, specs):
         check_spec(spec)  # all of them, before the first is evaluated
     if (demonstrations is None) != (queries is None):
@@ -116,9 +107,36 @@ def run(
                 else:
                     results[label] |= differences(first, measured)
                 if output is not None:
-                    suite.write_numbers(name, results, options, output)
-    suite.show(results)
+                    suite.write_numbers(name, results, options, output, judge if suite.reads(name) == "rows" else None)
+    show(results)
     if output is not None:
         for name in names:
             suite.write_picture(name, results, output)
     return results
+
+
+def _read(
+    data: str | list[str] | None, kinds: set[str], options: LanguageOptions
+) -> tuple[list[str] | None, list[Row], list[Question]]:
+    """Return the sources of text, or the rows or questions that they hold.
+
+    What cannot be read raises before a model is loaded.
+    """
+    from diffvision.evaluation.language import suite
+    from diffvision.evaluation.language.documents import check_sources
+    from diffvision.evaluation.language.faithfulness.prompts import read_templates
+    from diffvision.evaluation.language.faithfulness.rows import read_rows
+    from diffvision.evaluation.language.mathematics.sets import read_questions
+    from diffvision.evaluation.output import listed
+
+    if data is None:
+        return None, [], []
+    if "questions" in kinds:
+        suite.prompting(options)
+        return None, [], read_questions(listed(data), count=options.rows, seed=options.seed)
+    if "rows" in kinds:
+        if options.prompts is not None:
+            read_templates(options.prompts)
+        return None, read_rows(listed(data), count=options.rows, seed=options.seed), []
+    check_sources(listed(data))
+    return listed(data), [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision import tables
 from diffvision.analysis.figures import language as figures
 from diffvision.analysis.figures import png
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
-from diffvision.evaluation.intervals import PARTS, with_intervals
+from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.faithfulness.judges import Judge
+from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.faithfulness.prompts import read_templates
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
@@ -422,13 +421,21 @@ def _model_identity(model: Model) -> dict[str, Any]:
     }
 
 
-def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
-    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null."""
+def write_numbers(
+    task: str,
+    results: figures.Results,
+    options: LanguageOptions,
+    output: str | Path,
+    judge: JudgeOptions | None = None,
+) -> None:
+    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and settings."""
     plain = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
     }
     content = {"task": task, "models": plain, "options": dataclasses.asdict(options)}
+    if judge is not None:
+        content["judge"] = dataclasses.asdict(judge)
     write_json(Path(output) / f"{task}.json", content)
 
 
@@ -465,34 +472,6 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
         for name, metrics in results.items()
     }
     return {name: metrics for name, metrics in by_model.items() if metrics}
-
-
-def show(results: figures.Results) -> None:
-    """Print the headline numbers (those without a position or length in their names), and the paired differences."""
-    from rich.table import Column, Table
-
-    table = Table(Column("metric", no_wrap=True), *results)
-    keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
-    derived = {f"{key}{end}" for key in keys for end in PARTS}
-    headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
-    for key in (key for key in headlines if key not in derived):
-        table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
-    paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")
-    for key, (name, metrics) in itertools.product(headlines, results.items()):
-        if f"{key}_difference" in metrics:
-            p = metrics.get(f"{key}_mcnemar_p")
-            paired.add_row(key, name, _cell(metrics, f"{key}_difference"), "" if p is None else f"{p:.2g}")
-    tables.show(table, *([paired] if paired.row_count else []), data=results)
-
-
-def _cell(metrics: Mapping[str, float], key: str) -> str:
-    """Return a number, and its interval where there is one."""
-    if key not in metrics:
-        return ""
-    ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
-    if not ends:
-        return f"{metrics[key]:.4g}"
-    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _mean(values: Sequence[float]) -> float:

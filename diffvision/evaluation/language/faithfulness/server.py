@@ -19,6 +19,7 @@ from diffvision.evaluation.output import write_bytes
 
 _AGAIN = (408, 409, 425, 429)  # and all from 500 on: a server may answer later
 _MOST_BYTES = 1 << 24  # of an answer
+_KEPT = "with --output or --cache nothing is judged twice"
 SYSTEM = "You are a helpful assistant."
 
 
@@ -94,13 +95,13 @@ class ChatServer:
                 if error.code not in _AGAIN and error.code < 500:
                     raise NoReply(
                         f"the judge {self.model} at {self.url} refuses {about} ({failure}): see to judge.url, "
-                        "judge.llm and the key, or leave the row out; what was judged is kept"
+                        f"judge.llm and the key, or leave the row out; {_KEPT}"
                     ) from None
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 failure = str(error) or type(error).__name__
         raise NoReply(
             f"the judge {self.model} at {self.url} did not answer about {about} in {self.patience.tries} tries "
-            f"({failure}): start the same command again when it does; what was judged is kept"
+            f"({failure}): start the same command again when it does; {_KEPT}"
         )
 
     def _answer(self, body: bytes) -> str:

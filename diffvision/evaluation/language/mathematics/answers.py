@@ -1,6 +1,6 @@
-r"""Answers to mathematical questions: taken from a text, and compared without a computer algebra system.
+"""Answers to mathematical questions: taken from a text, and compared without a computer algebra system.
 
-An answer is what stands in the last `\boxed{}`, after the last `####`, after the last "answer is", or the last number.
+An answer is what stands in LaTeX's last box, after the last `####`, after the last "answer is", or the last number.
 Two are equal as fractions, or as strings without what does not matter in LaTeX. `math_verify` compares by the library
 of that name, where it is installed. Programs differ in these rules, and by several points of accuracy: report which.
 """

@@ -56,7 +56,9 @@ def test_a_run_that_was_ended_counts_every_row_once(home, judging, tmp_path, mon
     server = judging(answer)
     judge = JudgeOptions(by="llm,contains", llm="big", url=server.url, key_env="THE_KEY", tries=1, parallel=1)
     settings = {"judge": judge, "output": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"did not answer about row 'r14' .* what was judged is kept"):
+    with pytest.raises(
+        ValueError, match=r"did not answer about row 'r14' .* with --output or --cache nothing is judged twice"
+    ):
         evaluated(home, "diff-debug", **settings)
     file = tmp_path / "faithfulness" / "diff-debug" / "judgements-llm.jsonl"
     assert [row["id"] for row in lines_of(file)] == ["r10", "r11", "r12", "r13"]
@@ -78,6 +80,7 @@ def test_a_run_that_was_ended_counts_every_row_once(home, judging, tmp_path, mon
     assert all(row["stopped_by"] in ("end", "length", "stop") and row["cut"] == 0 for row in outputs)
     assert evaluated(home, "diff-debug", **settings)["diff-debug"] == metrics
     assert len(server.asked) == 7
+    assert json.loads((tmp_path / "faithfulness.json").read_text())["judge"]["llm"] == "big"
     written = [path.read_text() for path in tmp_path.rglob("*.json*")]
     assert not any("secret" in text for text in written)
 

@@ -97,22 +97,28 @@ def test_a_draw_of_each_file_keeps_its_order(tmp_path):
     assert drawn == sorted(drawn)
 
 
-def test_the_command_writes_its_files_and_resumes(model, tmp_path, capsys):
+def test_an_evaluation_resumes_with_the_answers_that_are_missing(model, tmp_path):
+    questions = [question for question, _, _ in ANSWERED[:4]]
+    first = with_intervals(mathematics(model, questions, new_tokens=4, folder=tmp_path))
+    answers = tmp_path / "answers.jsonl"
+    lines = answers.read_text().splitlines()
+    assert len(lines) == 4
+    # A line that was written whole, and one that was not.
+    answers.write_text(f"{lines[0]}\n{lines[1][:9]}")
+    assert with_intervals(mathematics(model, questions, new_tokens=4, folder=tmp_path)) == first
+    assert sorted(answers.read_text().splitlines()) == sorted(lines)
+
+
+def test_the_command_writes_its_files(model, tmp_path):
     language.save(model.module, tmp_path / "model", model.tokenizer)
     rows = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(3)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"data": str(tmp_path / "data.jsonl"), "output": str(tmp_path / "out")}
     settings["options"] = LanguageOptions(new_tokens=4)
-    first = run(str(tmp_path / "model"), tasks="math", **settings)
-    answers = tmp_path / "out" / "math" / "model" / "answers.jsonl"
-    lines = answers.read_text().splitlines()
-    assert len(lines) == 3
-    # A line that was not written whole, and one that was.
-    answers.write_text(f"{lines[0]}\n{lines[1][:9]}")
-    assert run(str(tmp_path / "model"), tasks="math", **settings) == first
-    assert sorted(answers.read_text().splitlines()) == sorted(lines)
+    results = run(str(tmp_path / "model"), tasks="math", **settings)
+    assert results["model"]["math/gsm8k/tokens"] <= 4
+    assert len((tmp_path / "out" / "math" / "model" / "answers.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "out" / "math.png").is_file()
-    assert first["model"]["math/gsm8k/tokens"] <= 4
     with pytest.raises(ValueError, match="math reads questions with answers and perplexity text: evaluate them in two"):
         run(str(tmp_path / "model"), tasks="math,perplexity", **settings)
     with pytest.raises(ValueError, match="math needs questions with answers: give data"):
