@@ -34,16 +34,20 @@ def make(
     words: int | None = None,
     scenes: int | None = None,
     evaluated: int | None = None,
+    steps: int | None = None,
+    distractors: int | None = None,
+    highest: int | None = None,
     seed: int | None = None,
     per_shard: int | None = None,
     num_workers: int | None = None,
 ) -> int:
-    """Write a dataset as WebDataset shards with a manifest.
+    """Write a dataset as WebDataset shards with a manifest, or as JSON lines (arithmetic).
 
     Args:
         name: digits, digit-scenes, fashion, fashion-scenes, emoji, openclipart, tuxpaint (for tests only), stdlib
             (text: the running Python's library), text (English from packages), recall (synthetic text: needles and
-            mappings to mix into training text); folder to pack your images as training shards, or evaluation to pack
+            mappings to mix into training text), arithmetic (worded problems with distracting sentences, as prompts and
+            responses to fine-tune on); folder to pack your images as training shards, or evaluation to pack
             them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions); mmvp,
             sugarcrepe, aro, winoground, ohd-caps and pope: published evaluations, from the files that you have.
         directory: the folder to write; it must have no shards yet.
@@ -58,10 +62,15 @@ def make(
         split: for folder: train, validation or test, of a source that has splits; train by default.
         templates: for evaluation: zero-shot prompts with {c} where the class name belongs.
         copies: for digits and digit-scenes: images made of each training digit.
-        documents: for recall: how many.
+        documents: for recall: how many. For arithmetic: training problems; 100,000 by default.
         words: for recall: the most words of a document with needles.
         scenes: for fashion-scenes: training images; 55,000 by default.
-        evaluated: for fashion-scenes: images of each split for evaluation; 2,000 by default.
+        evaluated: for fashion-scenes: images of each split for evaluation; 2,000 by default. For arithmetic: test
+            problems of each number of steps and distractors, and a tenth of the validation problems; 100 by default.
+        steps: for arithmetic: the most lines of a solution in training; the test has up to 3 more. 5 by default.
+        distractors: for arithmetic: the most distracting sentences in training; the test has up to four times as many.
+            4 by default.
+        highest: for arithmetic: the largest number; 999 by default.
         seed: determines all random choices in made datasets; 0 by default.
         per_shard: for folder and evaluation: samples a shard; 10,000 by default.
         num_workers: for folder and evaluation: processes; 2 by default.
@@ -78,6 +87,9 @@ def make(
         "words": words,
         "scenes": scenes,
         "evaluated": evaluated,
+        "steps": steps,
+        "distractors": distractors,
+        "highest": highest,
         "seed": seed,
         "per_shard": per_shard,
         "num_workers": num_workers,

@@ -7,9 +7,9 @@ off, falls to zero over a fifth of that length, and goes back to the trunk (arXi
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -109,6 +109,16 @@ class Data:
         return sum(losses) / len(windows)
 
 
+class Batches(Protocol):
+    """What a model is trained on and validated on."""
+
+    def batches(self, seed: int) -> Iterator[Any]:
+        """Yield batches in an order that the seed decides."""
+
+    def loss(self, model: nn.Module) -> float:
+        """Return a model's loss on the validation data."""
+
+
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
@@ -128,9 +138,14 @@ def adamw(model: nn.Module, rate: float) -> torch.optim.AdamW:
     )
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> tuple[float, float]:
-    """Take one step on windows [B, N + 1], and return the loss and the gradient's norm before clipping."""
-    loss = loss_of(model, windows)
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_of: Callable[[Any, Any], Tensor] = loss_of,
+) -> tuple[float, float]:
+    """Take one step on a batch, by default windows [B, N + 1]; return the loss and the norm before clipping."""
+    loss = loss_of(model, batch)
     optimizer.zero_grad()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip_norm"])
@@ -149,7 +164,16 @@ def flops_of_step(model: LanguageModel) -> int:
     return 3 * BATCH * int(counter.get_total_flops())
 
 
-def fit(model: LanguageModel, data: Data, *, rate: float, warmup: int, lengths: Sequence[int], seed: int) -> Trained:
+def fit(
+    model: LanguageModel,
+    data: Batches,
+    *,
+    rate: float,
+    warmup: int,
+    lengths: Sequence[int],
+    seed: int,
+    loss_of: Callable[[Any, Any], Tensor] = loss_of,
+) -> Trained:
     """Train with AdamW at a constant learning rate, with a branch at each length.
 
     Args:
@@ -158,7 +182,8 @@ def fit(model: LanguageModel, data: Data, *, rate: float, warmup: int, lengths: 
         rate: the learning rate after the warm-up.
         warmup: steps.
         lengths: in steps, rising; a cooldown begins after the one before ended its trunk.
-        seed: of the order of windows.
+        seed: of the order of batches.
+        loss_of: returns the mean loss of a model over a batch.
 
     Raises:
         FloatingPointError: a loss is not finite.
@@ -166,7 +191,7 @@ def fit(model: LanguageModel, data: Data, *, rate: float, warmup: int, lengths: 
     optimizer = adamw(model, rate)
     batches = list(zip(range(lengths[-1]), data.batches(seed), strict=False))
     if len(batches) < lengths[-1]:
-        raise SystemExit(f"{lengths[-1]} steps need {lengths[-1] * BATCH * LENGTH:,} tokens: the data has fewer")
+        raise SystemExit(f"{lengths[-1]:,} steps need as many batches: the data has {len(batches):,}")
     seconds, norm = 0.0, 0.0
 
     def train(first: int, last: int, cooldown: int = 0) -> None:
@@ -177,7 +202,7 @@ def fit(model: LanguageModel, data: Data, *, rate: float, warmup: int, lengths: 
             factor = (last - step) / cooldown if cooldown else min(1, (step + 1) / warmup)
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
-            loss, before = training_step(model, optimizer, batch)
+            loss, before = training_step(model, optimizer, batch, loss_of)
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} at step {step}")
             norm = max(norm, before) if step > warmup else norm

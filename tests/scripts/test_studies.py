@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import arithmetic
 import clip
 import common_mode
 import controls
@@ -18,6 +19,7 @@ import scaling
 import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
+from diffvision.data.made.arithmetic import make_arithmetic
 from grid import Difference, Grid, Run, best_rate, holm
 
 
@@ -330,3 +332,59 @@ def test_parts_of_v1_are_what_their_names_say():
     for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
         vector.data.zero_()
     torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """The file of the study of arithmetic, of few problems."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    make_arithmetic(folder, documents=160, steps=2, distractors=2, highest=30, evaluated=2)
+    arithmetic.make_data(folder, folder / "data.pt")
+    return folder / "data.pt"
+
+
+def test_the_loss_of_worded_problems_is_that_of_their_solutions(problems):
+    data = arithmetic.Data(problems)
+    tokens, learned = next(data.batches(seed=1))
+    row = data.tokenizer.decode(tokens[0][learned[0]].tolist())
+    assert row.partition("\n####")[0].count(" = ") >= 1
+    assert row.endswith(data.tokenizer.eos)
+    assert "?" not in row
+    torch.manual_seed(0)
+    model = language_grid.FAMILIES["V2"].create("0.03M")
+    with torch.no_grad():
+        loss = arithmetic.loss_of(model, (tokens, learned))
+        logs = model(tokens).log_softmax(-1)
+    terms = [
+        -logs[number, place - 1, tokens[number, place]]
+        for number, place in itertools.product(range(tokens.shape[0]), range(1, tokens.shape[1]))
+        if learned[number, place]
+    ]
+    torch.testing.assert_close(loss, torch.stack(terms).mean())
+    order = [tuple(row.tolist()) for batch, _ in data.batches(seed=2) for row in batch]
+    assert len({tuple(token for token in row if token) for row in order}) == 160
+
+
+@pytest.mark.nightly
+def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arithmetic, "SIZE", "0.03M")
+    monkeypatch.setattr(arithmetic, "QUICK_PROBLEMS", 64)
+    for what in ("tune", "train"):
+        arithmetic.main([what, "--quick", f"--data={problems}", "--part", "1", "2"])
+        arithmetic.main([what, "--quick", f"--data={problems}"])
+    capsys.readouterr()
+    arithmetic.main(["grid", "--quick"])
+    assert "12 runs, 12 are done; 0.0 core-hours are left" in capsys.readouterr().out
+    arithmetic.main(["report", "--quick", "--images=."])
+    printed = capsys.readouterr().out
+    assert "12 runs; 12 are done, 0 diverged" in printed
+    assert "| at its best learning rate | accuracy | from plain | more steps | from plain |" in printed
+    assert printed.count("\n| 5 |") == 3
+    assert "nan" not in printed
+    assert (tmp_path / "arithmetic.svg").is_file()
+    quick = arithmetic.GRID.quick()
+    for run in quick.confirming():
+        test = quick.numbers(run)["test"]
+        assert sum(test[kind] for kind in ("accuracy", *arithmetic.KINDS[1:])) == pytest.approx(1, abs=1e-3)
+        assert {"among 0", "among 8", "3 steps, 8 distractors", "more steps", "wrong first step"} <= set(test)

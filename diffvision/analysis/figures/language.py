@@ -123,6 +123,26 @@ def faithfulness_bars(results: Results) -> Figure:
 
 
 @styled
+def math_panels(results: Results) -> Figure:
+    """Return the accuracy of each set of questions, and over the number of steps where a set says it."""
+    keys = list(dict.fromkeys(key for metrics in results.values() for key in metrics))
+    sets = [key.removesuffix("/accuracy") for key in keys if key.endswith("/accuracy")]
+    stepped = [name for name in sets if any(key.startswith(f"{name}/accuracy_by_steps/") for key in keys)]
+    figure, axes = panels(1 + len(stepped), width=max(4.0, 0.9 * len(sets) * len(results)), height=_HEIGHT, sharey=True)
+    bars = {name.replace("_", " "): f"{name}/accuracy" for name in sets} | (
+        {"mean": "accuracy"} if len(sets) > 1 else {}
+    )
+    _bars(axes[0], {title: {name: m[key] for name, m in results.items()} for title, key in bars.items()})
+    axes[0].set(title="Accuracy", ylabel="share of the answers", ylim=(0, 1.1))
+    for ax, name in zip(axes[1:], stepped, strict=True):
+        curves = {model: numbered(metrics, f"{name}/accuracy_by_steps") for model, metrics in results.items()}
+        _curves(ax, curves)
+        ax.set_xticks(sorted({x for points in curves.values() for x in points}))
+        ax.set(title=name, xlabel="steps")
+    return legend_below(figure, axes[0])
+
+
+@styled
 def attention_bars(results: Results) -> Figure:
     """Return the share of attention on the answer and on noise, by depth."""
     figure, axes = panels(2, width=4.0, height=_HEIGHT, sharey=True)

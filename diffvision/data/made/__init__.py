@@ -49,6 +49,10 @@ MADE: dict[str, Dataset] = {
     "stdlib": Dataset("diffvision.data.made.corpus:make_stdlib"),
     "text": Dataset("diffvision.data.made.text:make_text", frozenset({"source"}), _TEXT),
     "recall": Dataset("diffvision.data.made.recall:make_recall", frozenset({"documents", "words", "seed"})),
+    "arithmetic": Dataset(
+        "diffvision.data.made.arithmetic:make_arithmetic",
+        frozenset({"documents", "steps", "distractors", "highest", "evaluated", "seed"}),
+    ),
     "emoji": Dataset("diffvision.data.made.emoji:make_emoji", frozenset({"source", "seed"}), _EMOJI),
     "openclipart": Dataset(
         "diffvision.data.made.openclipart:make_openclipart",

@@ -11,6 +11,7 @@ from diffvision.evaluation.language.options import LanguageOptions
 
 if TYPE_CHECKING:
     from diffvision.evaluation.language.faithfulness.rows import Row
+    from diffvision.evaluation.language.mathematics.sets import Question
 
 
 def run(
@@ -34,14 +35,16 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness,
+        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness, math,
             attention_mass, many_shot, outliers, quantization, low_bit (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
-            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench.
+            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench. For math,
+            .jsonl or .json files of {"question", "answer"}, {"prompt", "response"}, or as GSM8K, MATH, SVAMP, ASDiv,
+            MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic` have them.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
-        output: folder for TASK.json and TASK.png, and for what faithfulness generates and its judges say, from which
-            a run that was ended resumes.
+        output: folder for TASK.json and TASK.png, and for what faithfulness and math generate and judges say, from
+            which a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
@@ -56,6 +59,7 @@ def run(
     from diffvision.evaluation.language import suite
     from diffvision.evaluation.language.faithfulness.judges import open_judges
     from diffvision.evaluation.language.many_shot import read_task
+    from diffvision.evaluation.language.table import show
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
@@ -68,7 +72,7 @@ def run(
     specs = listed(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    texts, rows = _texts_or_rows(data, any(map(suite.reads_rows, names)), options)
+    texts, rows, questions = _read(data, set(map(suite.reads, names)), options)
     for _, spec in map(labelled, specs):
         check_spec(spec)  # all of them, before the first is evaluated
     if (demonstrations is None) != (queries is None):
@@ -93,7 +97,7 @@ def run(
             results[label] = {}
             work = suite.prepared(model, options, texts, many_shot_tasks)
             folder = None if output is None else Path(output)
-            work = dataclasses.replace(work, rows=rows, judges=judges, folder=folder)
+            work = dataclasses.replace(work, rows=rows, judges=judges, questions=questions, folder=folder)
             identity = {} if result_cache is None else suite.cache_inputs(work, used_device)
             for name in names:
                 measured = suite.cached(work, name, result_cache, identity)
@@ -103,28 +107,36 @@ def run(
                 else:
                     results[label] |= differences(first, measured)
                 if output is not None:
-                    suite.write_numbers(name, results, options, output, judge if suite.reads_rows(name) else None)
-    suite.show(results)
+                    suite.write_numbers(name, results, options, output, judge if suite.reads(name) == "rows" else None)
+    show(results)
     if output is not None:
         for name in names:
             suite.write_picture(name, results, output)
     return results
 
 
-def _texts_or_rows(
-    data: str | list[str] | None, reads_rows: bool, options: LanguageOptions
-) -> tuple[list[str] | None, list[Row]]:
-    """Return the sources of text, or the rows that they hold; what cannot be read raises before a model is loaded."""
+def _read(
+    data: str | list[str] | None, kinds: set[str], options: LanguageOptions
+) -> tuple[list[str] | None, list[Row], list[Question]]:
+    """Return the sources of text, or the rows or questions that they hold.
+
+    What cannot be read raises before a model is loaded.
+    """
+    from diffvision.evaluation.language import suite
     from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.faithfulness.prompts import read_templates
     from diffvision.evaluation.language.faithfulness.rows import read_rows
+    from diffvision.evaluation.language.mathematics.sets import read_questions
     from diffvision.evaluation.output import listed
 
     if data is None:
-        return None, []
-    if not reads_rows:
-        check_sources(listed(data))
-        return listed(data), []
-    if options.prompts is not None:
-        read_templates(options.prompts)
-    return None, read_rows(listed(data), count=options.rows, seed=options.seed)
+        return None, [], []
+    if "questions" in kinds:
+        suite.prompting(options)
+        return None, [], read_questions(listed(data), count=options.rows, seed=options.seed)
+    if "rows" in kinds:
+        if options.prompts is not None:
+            read_templates(options.prompts)
+        return None, read_rows(listed(data), count=options.rows, seed=options.seed), []
+    check_sources(listed(data))
+    return listed(data), [], []

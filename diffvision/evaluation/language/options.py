@@ -43,10 +43,14 @@ class LanguageOptions:
         quantised_needles: take the needle accuracy in `quantization` and `low_bit` as well.
         schemes: of `low_bit`: what is rounded, names of `low_bit.SCHEMES`; None for all.
         recent: tokens that `low_bit`'s caches keep in full precision.
-        rows: of faithfulness's data, how many are drawn with the seed; None for all.
-        new_tokens: the most tokens of an output of faithfulness.
+        rows: of the data of faithfulness and math, how many are drawn with the seed; None for all.
+        new_tokens: the most tokens of an output of faithfulness or an answer of math.
         prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
             {context} and {input}}, such as LongBench's dataset2prompt.json.
+        template: how math asks, with {question} in it.
+        examples: a file of questions for math, in any layout of its data, that are shown with their solutions before
+            the question.
+        shown: how many of them, from the first on.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -80,11 +84,24 @@ class LanguageOptions:
     rows: int | None = None
     new_tokens: int = 256
     prompts: str | None = None
+    template: str = "Question: {question}\nAnswer:"
+    examples: str | None = None
+    shown: int = 4
     batch_size: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "new_tokens", "batch_size")
+        counts = (
+            "tokens",
+            "points",
+            "samples",
+            "order_shots",
+            "mappings",
+            "queries",
+            "new_tokens",
+            "shown",
+            "batch_size",
+        )
         lists = ("lengths", "shots", "facts")
         values = [(name, getattr(self, name)) for name in counts]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
@@ -99,6 +116,8 @@ class LanguageOptions:
                 raise ValueError(f"{name} is empty: give at least one")
         if self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
+        if "{question}" not in self.template:
+            raise ValueError(f"template is {self.template!r}: write {{question}} where the question belongs")
         for pair in self.needles:
             needle_pair(pair)
         if self.text_key != "txt":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision import tables
 from diffvision.analysis.figures import language as figures
 from diffvision.analysis.figures import png
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
-from diffvision.evaluation.intervals import PARTS, with_intervals
+from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
@@ -33,6 +31,9 @@ from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
+from diffvision.evaluation.language.mathematics.answers import has_math_verify
+from diffvision.evaluation.language.mathematics.sets import Question, read_questions
+from diffvision.evaluation.language.mathematics.task import Prompting, mathematics
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
@@ -62,6 +63,7 @@ class Work:
     progress: Progress = unseen
     rows: Sequence[Row] = ()  # of faithfulness
     judges: Sequence[Judge] = ()
+    questions: Sequence[Question] = ()  # of math
     folder: Path | None = None  # for what a task writes besides its numbers and picture
 
     @property
@@ -108,7 +110,7 @@ class LanguageEvaluation(NamedTuple):
 
     function: Callable[[Work], Mapping[str, PerSample | float]]
     draw: Callable[[figures.Results], Any]  # a matplotlib Figure
-    reads: str  # "documents" (text and a tokenizer), "rows" (of faithfulness), or "tokenizer"
+    reads: str  # "documents" (text and a tokenizer), "rows" (of faithfulness), "questions" (of math), or "tokenizer"
 
 
 def _perplexity(work: Work) -> dict[str, float]:
@@ -216,6 +218,26 @@ def _faithfulness(work: Work) -> dict[str, PerSample | float]:
     )
 
 
+def _math(work: Work) -> dict[str, PerSample | float]:
+    options = work.options
+    return mathematics(
+        work.model,
+        work.questions,
+        prompting(options),
+        new_tokens=options.new_tokens,
+        folder=None if work.folder is None else work.folder / "math" / work.model.name,
+        settings=_model_identity(work.model),
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
+def prompting(options: LanguageOptions) -> Prompting:
+    """Return how math asks; raise what `read_questions` raises of the examples."""
+    examples = () if options.examples is None else read_questions([options.examples])[: options.shown]
+    return Prompting(options.template, examples)
+
+
 def _attention_mass(work: Work) -> dict[str, float]:
     needles, queries = needle_pair(work.options.needles[-1])
     return attention_mass(
@@ -307,6 +329,7 @@ LANGUAGE_EVALUATIONS = {
     "recall_errors": LanguageEvaluation(_recall_errors, figures.error_curves, "tokenizer"),
     "lookback": LanguageEvaluation(_lookback, figures.lookback_bars, "tokenizer"),
     "faithfulness": LanguageEvaluation(_faithfulness, figures.faithfulness_bars, "rows"),
+    "math": LanguageEvaluation(_math, figures.math_panels, "questions"),
     "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
     "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
@@ -331,7 +354,7 @@ def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
 def measured(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
     """Return the metrics as `evaluate_language`, those that are means over samples with their samples."""
     for task in tasks:
-        check([task], has_data=bool(work.rows if reads_rows(task) else work.documents))
+        check([task], has_data=bool({"rows": work.rows, "questions": work.questions}.get(reads(task), work.documents)))
     if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads != "documents" for task in tasks):
         raise ValueError(f"{work.model.name} came without a tokenizer: give one, such as a tokenizer.json")
     return {
@@ -341,27 +364,33 @@ def measured(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
     }
 
 
+_DATA = {
+    "documents": "text: give data, files or folders of .txt or .jsonl, or shards",
+    "rows": "documents with questions: give data, files of JSON lines",
+    "questions": "questions with answers: give data, .jsonl or .json files of GSM8K, MATH or others",
+}
+"""What tasks read as data."""
+
+
 def check(tasks: Sequence[str], *, has_data: bool) -> None:
     """Raise a ValueError for an unknown task, one that needs data where there is none, or two that read other data."""
+    by_kind: dict[str, str] = {}
     for task in tasks:
         if task not in LANGUAGE_EVALUATIONS:
             raise ValueError(f"unknown task {task!r}: choose among {', '.join(LANGUAGE_EVALUATIONS)}")
-        reads = LANGUAGE_EVALUATIONS[task].reads
-        if reads == "documents" and not has_data:
-            raise ValueError(f"{task} needs text: give data, files or folders of .txt or .jsonl, or shards")
-        if reads == "rows" and not has_data:
-            raise ValueError(f"{task} needs documents with questions: give data, files of JSON lines")
-    by_kind = {LANGUAGE_EVALUATIONS[task].reads: task for task in tasks}
-    if {"documents", "rows"} <= set(by_kind):
-        raise ValueError(
-            f"{by_kind['documents']} reads text and {by_kind['rows']} rows of documents and questions: evaluate them "
-            "in two commands"
-        )
+        if (kind := reads(task)) in _DATA:
+            by_kind[kind] = task
+            if not has_data:
+                raise ValueError(f"{task} needs {_DATA[kind]}")
+    if len(by_kind) > 1:
+        (one, task), (other, another), *_ = by_kind.items()
+        wanted = [_DATA[kind].partition(":")[0] for kind in (one, other)]
+        raise ValueError(f"{task} reads {wanted[0]} and {another} {wanted[1]}: evaluate them in two commands")
 
 
-def reads_rows(task: str) -> bool:
-    """Return whether a task's data are rows of documents and questions."""
-    return task in LANGUAGE_EVALUATIONS and LANGUAGE_EVALUATIONS[task].reads == "rows"
+def reads(task: str) -> str:
+    """Return what a task reads, as in the table; nothing for an unknown one."""
+    return LANGUAGE_EVALUATIONS[task].reads if task in LANGUAGE_EVALUATIONS else ""
 
 
 def cached(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -> dict[str, PerSample | float]:
@@ -395,7 +424,11 @@ def cache_inputs(work: Work, device: str) -> dict[str, Any]:
         "options": dataclasses.asdict(options),
         "rows": fingerprint([dataclasses.asdict(row) for row in work.rows]),
         "judges": [judge.identity for judge in work.judges],
-        "files": files_digest(*filter(None, (options.haystack, options.frequent_text, options.prompts))),
+        "questions": fingerprint(work.questions),
+        "math_verify": has_math_verify(),
+        "files": files_digest(
+            *filter(None, (options.haystack, options.frequent_text, options.prompts, options.examples))
+        ),
         "device": device,
     }
 
@@ -461,34 +494,6 @@ def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]
         for name, metrics in results.items()
     }
     return {name: metrics for name, metrics in by_model.items() if metrics}
-
-
-def show(results: figures.Results) -> None:
-    """Print the headline numbers (those without a position or length in their names), and the paired differences."""
-    from rich.table import Column, Table
-
-    table = Table(Column("metric", no_wrap=True), *results)
-    keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
-    derived = {f"{key}{end}" for key in keys for end in PARTS}
-    headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
-    for key in (key for key in headlines if key not in derived):
-        table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
-    paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")
-    for key, (name, metrics) in itertools.product(headlines, results.items()):
-        if f"{key}_difference" in metrics:
-            p = metrics.get(f"{key}_mcnemar_p")
-            paired.add_row(key, name, _cell(metrics, f"{key}_difference"), "" if p is None else f"{p:.2g}")
-    tables.show(table, *([paired] if paired.row_count else []), data=results)
-
-
-def _cell(metrics: Mapping[str, float], key: str) -> str:
-    """Return a number, and its interval where there is one."""
-    if key not in metrics:
-        return ""
-    ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
-    if not ends:
-        return f"{metrics[key]:.4g}"
-    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -183,7 +183,7 @@ def test_a_judge_in_process_reads_a_chat_or_is_undecided(home, monkeypatch):
         ({"judge": JudgeOptions("nli")}, "judge.by has nli, and judge.nli is missing"),
         ({"judge": JudgeOptions("hf")}, "judge.by has hf, and judge.hf is missing"),
         ({"data": None}, "faithfulness needs documents with questions: give data"),
-        ({"tasks": "perplexity,faithfulness"}, "perplexity reads text and faithfulness rows .* in two commands"),
+        ({"tasks": "perplexity,faithfulness"}, "perplexity reads text and faithfulness documents .* in two commands"),
         ({"options": LanguageOptions(new_tokens=512)}, "new_tokens is 512, and diff-debug reads 512 tokens in all"),
         ({"options": LanguageOptions(new_tokens=500)}, "row 'r10' has a prompt of .* without its document"),
     ],

@@ -1,0 +1,1 @@
+"""Mathematical questions: sets of them, answers read and compared, and what went wrong."""

@@ -1,0 +1,38 @@
+"""The table that `evaluate-language` prints: headline numbers with their intervals, and paired differences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from diffvision import tables
+from diffvision.analysis.figures.language import Results
+from diffvision.evaluation.intervals import PARTS
+
+
+def show(results: Results) -> None:
+    """Print the headline numbers (those without a position or length in their names), and the paired differences."""
+    from rich.table import Column, Table
+
+    table = Table(Column("metric", no_wrap=True), *results)
+    keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
+    derived = {f"{key}{end}" for key in keys for end in PARTS}
+    headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
+    for key in (key for key in headlines if key not in derived):
+        table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
+    paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")
+    for key, (name, metrics) in itertools.product(headlines, results.items()):
+        if f"{key}_difference" in metrics:
+            p = metrics.get(f"{key}_mcnemar_p")
+            paired.add_row(key, name, _cell(metrics, f"{key}_difference"), "" if p is None else f"{p:.2g}")
+    tables.show(table, *([paired] if paired.row_count else []), data=results)
+
+
+def _cell(metrics: Mapping[str, float], key: str) -> str:
+    """Return a number, and its interval where there is one."""
+    if key not in metrics:
+        return ""
+    ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
+    if not ends:
+        return f"{metrics[key]:.4g}"
+    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"

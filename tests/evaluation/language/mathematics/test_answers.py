@@ -1,0 +1,95 @@
+"""Answers taken from texts and compared: cases worked out by hand."""
+
+from fractions import Fraction
+
+import pytest
+
+from diffvision.evaluation.language.mathematics.answers import as_fraction, equal, extract, has_math_verify, math_verify
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "rule"),
+    [
+        (r"first $\boxed{1}$, then $\boxed{\frac{1}{\sqrt{2}}}$ #### 3", r"\frac{1}{\sqrt{2}}", "boxed"),
+        (r"the set $\boxed{\{1, 2\}}$", r"\{1, 2\}", "boxed"),
+        (r"so \boxed 5$.", "5", "boxed"),
+        (r"cut off at \boxed{\frac{1}", None, None),
+        ("3 + 4 = 7\n#### 1,007\nQuestion: 5", "1,007", "hashes"),
+        ("The answer is 3. No, the answer is: $42.50. And 7", "$42.50", "answer is"),
+        ("**Answer:** Mrs. Hilt", "Mrs. Hilt", "answer is"),
+        ("He pays 3-2=1 and then 1,200.50.", "1,200.50", "last number"),
+        ("It is -3/4", "-3/4", "last number"),
+        ("I do not know.", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_first_rule_that_applies(text, answer, rule):
+    extracted = extract(text)
+    # What is cut off in a box may still have a number.
+    if answer is None and "boxed" in text:
+        assert extracted.rule == "last number"
+    else:
+        assert (extracted and extracted.text, extracted and extracted.rule) == (answer, rule)
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("1,234.50", Fraction(2469, 2)),
+        (r"\$ 1{,}234.5", Fraction(2469, 2)),
+        (r"\dfrac{3}{4}", Fraction(3, 4)),
+        (r"-\frac 34", Fraction(-3, 4)),
+        (r"\frac { - 3 } { 4 }", Fraction(-3, 4)),
+        ("6/8", Fraction(3, 4)),
+        (r"1\frac{1}{2}", Fraction(3, 2)),
+        ("-1 1/2", Fraction(-3, 2)),
+        (".5", Fraction(1, 2)),
+        ("- 31", Fraction(-31)),
+        ("−31", Fraction(-31)),
+        (r"x = 50\%", Fraction(50)),
+        (r"12\text{ cm}^2", Fraction(12)),
+        ("12 square feet.", Fraction(12)),
+        ("18 dollars / hour", Fraction(18)),
+        (r"72^{\circ}", Fraction(72)),
+        ("3/0", None),
+        ("3 a", None),
+        ("12xy", None),
+        ("2 pi", None),
+        (r"2\pi", None),
+        ("5 : 1", None),
+        ("(1,2)", None),
+        ("3 and 5 apples", None),
+        ("1" * 5000, None),
+    ],
+)
+def test_numbers(answer, value):
+    assert as_fraction(answer) == value
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("0.75", r"\frac{3}{4}", True),
+        ("3", "3.0 apples", True),
+        ("3", "x=3", True),
+        ("3", "4", False),
+        ("3", "3 a", False),
+        ("b ^ { 2 } - 9 a ^ { 2 }", "b^{2}-9a^{2}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\dfrac{\pi}{2})", True),
+        (r"x \leqslant 4", r"x\le4", True),
+        ("Yes", "yes.", True),
+        ("A", "a", False),
+        (r"\text{Monday}", "monday", True),
+        # Equal only for one who computes.
+        ("$10-4 n$", "-4n+10", False),
+    ],
+)
+def test_equality(gold, answer, right):
+    assert equal(gold, answer) is right
+
+
+@pytest.mark.skipif(not has_math_verify(), reason="needs math-verify")
+def test_math_verify_computes():
+    assert math_verify("$10-4 n$", "-4n+10")
+    assert math_verify("0.75", r"\frac{3}{4}")
+    assert not math_verify("$10-4 n$", "4n+10")
