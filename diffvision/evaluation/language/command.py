@@ -25,8 +25,8 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization
-            (a list, or separated by commas).
+        tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization,
+            cache_pruning (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.

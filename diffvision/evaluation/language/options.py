@@ -40,6 +40,10 @@ class LanguageOptions:
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
         quantised_needles: take the needle accuracy under quantised logits as well.
+        pruning_methods: scores that prune a prompt's cache; empty for all that the model can have.
+        pruning_ratios: shares of the prompt that are dropped.
+        pruning_window: the last tokens of a prompt, which are kept, and whose queries score the others.
+        continuation: predictions behind a pruned prompt.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -67,11 +71,16 @@ class LanguageOptions:
     bits: tuple[int, ...] = (16, 8, 6, 4)
     granularity: Granularity = "layer"
     quantised_needles: bool = False
+    pruning_methods: tuple[str, ...] = ()
+    pruning_ratios: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 0.95)
+    pruning_window: int = 32
+    continuation: int = 128
     batch_size: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
         counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
+        counts += ("pruning_window", "continuation")
         lists = ("lengths", "shots")
         values = [(name, getattr(self, name)) for name in counts]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
@@ -79,13 +88,24 @@ class LanguageOptions:
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")
-        for name in ("depths", "needles", "shots", "bits"):
+        for name in ("depths", "needles", "shots", "bits", "pruning_ratios"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
+        for ratio in self.pruning_ratios:
+            if not 0 < ratio < 1:
+                raise ValueError(
+                    f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1 (0, the whole "
+                    "cache, is always measured, and 1 keeps nothing)"
+                )
         if self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         for pair in self.needles:
             needle_pair(pair)
+        if self.pruning_methods:
+            from diffvision.analysis.pruning import METHODS  # imports PyTorch, as below
+
+            if unknown := [method for method in self.pruning_methods if method not in METHODS]:
+                raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")
         if self.text_key != "txt":
             from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
 

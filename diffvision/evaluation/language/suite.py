@@ -22,10 +22,11 @@ from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
+from diffvision.evaluation.language.cache_pruning import cache_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
-from diffvision.evaluation.language.needle import needle
+from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
@@ -222,6 +223,37 @@ def _quantization(work: Work) -> dict[str, float]:
     )
 
 
+def _cache_pruning(work: Work) -> dict[str, float]:
+    options = work.options
+    cells = itertools.product(map(needle_pair, options.needles), work.lengths, options.depths)
+    samples = [
+        sample
+        for (needles, queries), length, depth in cells
+        for sample in needle_samples(
+            work.model.tokenizer,
+            length=length,
+            depth=depth,
+            needles=needles,
+            queries=queries,
+            samples=options.samples,
+            form=work.form,
+            seed=options.seed,
+        )
+    ]
+    return cache_pruning(
+        work.model.module,
+        rows_of(work.documents, work.window + 1),
+        samples,
+        continuation=options.continuation,
+        methods=options.pruning_methods,
+        ratios=options.pruning_ratios,
+        window=options.pruning_window,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        progress=work.progress,
+    )
+
+
 LANGUAGE_EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
     "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
@@ -231,6 +263,7 @@ LANGUAGE_EVALUATIONS = {
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
     "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
     "quantization": LanguageEvaluation(_quantization, figures.quantization_curves, "documents"),
+    "cache_pruning": LanguageEvaluation(_cache_pruning, figures.pruning_curves, "documents"),
 }
 
 
