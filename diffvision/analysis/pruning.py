@@ -136,7 +136,8 @@ class Compress:
                 f"ratio is {self.ratio}: it is the share of the prompt that is dropped, 0 to below 1, for 1 keeps "
                 "nothing"
             )
-        least = int(METHODS[self.method].weights is not None)
+        method = METHODS[self.method]
+        least = int(method.weights is not None and method.observed == "window")
         if self.window < least:
             raise ValueError(f"window is {self.window}: {self.method} needs at least {least}")
 

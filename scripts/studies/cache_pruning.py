@@ -18,7 +18,7 @@ from diffvision.models import language
 from language_grid import FAMILIES, WARMUP
 from small_language import BATCH, LENGTH, VALIDATION_TOKENS, Data, fit
 
-SIZE, RATE, VOCABULARY, WORDS, VALIDATION_SEED = "0.1M", 4e-3, 512, 140, 1_000_000
+SIZE, RATE, VOCABULARY, WORDS, VALIDATION_SEED = "0.1M", 4e-3, 1024, 140, 1_000_000
 
 
 def stream(tokenizer: Tokenizer, tokens: int, seed: int) -> torch.Tensor:
