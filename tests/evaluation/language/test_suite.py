@@ -56,6 +56,9 @@ SMALL = LanguageOptions(
     queries=4,
     bits=(8, 4),
     quantised_needles=True,
+    pruning_ratios=(0.5,),
+    pruning_window=4,
+    continuation=8,
     batch_size=4,
 )
 
@@ -328,6 +331,8 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"needles": ("2x4",)}, "needles has '2x4': write NxR"),
         ({"needles": ("two",)}, "needles has 'two'"),
         ({"bits": ()}, "bits is empty"),
+        ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios has 1.0: .* below 1"),
+        ({"pruning_methods": ("best",)}, "pruning_methods has 'best': choose among window, random"),
         ({"form": "verse"}, "form is 'verse': choose one of text, synthetic"),
         ({"text_key": "jpg"}, "member 'jpg' is of a type that is not read here: use one of txt"),
         ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),
