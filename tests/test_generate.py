@@ -127,7 +127,7 @@ def test_a_pruned_prompt(checkpoint, capsys):
     assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.0) == plain
     assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.9)
     capsys.readouterr()
-    with pytest.raises(ValueError, match="ratio is 1.0: .* 1 keeps nothing"):
+    with pytest.raises(ValueError, match=r"ratio is 1.0: .* 1 keeps nothing"):
         generate_text(checkpoint, **settings, compress="diff", compress_ratio=1.0)
     with pytest.raises(ValueError, match="unknown method 'best' of pruning"):
         generate_text(checkpoint, **settings, compress="best")
