@@ -43,7 +43,8 @@ def cache_pruning(
 
     A row's prompt is all but its last `continuation` + 1 tokens; the loss is of the predictions behind it. Needles are
     asked for in two ways: "agnostic", where the question comes after pruning, and "aware", where it is part of the
-    prompt. Between the ratios the areas are of straight lines.
+    prompt as well. There it is asked twice, for the first token behind a prompt is predicted before pruning: an answer
+    of one token would not depend on it. Between the ratios the areas are of straight lines.
 
     Args:
         model: as `analysis.capture.captured`.
@@ -176,12 +177,21 @@ def _accuracy(
     model: Any, needles: Sequence[NeedleSample], mode: str, compress: Compress | None, batch_size: int
 ) -> float:
     right: list[bool] = []
-    for number, batch in enumerate(_batches(needles, batch_size)):
-        prompts = [sample.question if mode == "agnostic" else sample.answers[0][0] for sample in batch]
+    aware = mode == "aware"
+    for number, batch in enumerate(_batches(list(map(asked_twice, needles)) if aware else needles, batch_size)):
+        prompts = [sample.question for sample in batch]
         with _attention(model, compress, prompts, number):
             tokens, answers = [s.tokens for s in batch], [s.answers for s in batch]
             right += [match for row in greedy_matches(model, tokens, answers, batch_size=len(batch)) for match in row]
     return sum(right) / len(right)
+
+
+def asked_twice(sample: NeedleSample) -> NeedleSample:
+    """Return the sample with its question, up to the first answer, twice; what ends with the first is the prompt."""
+    end = sample.answers[0][0]
+    more = end - sample.question
+    answers = tuple((start + more, stop + more) for start, stop in sample.answers)
+    return NeedleSample([*sample.tokens[:end], *sample.tokens[sample.question :]], sample.needle, end, answers)
 
 
 def _batches(needles: Sequence[NeedleSample], size: int) -> Iterator[Sequence[NeedleSample]]:

@@ -22,7 +22,7 @@ from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import Cache, digest, files_digest, model_digest, tensor_digest
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
-from diffvision.evaluation.language.cache_pruning import cache_pruning
+from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
@@ -224,8 +224,10 @@ def _quantization(work: Work) -> dict[str, float]:
 
 
 def _cache_pruning(work: Work) -> dict[str, float]:
-    options = work.options
-    cells = itertools.product(map(needle_pair, options.needles), work.lengths, options.depths)
+    options, longest = work.options, work.model.max_length
+    # By default there is room for a question that is asked twice.
+    lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]
+    cells = itertools.product(map(needle_pair, options.needles), lengths, options.depths)
     samples = [
         sample
         for (needles, queries), length, depth in cells
@@ -240,6 +242,12 @@ def _cache_pruning(work: Work) -> dict[str, float]:
             seed=options.seed,
         )
     ]
+    needed = max(len(asked_twice(sample).tokens) for sample in samples)
+    if longest is not None and needed > longest:
+        raise ValueError(
+            f"lengths has {max(lengths)}, and a question that is asked twice makes it {needed}, over the {longest} "
+            f"tokens that {work.model.name} reads: give smaller ones"
+        )
     return cache_pruning(
         work.model.module,
         rows_of(work.documents, work.window + 1),

@@ -72,10 +72,9 @@ def test_needles_are_asked_for_before_and_after_pruning(model):
     for mode in ("agnostic", "aware"):
         samples = []
         for row, (question, end) in zip(ROWS, ((20, 25), (30, 33), (12, 20)), strict=True):
-            prompt = question if mode == "agnostic" else end
-            hidden, cache = compress.prefill(model, row[None, :prompt], None, lambda kept: kept + 20)
-            if mode == "agnostic":
-                hidden = model.hidden(row[None, question:end], cache=cache)
+            prompt = question if mode == "agnostic" else end  # aware: the question is in it, and asked again
+            _, cache = compress.prefill(model, row[None, :prompt], None, lambda kept: kept + 20)
+            hidden = model.hidden(row[None, question:end], cache=cache)
             written = []
             for _ in range(3):
                 written.append(int(model.logits(hidden[:, -1]).argmax()))

@@ -306,6 +306,14 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
         ({"tasks": "needle", "models": f"{checkpoint},{checkpoint}"}, "two models are named 'diff-debug'"),
         ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
+        (
+            {
+                "tasks": "cache_pruning",
+                "data": str(home / "texts"),
+                "options": dataclasses.replace(SMALL, lengths=(128,)),
+            },
+            r"lengths has 128, and a question that is asked twice makes it 1\d\d, over the 128 tokens that diff-debug",
+        ),
         ({"tasks": "many_shot", "options": LanguageOptions(classes=2, queries=23)}, "queries is 23: .* at most 22"),
         ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
     ]:
