@@ -26,13 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
     work there.
     """
-    # A case of a GPU stays with `pytest -m gpu`.
+    # A case of a GPU stays with `pytest -m gpu`, one that is too long with `pytest -m nightly`.
     collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
     for item in items:
         if (quick := item.get_closest_marker("quick")) is not None:
             case = item.callspec.id  # type: ignore[attr-defined]
             collected.setdefault(item.nodeid.partition("[")[0], set()).add(case)
-            if case not in quick.args and item.get_closest_marker("gpu") is None:
+            if case not in quick.args and not {"gpu", "nightly"} & {marker.name for marker in item.iter_markers()}:
                 item.add_marker(pytest.mark.slow)
     for item in items:
         quick, cases = item.get_closest_marker("quick"), collected.get(item.nodeid.partition("[")[0], set())

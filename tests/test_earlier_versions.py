@@ -37,6 +37,7 @@ def inputs():
     return torch.rand(2, 3, 16, 16, generator=generator), torch.arange(1, 9)[None].repeat(2, 1)
 
 
+@pytest.mark.quick("clip")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*epoch=0.*")
 @pytest.mark.parametrize("task", ["clip", "vision", "text"])
 def test_a_run_resumes_to_the_same_end(task, expected):
@@ -48,6 +49,7 @@ def test_a_run_resumes_to_the_same_end(task, expected):
         assert float([row[name] for row in rows if row.get(name)][-1]) == pytest.approx(value, rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("expected")
 def test_a_finished_run_is_extended_by_whole_epochs():

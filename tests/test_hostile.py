@@ -111,6 +111,12 @@ def refused(command: list[str], capsys, *message: str) -> None:
 # ---- configurations ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(
+    "--model={0}.Thing",
+    "--trainer.callbacks+={0}.Watcher",
+    "--model.class_path={0}.Thing",
+    "--trainer.plugins=[{{class_path: {0}.Plugin}}]",
+)
 @pytest.mark.parametrize(
     "words",
     [
@@ -135,6 +141,7 @@ def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards,
     assert module not in sys.modules
 
 
+@pytest.mark.quick("config", "nested")
 @pytest.mark.parametrize("how", ["config", "second config", "sub-configuration", "of a sub-configuration", "nested"])
 def test_a_class_path_in_a_file_is_named_with_the_file(how, module, shards, tmp_path, capsys):
     hostile, outer, inner = tmp_path / "hostile.yaml", tmp_path / "outer.yaml", tmp_path / "inner.yaml"
@@ -191,6 +198,12 @@ def test_what_is_only_data_is_not_imported(module, shards):
     assert module not in sys.modules
 
 
+@pytest.mark.quick(
+    "os.system",
+    "torch.utils.cpp_extension.load",
+    "diffvision.__main__.main",
+    "lightning.pytorch.callbacks.LambdaCallback",
+)
 @pytest.mark.parametrize(
     "path",
     [
@@ -339,6 +352,7 @@ def test_the_payload_works(tmp_path, trace):
     trace.unlink()
 
 
+@pytest.mark.quick("-zip", "environment asks for pickles-legacy")
 @pytest.mark.parametrize("layout", ["zip", "legacy", "plain pickle"])
 @pytest.mark.parametrize("forced", [False, True], ids=["", "environment asks for pickles"])
 def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, trace, monkeypatch, capsys):
@@ -459,7 +473,7 @@ def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
 # ---- shards --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("pyd", "pickle", "pt", "npz", "jpg")
+@pytest.mark.quick("pickle", "jpg")
 @pytest.mark.parametrize("suffix", HOSTILE_TYPES)
 def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
     directory = hostile_shards(tmp_path / "shards", trace, suffix)
@@ -574,6 +588,7 @@ def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, t
 PACKERS = {"tar.gz": gzip.compress, "tar.xz": lzma.compress}
 
 
+@pytest.mark.quick("tar.gz")
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_a_compressed_shard_that_unpacks_to_far_more_is_stopped(suffix, tmp_path, monkeypatch, capsys):
     """A megabyte of compressed zeros may be a gigabyte; the limit is on what is written, not on what is said."""
@@ -649,7 +664,7 @@ def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
-@pytest.mark.quick("yaml-command0", "json-command1")
+@pytest.mark.quick("json-command1")
 @pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["evaluate-language"]])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, capsys):

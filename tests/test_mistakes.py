@@ -153,6 +153,7 @@ def folder(tmp_path, monkeypatch):
     image.new("RGB", (8, 8)).save(tmp_path / "photos/cat/1.png")
 
 
+@pytest.mark.quick(*[command for command, _ in MISTAKES[::4]])
 @pytest.mark.parametrize(("command", "names"), MISTAKES, ids=[command for command, _ in MISTAKES])
 @pytest.mark.usefixtures("folder")
 def test_a_mistake_is_answered_in_three_lines(command, names, capsys):

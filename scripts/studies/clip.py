@@ -31,7 +31,7 @@ from grid import Grid, Run, run_study
 from small_clip import Captions, SmallClip, Towers, pixels, read
 
 CLIP = "CLIP-debug"
-SIZE, PATCH, EPOCHS = 64, 8, 20
+SIZE, PATCH = 64, 8
 PRIMARY = ("image R@1",)
 SECONDARY = ("text R@1", "names", "subcategories", "sketches image R@1", "text score", "image score", "group score")
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6, "warmup_epochs": 2, "clip_norm": 1.0}
@@ -47,6 +47,7 @@ GRID = Grid(
     rates=(5e-4, 1e-3, 2e-3, 4e-3),
     primary=PRIMARY,
     seeds=(1, 2, 3, 4, 5),
+    epochs=20,
 )
 FOLDERS = ("retrieval", "retrieval-sketch", "zero_shot", "zero_shot-subcategories", "pairs")
 SPLITS = ("validation", "test")
@@ -189,17 +190,17 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def report() -> None:
+def report(grid: Grid) -> None:
     """Print the tables, in Markdown."""
-    print(GRID.describe(), end="\n\n")
-    print(GRID.table(PRIMARY), end="\n\n")
-    print(GRID.means(SECONDARY))
+    print(grid.describe(), end="\n\n")
+    print(grid.table(PRIMARY), end="\n\n")
+    print(grid.means(SECONDARY))
 
 
-def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+def trainer(file: Path, epochs: int) -> Callable[[Run], dict[str, Any]]:
     """Return the function that trains a run on the data of a file."""
     data = Data(file)
-    return lambda run: train(run, data, EPOCHS)
+    return lambda run: train(run, data, epochs)
 
 
 if __name__ == "__main__":

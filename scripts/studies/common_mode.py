@@ -42,7 +42,7 @@ from grid import Grid, Run, run_study, spread
 from small_clip import Captions, SmallClip, Towers, pixels
 
 CLIP = "CLIP-debug"
-SIZE, PATCH, EPOCHS = 48, 8, 4
+SIZE, PATCH = 48, 8
 NAMED = {"colour": 0.1, "background": 0.1}  # shares of the training captions
 COUNTS = {"train": 20_000, "validation": 1_000, "test": 2_000}  # scenes of one garment
 PRIMARY = ("colour", "kind")
@@ -68,6 +68,7 @@ GRID = Grid(
     rates=(5e-4, 1e-3, 2e-3),
     primary=PRIMARY,
     seeds=(1, 2, 3),
+    epochs=4,
     shared=True,
 )
 
@@ -287,16 +288,16 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def report() -> None:
+def report(grid: Grid) -> None:
     """Print the tables, in Markdown."""
     secondary = ("retrieved background", "retrieved kind", "image R@1", "zero-shot colour", "zero-shot background")
     for shared in (True, False):
-        print(GRID.table(PRIMARY, shared=shared), end="\n\n")
-    print(GRID.means(secondary, shared=True))
-    print(f"\n{layer_table()}")
+        print(grid.table(PRIMARY, shared=shared), end="\n\n")
+    print(grid.means(secondary, shared=True))
+    print(f"\n{layer_table(grid)}")
 
 
-def layer_table() -> str:
+def layer_table(grid: Grid) -> str:
     """Return by layer, as means over fresh seeds, sums of rows and mean components; and what probes read at the end."""
     probed = (*FACTORS, "layout", "count")
     lines = [
@@ -304,7 +305,7 @@ def layer_table() -> str:
         "|---|---|---|" + "---:|" * len(probed),
     ]
     for family in FAMILIES:
-        runs = trained(family)
+        runs = trained(grid, family)
         if runs:
             sums = [statistics.mean(column) for column in zip(*(run["row sums"] for run in runs), strict=True)]
             layers = list(zip(*(run["layers"] for run in runs), strict=True))
@@ -315,16 +316,16 @@ def layer_table() -> str:
     return "\n".join(lines)
 
 
-def trained(family: str) -> list[dict[str, Any]]:
+def trained(grid: Grid, family: str) -> list[dict[str, Any]]:
     """Return what a family's runs with fresh seeds at the plain tower's rate measured, but for those that diverged."""
-    rate = GRID.chosen("plain") or 0
-    runs = [GRID.numbers(Run(family, rate, seed)) for seed in GRID.seeds]
+    rate = grid.chosen("plain") or 0
+    runs = [grid.numbers(Run(family, rate, seed)) for seed in grid.seeds]
     return [run for run in runs if run and not run["diverged"]]
 
 
-def pictures(folder: Path) -> None:
+def pictures(grid: Grid, folder: Path) -> None:
     """Draw what is learned first, and what linear probes read from each layer; means over fresh seeds, plain's rate."""
-    runs = {family: of for family in FAMILIES if (of := trained(family))}
+    runs = {family: of for family in FAMILIES if (of := trained(grid, family))}
     learned = {
         name: {
             family: [[100 * one[name] for one in run["learned"].values()] for run in of] for family, of in runs.items()
@@ -354,10 +355,10 @@ def draw_lines(drawn: dict[str, dict[str, list[list[float]]]], axis: str) -> Any
     return legend_below(figure, axes[0], columns=5)
 
 
-def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+def trainer(file: Path, epochs: int) -> Callable[[Run], dict[str, Any]]:
     """Return the function that trains a run on the data of a file."""
     data = Data(file)
-    return lambda run: train(run, data, EPOCHS)
+    return lambda run: train(run, data, epochs)
 
 
 if __name__ == "__main__":

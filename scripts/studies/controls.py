@@ -2,7 +2,7 @@
 
     python scripts/studies/controls.py data --source data/text   # as scaling.py's, and the same file
     python scripts/studies/controls.py grid                      # the runs, and what they cost
-    python scripts/studies/controls.py tune                      # four learning rates a family, one seed
+    python scripts/studies/controls.py tune                      # five learning rates a family, one seed
     python scripts/studies/controls.py train                     # fresh seeds
     python scripts/studies/controls.py report --images docs/images
 

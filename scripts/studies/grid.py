@@ -12,9 +12,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -87,6 +87,7 @@ class Grid:
         rates: learning rates to try. Of four or more the best is the vertex of a parabola in their logarithm.
         primary: the metrics, 0 to 1, whose mean on validation data is to be high.
         seeds: for the comparison.
+        epochs: of every run.
         tuning_seed: for the rates.
         shared: whether to compare the families at the first one's rate as well.
     """
@@ -96,8 +97,15 @@ class Grid:
     rates: Sequence[float]
     primary: Sequence[str]
     seeds: Sequence[int]
+    epochs: int
     tuning_seed: int = 100
     shared: bool = False
+
+    def quick(self) -> Self:
+        """Return a grid of the same kind, of short runs at two learning rates and with two seeds."""
+        return replace(
+            self, results=Path("runs", f"{self.results.name}-quick"), rates=self.rates[:2], seeds=(1, 2), epochs=1
+        )
 
     def numbers(self, run: Run) -> Numbers | None:
         """Return what a run measured; None if it has not been trained."""
@@ -236,9 +244,10 @@ def run_study(
     description: str | None,
     *,
     make_data: Callable[[Path, Path], None],
-    trainer: Callable[[Path], Callable[[Run], Numbers]],
-    report: Callable[[], None],
-    draw: Callable[[Path], None] | None = None,
+    trainer: Callable[[Path, int], Callable[[Run], Numbers]],
+    report: Callable[[Grid], None],
+    draw: Callable[[Grid, Path], None] | None = None,
+    arguments: Sequence[str] | None = None,
 ) -> None:
     """Run the command line of a study: `data`, `grid`, `tune`, `train` or `report`.
 
@@ -246,9 +255,10 @@ def run_study(
         grid: of the study.
         description: for its help.
         make_data: writes the file of data from a source.
-        trainer: returns the function that trains a run on the file of data.
+        trainer: returns the function that trains a run on the file of data, for a number of epochs.
         report: prints the tables.
         draw: draws the pictures to a folder.
+        arguments: of the command line; by default the process's.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "grid", "tune", "train", "report"])
@@ -257,18 +267,24 @@ def run_study(
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
     if draw is not None:
         parser.add_argument("--images", type=Path, help="with report: the folder to draw pictures to")
-    options = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
+    options = parser.parse_args(arguments)
+    if options.what == "data" and options.source is None:
+        parser.error("data needs --source: what it is made of")
+    if not 0 <= options.part[0] < options.part[1]:
+        parser.error(f"--part is {options.part[0]} of {options.part[1]}: count the processes from 0")
+    grid = grid.quick() if options.quick else grid
     if options.what == "data":
         make_data(options.source, options.data)
     elif options.what in ("tune", "train"):
         runs = grid.tuning() if options.what == "tune" else grid.confirming()
-        grid.train(runs, trainer(options.data), tuple(options.part))
+        grid.train(runs, trainer(options.data, grid.epochs), tuple(options.part))
     elif options.what == "grid":
         print(grid.describe())
     else:
-        report()
+        report(grid)
         if draw is not None and options.images:
-            draw(options.images)
+            draw(grid, options.images)
 
 
 def best_rate(scores: dict[float, float]) -> float:

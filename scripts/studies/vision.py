@@ -34,7 +34,7 @@ from diffvision.data.made.fashion import load_splits
 from diffvision.training.optim import param_groups
 from grid import Grid, Run, run_study
 
-SIZE, PATCH, EPOCHS, BATCH = 28, 4, 8, 128
+SIZE, PATCH, BATCH = 28, 4, 128
 PRIMARY = ("accuracy", "noise")
 SECONDARY = ("blur", "occlusion", "calibration error", "negative log-likelihood")
 SETTINGS = {"weight_decay": 0.05, "warmup_epochs": 0.5, "smoothing": 0.1, "clip_norm": 1.0}
@@ -56,6 +56,7 @@ GRID = Grid(
     rates=(5e-4, 1e-3, 2e-3, 4e-3),
     primary=PRIMARY,
     seeds=(1, 2, 3, 4, 5),
+    epochs=8,
 )
 
 
@@ -222,27 +223,27 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def report() -> None:
+def report(grid: Grid) -> None:
     """Print the tables, in Markdown."""
-    print(GRID.describe(), end="\n\n")
-    print(GRID.table(PRIMARY), end="\n\n")
-    print(GRID.means(SECONDARY))
+    print(grid.describe(), end="\n\n")
+    print(grid.table(PRIMARY), end="\n\n")
+    print(grid.means(SECONDARY))
 
 
-def draw(folder: Path) -> None:
+def draw(grid: Grid, folder: Path) -> None:
     """Draw the accuracy over the strength of each corruption."""
-    draw_robustness().savefig(folder / "vision-robustness.svg", facecolor="white", metadata={"Date": None})
+    draw_robustness(grid).savefig(folder / "vision-robustness.svg", facecolor="white", metadata={"Date": None})
 
 
 @styled
-def draw_robustness() -> Any:
+def draw_robustness(grid: Grid) -> Any:
     """Return a figure with a panel for each corruption: accuracy over its strength, a line for each family."""
     figure, axes = panels(len(STRENGTHS), width=2.6, height=2.8, sharey=True)
     colours = colours_of(FAMILIES)
     for ax, (kind, strengths) in zip(axes, STRENGTHS.items(), strict=True):
         for family in FAMILIES:
             names = ["accuracy", *(f"{kind} {strength:g}" for strength in strengths)]
-            values = [list(GRID.by_seed(family, name).values()) for name in names]
+            values = [list(grid.by_seed(family, name).values()) for name in names]
             if all(values):
                 means = [statistics.mean(of) for of in values]
                 ax.plot((0, *strengths), means, "o-", color=colours[family], label=family, linewidth=1.4, markersize=3)
@@ -251,10 +252,10 @@ def draw_robustness() -> Any:
     return legend_below(figure, axes[0], columns=5)
 
 
-def trainer(file: Path) -> Callable[[Run], dict[str, Any]]:
+def trainer(file: Path, epochs: int) -> Callable[[Run], dict[str, Any]]:
     """Return the function that trains a run on the data of a file."""
     data = Data(file)
-    return lambda run: train(run, data, EPOCHS)
+    return lambda run: train(run, data, epochs)
 
 
 if __name__ == "__main__":

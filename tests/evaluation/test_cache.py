@@ -195,6 +195,7 @@ def test_links_in_a_cache_are_neither_written_through_nor_emptied(tmp_path):
     assert [file.name for file in elsewhere.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.quick("32-2-tasks2", "7-0-tasks1")
 @pytest.mark.parametrize(
     ("batch_size", "num_workers", "tasks"), [(1, 2, ["zero_shot"]), (7, 0, TASKS), (32, 2, TASKS[2:])]
 )

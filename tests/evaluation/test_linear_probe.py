@@ -21,7 +21,7 @@ def digits():
     return x, torch.tensor(data.target)
 
 
-@pytest.mark.quick("1000.0-dtype0", "1e-06-dtype0", "1.0-dtype1")
+@pytest.mark.quick("1e-06-dtype0", "1.0-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cost", [1e-6, 1e-3, 1.0, 1e3, 1e6])
 def test_reaches_scikit_learns_objective(digits, cost, dtype):

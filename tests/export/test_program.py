@@ -53,6 +53,7 @@ def test_both_towers_of_a_clip_are_equal_and_carry_their_own_weights_alone():
     assert model.visual is both["image"].module.model.visual  # the model itself is whole
 
 
+@pytest.mark.slow
 def test_what_was_built_otherwise_than_its_name_says_is_exported_as_it_is():
     grey = timm.create_model("diff_vit_debug", depth=1, in_chans=1, img_size=(32, 48))
     graph = graphs(grey)["model"]
@@ -63,6 +64,7 @@ def test_what_was_built_otherwise_than_its_name_says_is_exported_as_it_is():
         graphs(timm.create_model("diff_vit_debug", features_only=True))
 
 
+@pytest.mark.slow
 def test_openclips_half_precision_takes_images_of_what_meets_them():
     model = open_clip.create_model("DiffCLIP-debug", precision="fp16").eval()
     image = torch.randn(1, 3, 32, 32).half()

@@ -69,7 +69,7 @@ def test_equals_the_formula(backend, shape, causal, masked):
 @pytest.mark.parametrize("shape", ["v1 grouped", "v2 grouped", "lam per token", "a cache of keys"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.quick(*(f"{backend}-True-v2 grouped" for backend in NAMES))
+@pytest.mark.quick("eager-True-v2 grouped", "sdpa-True-v2 grouped")
 def test_gradcheck(backend, shape, causal):
     inputs = tensors(**{"b": 1, "d": 3, "v": 4, **SHAPES[shape], "lam": (1, 4, 1, 1)})
     mask = torch.ones(inputs[0].shape[3], inputs[1].shape[3], dtype=torch.bool)

@@ -309,7 +309,7 @@ def test_few_queries_of_a_long_cache_are_decoded(device, monkeypatch):
 OPCHECK = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-@pytest.mark.quick("nothing", "rows")
+@pytest.mark.quick("nothing")
 @OPCHECK
 @pytest.mark.parametrize("keep", ["nothing", "rows", "streaming"])
 def test_opcheck(device, keep):
@@ -365,7 +365,7 @@ LENGTHS = (17, 1, 65, 40)
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", PACKED)
-@pytest.mark.quick("rows-v1", "streaming-per token")
+@pytest.mark.quick("rows-v1")
 def test_packed_sequences_equal_a_loop(device, case):
     rest = dict(PACKED[case])
     causal, keys, lam = rest.pop("causal", False), rest.pop("keys", LENGTHS), rest.pop("lam", None)
@@ -420,6 +420,7 @@ def test_packed_rows_beyond_the_last_sequence_are_zeros(device):
     assert all((g[16:] == 0).all() for g in grads)
 
 
+@pytest.mark.slow
 @OPCHECK
 def test_packed_opcheck(device):
     from diffvision.ops.attention.triton.ops import attention

@@ -51,6 +51,7 @@ def written(folder: Path, name: str, printed: str) -> dict:
     return report
 
 
+@pytest.mark.quick("op")
 @pytest.mark.parametrize("level", ["op", "module"])
 def test_attention(level, monkeypatch, tmp_path, capsys):
     shapes = [Shape("tiny", 1, 6, 6, 5, 5, 64, True)]
@@ -66,6 +67,7 @@ def test_attention(level, monkeypatch, tmp_path, capsys):
     assert not [way for way in timed["ways"].values() if "failed" in way]
 
 
+@pytest.mark.slow
 def test_models(tmp_path, capsys):
     assert bench_models.main([*SMALL, "--batch", "2", "--models", "debug", "--output", str(tmp_path)]) == 0
     report = written(tmp_path, "models-cpu-float32", capsys.readouterr().out)
@@ -73,8 +75,8 @@ def test_models(tmp_path, capsys):
     assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.quick("True")
 def test_language(installed, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench_language, "TRAINING", [(2, 8)])

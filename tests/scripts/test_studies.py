@@ -12,6 +12,7 @@ import torch
 import clip
 import common_mode
 import controls
+import grid
 import language_grid
 import scaling
 import small_language
@@ -53,48 +54,48 @@ def test_a_run_of_the_common_mode(family, row_sum, file):
 
 def made(folder, **metrics):
     """A grid of two families with runs of two seeds, their metric `right` given by family, rate and seed."""
-    grid = Grid(folder, ("plain", "other"), (1e-3, 2e-3), ("right",), (1, 2), shared=True)
-    for run in grid.tuning():
-        write(grid, run, 0.5 if run.rate == metrics["best"][run.family] else 0.4)
-    for run in grid.confirming():
-        write(grid, run, metrics[run.family][run.seed - 1])
-    return grid
+    runs = Grid(folder, ("plain", "other"), (1e-3, 2e-3), ("right",), (1, 2), epochs=1, shared=True)
+    for run in runs.tuning():
+        write(runs, run, 0.5 if run.rate == metrics["best"][run.family] else 0.4)
+    for run in runs.confirming():
+        write(runs, run, metrics[run.family][run.seed - 1])
+    return runs
 
 
-def write(grid, run, value, diverged=""):
+def write(runs, run, value, diverged=""):
     numbers = {"diverged": diverged, "seconds": 1, "validation": {"right": value}, "test": {"right": value}}
-    (grid.results / f"{run.name}.json").write_text(json.dumps(numbers))
+    (runs.results / f"{run.name}.json").write_text(json.dumps(numbers))
 
 
 def test_a_difference_whose_interval_includes_zero_is_level(tmp_path):
     best = {"plain": 1e-3, "other": 2e-3}
-    grid = made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.55, 0.60))
-    assert grid.chosen("other") == 2e-3
-    assert len(grid.confirming()) == 6
-    assert str(grid.differences("right")["other"]) == "+2.5 [-29.3, +34.3] level"
+    runs = made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.55, 0.60))
+    assert runs.chosen("other") == 2e-3
+    assert len(runs.confirming()) == 6
+    assert str(runs.differences("right")["other"]) == "+2.5 [-29.3, +34.3] level"
     made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.41, 0.50))
-    assert str(grid.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
+    assert str(runs.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
     assert str(Difference(9.5, 6.4, 0.06)) == "+9.5 [+3.1, +15.9] unclear (p 0.06)"
-    write(grid, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
-    assert grid.differences("right") == {}  # one seed is left
-    assert "| other | 50.0 |  |" in grid.table(["right"])
-    assert "1 diverged" in grid.describe()
+    write(runs, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
+    assert runs.differences("right") == {}  # one seed is left
+    assert "| other | 50.0 |  |" in runs.table(["right"])
+    assert "1 diverged" in runs.describe()
 
 
 def test_a_run_that_is_done_is_not_trained_again(tmp_path):
-    grid, trained = Grid(tmp_path, ("plain",), (1e-3,), ("right",), (1,)), []
+    runs, trained = Grid(tmp_path, ("plain",), (1e-3,), ("right",), (1,), 1), []
 
     def train(run):
         trained.append(run)
         return {"diverged": "", "validation": {"right": 0.5}}
 
-    grid.train(grid.tuning(), train, (1, 2))
+    runs.train(runs.tuning(), train, (1, 2))
     assert not trained
     for _ in range(2):
-        grid.train(grid.tuning(), train)
+        runs.train(runs.tuning(), train)
     assert trained == [Run("plain", 1e-3, 100)]
     with pytest.raises(SystemExit, match="no learning rate is chosen yet for plain"):
-        Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,)).confirming()
+        Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,), 1).confirming()
 
 
 def test_the_best_rate_of_four_is_a_parabolas_vertex():
@@ -132,25 +133,43 @@ def emoji(tmp_path):
     return tmp_path / "emoji.pt"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["plain", "V2"])
-def test_a_run_of_clip_is_repeated_by_its_seed(family, emoji):
-    data = clip.Data(emoji)
-    first, again = (clip.train(Run(family, 1e-4, 1), data, epochs=1) for _ in range(2))
-    assert {*clip.PRIMARY, *clip.SECONDARY, "text score, colour"} <= set(first["test"])
-    assert first["FLOPs"] > 1e7
-    assert {**first, "seconds": 0} == {**again, "seconds": 0}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["plain", "timm"])
-def test_a_run_of_vision_is_repeated_by_its_seed(family, tmp_path):
+@pytest.fixture
+def fashion(tmp_path):
+    """Pictures of random pixels."""
     images, labels = torch.randint(0, 256, (256, 28, 28), dtype=torch.uint8), torch.arange(256) % 10
     torch.save(dict.fromkeys(("train", "validation", "test"), (images, labels)), tmp_path / "fashion.pt")
-    data = vision.Data(tmp_path / "fashion.pt")
-    first, again = (vision.train(Run(family, 1e-3, 1), data, epochs=1) for _ in range(2))
-    assert {*vision.PRIMARY, *vision.SECONDARY, "noise 0.5"} <= set(first["test"])
-    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+    return tmp_path / "fashion.pt"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("study", "data", "secondary"), [(clip, "emoji", "text score, colour"), (vision, "fashion", "noise 0.5")]
+)
+def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, monkeypatch, capsys, request):
+    monkeypatch.chdir(tmp_path)
+    file = request.getfixturevalue(data)
+    draw = getattr(study, "draw", None)
+
+    def run(what, *arguments):
+        arguments = [what, "--quick", f"--data={file}", *(["--images=."] if draw else []), *arguments]
+        grid.run_study(
+            study.GRID, None, make_data=None, trainer=study.trainer, report=study.report, draw=draw, arguments=arguments
+        )
+
+    for what in ("tune", "train"):
+        run(what, "--part", "1", "2")
+        run(what)
+    capsys.readouterr()
+    run("report")
+    printed, families, quick = capsys.readouterr().out, len(study.FAMILIES), study.GRID.quick()
+    assert f"{4 * families} runs; {4 * families} are done, 0 diverged" in printed
+    assert printed.count("| plain |") == 2
+    assert "nan" not in printed
+    first = quick.numbers(quick.confirming()[0])
+    assert {*study.PRIMARY, *study.SECONDARY, secondary} <= set(first["test"])
+    again = study.trainer(file, 1)(quick.confirming()[0])
+    assert {**first, "seconds": 0, "learned": 0} == {**again, "seconds": 0, "learned": 0}
+    assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
 
 
 def test_pictures_are_moved_and_corrupted_as_they_say():
@@ -186,21 +205,18 @@ def tokens(tmp_path):
     return tmp_path / "tokens.pt"
 
 
-@pytest.mark.parametrize(
-    "study",
-    [pytest.param(scaling, marks=pytest.mark.slow), pytest.param(controls, marks=pytest.mark.nightly)],
-    ids=["scaling", "controls"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("study", [scaling, controls], ids=["scaling", "controls"])
 def test_a_study_of_language_models_in_its_quick_form(study, tokens, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(language_grid, "RATES", (1e-3, 4e-3))
     monkeypatch.setattr(controls, "LENGTHS", (128, 256))
-    grid = dataclasses.replace(getattr(study, "STUDY", language_grid.Study()), budgets=(2e11, 4e11), tuned_budget=2e11)
+    whole = dataclasses.replace(getattr(study, "STUDY", language_grid.Study()), budgets=(2e11, 4e11), tuned_budget=2e11)
 
     def run(what, *arguments):
         measure = getattr(study, "measure", lambda model, data: {})
         arguments = [what, "--quick", f"--data={tokens}", "--images=.", *arguments]
-        language_grid.run_study(grid, None, study.report, study.draw, measure, arguments)
+        language_grid.run_study(whole, None, study.report, study.draw, measure, arguments)
 
     for what in ("tune", "train"):
         run(what, "--part", "1", "2")
@@ -214,7 +230,7 @@ def test_a_study_of_language_models_in_its_quick_form(study, tokens, tmp_path, m
     assert printed.count("| V1 |") == {"scaling": 1 + 2 + 3 + 1 + 3, "controls": 1 + 1 + 3}[study.__name__]
     assert "nan" not in printed
     # Of a token, one of two follows.
-    trained = grid.quick().trained()
+    trained = whole.quick().trained()
     assert all(0.69 < point["loss"] < 7.5 for numbers in trained for point in numbers["points"])
     if study is controls:
         by_family = {numbers["family"]: numbers for numbers in trained}

@@ -76,6 +76,7 @@ def same(a, b):
         torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.quick("3-clip", "2-siglip")
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunked_gradients_are_those_of_the_whole_batch(loss, chunks):

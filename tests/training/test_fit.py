@@ -208,6 +208,7 @@ def test_a_strategy_that_would_save_shards_is_refused(shards, strategy, remedy, 
         run(shards, tmp_path, *strategy, "--trainer.devices=2")
 
 
+@pytest.mark.quick("model.optimizer.clip_norm")
 @pytest.mark.parametrize("setting", ["model.init_args.optimizer.clip_norm", "model.optimizer.clip_norm"])
 def test_null_takes_back_what_a_configuration_sets(setting, capsys):
     """As the error of a clip_norm of 0 recommends; jsonargparse makes a text of it on the way."""

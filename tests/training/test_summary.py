@@ -133,6 +133,7 @@ def test_images_as_they_lie_are_evaluated_by_the_command(tmp_path):
     assert command == ["diffvision", "evaluate", "best.ckpt", "--data", photos, "--tasks", "classification"]
 
 
+@pytest.mark.slow
 def test_a_bar_that_is_asked_for_stays(data, tmp_path):
     flags = ["--trainer.callbacks+=RichProgressBar", "--trainer.limit_train_batches=1"]
     cli = run(data, tmp_path, *CONTRASTIVE, *flags)

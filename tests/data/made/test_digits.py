@@ -54,6 +54,7 @@ def test_train_and_test_never_share_a_digit_whatever_the_seed():
     assert set(test.labels) == set(range(10))
 
 
+@pytest.mark.quick("digits")
 def test_made_folders_share_no_digit_with_training(made):
     _, test = load_split()
     held_out = set(test.numbers.tolist())

@@ -34,6 +34,7 @@ FLIPS = {
 }
 
 
+@pytest.mark.quick("0-caption", "0-header name", "1-image data")
 @pytest.mark.parametrize("damage", FLIPS.values(), ids=FLIPS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_flipped_bit_costs_its_shard_and_pairs_stay_right(corpus, source, damage, num_workers):

@@ -54,7 +54,7 @@ def check_nothing_left(before, shm):
     raise AssertionError(f"left: {children() - before}, {set(os.listdir('/dev/shm')) - shm}")
 
 
-@pytest.mark.quick("raised", "killed", "stopped")
+@pytest.mark.quick("raised", "killed")
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [

@@ -465,6 +465,7 @@ def row_of(module):
     return {"image": image, "label": torch.tensor(1)}
 
 
+@pytest.mark.quick("classification", "language")
 @pytest.mark.parametrize("name", MODULES)
 def test_every_checkpoint_of_our_modules_is_plain_and_recorded(name, tmp_path):
     module = MODULES[name]()

@@ -65,10 +65,7 @@ def test_ranks_resume_exactly_and_others_with_the_same_samples(root, whole, rank
     assert verdict(case, outcome, whole(case)) == []
 
 
-@pytest.mark.quick(
-    "language-epochs-ema-accumulate_3-workers_0-ranks_1-in_accumulation,_saved_there",
-    "classification-epochs-ema-accumulate_1-workers_0-ranks_1-three:_validation",
-)
+@pytest.mark.quick("language-epochs-ema-accumulate_3-workers_0-ranks_1-in_accumulation,_saved_there")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path):
     outcome = outcome_of(root / "data", tmp_path / "kept", case)

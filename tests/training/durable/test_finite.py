@@ -347,6 +347,7 @@ def test_an_exploded_logit_scale_is_back_in_its_range(loss, start):
     assert 0 <= module.model.logit_scale.item() <= math.log(100)
 
 
+@pytest.mark.quick("1-clip", "2-siglip")
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("accum_freq", [1, 2])
 def test_zero_identical_and_single_embeddings(loss, accum_freq):

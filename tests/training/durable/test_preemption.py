@@ -299,6 +299,7 @@ def two(root, module, data=None, **settings) -> list[Ended]:
     return ended
 
 
+@pytest.mark.quick("ranks0")
 @pytest.mark.forks
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_all_ranks_save_once_and_end_whichever_had_the_signal(tmp_path, ranks):
@@ -348,6 +349,7 @@ class Sized(Counted):
         return self.counts[int(os.environ["LOCAL_RANK"])]
 
 
+@pytest.mark.quick("Sized")
 @pytest.mark.forks
 @pytest.mark.parametrize("kind", [Counted, Sized])
 def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
