@@ -80,9 +80,8 @@ class LanguageOptions:
 
     def __post_init__(self) -> None:
         counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
-        counts += ("pruning_window", "continuation")
         lists = ("lengths", "shots")
-        values = [(name, getattr(self, name)) for name in counts]
+        values = [(name, getattr(self, name)) for name in (*counts, "pruning_window", "continuation")]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
         values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
         for name, value in values:
