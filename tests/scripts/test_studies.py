@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import cache_pruning
 import clip
 import common_mode
 import controls
@@ -330,3 +331,16 @@ def test_parts_of_v1_are_what_their_names_say():
     for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
         vector.data.zero_()
     torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_pruned_caches(capsys):
+    metrics = {"nll/full": 2.0, "needle_agnostic/full": 0.9, "needle_aware/full": 0.8, "largest_ratio/snap": 0.75}
+    metrics |= {"k95/0/48": 12.34, "gini/0/48": 0.5}
+    for ratio, rise in (("0.5", -0.001), ("0.75", 0.01), ("0.9", 0.2)):
+        metrics |= {f"nll_rise/snap/{ratio}": rise, f"needle_agnostic/snap/{ratio}": 0.25}
+        metrics |= {f"needle_aware/snap/{ratio}": 1.0}
+    cache_pruning.report({"plain": metrics})
+    printed = capsys.readouterr().out
+    assert "| plain, 0 | 12.3 | 0.500 |" in printed
+    assert "plain: loss 2.000, needles 90% (later), 80% (before)" in printed
+    assert "| snap | -0.001 | +0.010 | +0.200 | 25 | 25 | 25 | 100 | 100 | 100 | 0.75 |" in printed
