@@ -39,8 +39,8 @@ def generate_text(
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
         compile: compile the decoding step; pays for long texts.
-        compress: prune the prompt's keys and values by a method: window, random, knorm, h2o, snap or tova, and of
-            differential models also diff, diff_value, map1 or sum.
+        compress: prune the prompt's keys and values by a method: window, random, knorm, h2o, snap, tova or snap_value,
+            and of differential models also diff, diff_value, map1 or sum.
         compress_ratio: the share of the prompt's tokens that are dropped, 0 to below 1.
 
     Returns:

@@ -71,6 +71,7 @@ METHODS = {
     "h2o": Method(_of_maps, observed="all", pooled=False),
     "snap": Method(_of_maps),
     "tova": Method(_of_maps, observed="last", pooled=False),
+    "snap_value": Method(_of_maps, by_value=True),
     "diff": Method(_difference, differential=True),
     "diff_value": Method(_difference, differential=True, by_value=True),
     "map1": Method(_map_1, differential=True),
@@ -108,7 +109,8 @@ class Compress:
     - "tova": of the last query, by the mean over all heads of a layer (arXiv 2401.06104);
     - "diff": as "snap", by the size of what multiplies the values, abs(map 1 - lambda map 2); "diff_value": that times
       the norm of the value;
-    - "map1" and "sum": as "diff", by map 1 alone, and by map 1 + lambda map 2: controls.
+    - "map1" and "sum": as "diff", by map 1 alone, and by map 1 + lambda map 2; "snap_value": "snap" times the norm of
+      the value: controls.
 
     In differential layers "h2o", "snap" and "tova" read the mean of a head's two maps.
 
@@ -222,7 +224,9 @@ class Compress:
                 f"{', '.join(plain_methods())}"
             )
         if method.by_value and call.v is None:
-            raise ValueError(f"{self.method} reads values, which are not captured in transformers' models: take diff")
+            raise ValueError(
+                f"{self.method} reads values, which are not captured in transformers' models: take another"
+            )
 
     def _without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator
