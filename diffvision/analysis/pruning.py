@@ -122,7 +122,7 @@ class Compress:
         seed: of "random".
 
     Raises:
-        ValueError: an unknown method, or a ratio, window or seed out of its range.
+        ValueError: an unknown method, or a ratio or window out of its range.
     """
 
     method: str = "snap"
