@@ -75,7 +75,7 @@ class Call:
         layer: the module.
         q: queries [B, H, P, M, D].
         k: keys [B, Hk, P, N, D], or [B, Hk, 1, N, D] where the maps share one key.
-        v: values [B, Hk, N, V]; None in transformers' models.
+        v: values [B, Hk, N, V], which `see` may replace (not timm's); None in DiffLlama, which reads them in halves.
         lam: broadcastable to [B, H, M, 1]; None in standard layers.
         mask: boolean, True = may attend, broadcastable to [B, H, M, N].
         is_causal: whether each query attends to no key after it.
@@ -309,10 +309,11 @@ def _captured_transformers(model: Any, see: See) -> Iterator[None]:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> tuple[Tensor, None]:
         if query is not last["query"]:
-            call = _transformers_call(module, query, key, attention_mask, settings)
+            call = _transformers_call(module, query, key, value, attention_mask, settings)
             scores = see(call) or call.scores()
-            last.update(query=query, maps=scores.maps().transpose(1, 2).flatten(1, 2))
-        values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            last.update(query=query, maps=scores.maps().transpose(1, 2).flatten(1, 2), values=call.v)
+        values = value if last["values"] is None else last["values"]
+        values = values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
         out = last["maps"] @ values.to(last["maps"].dtype)
         return out.transpose(1, 2).to(value.dtype), None
 
@@ -328,7 +329,7 @@ def _captured_transformers(model: Any, see: See) -> Iterator[None]:
 
 
 def _transformers_call(
-    module: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
 ) -> Call:
     """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
@@ -336,10 +337,10 @@ def _transformers_call(
     maps = hasattr(module, "lambda_q1") + 1
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     q, k = (part.unflatten(1, (maps, -1)).transpose(1, 2) for part in (query, keys))
-    lam = _diff_llama_lambda(module) if maps == 2 else None
+    lam, v = (_diff_llama_lambda(module), None) if maps == 2 else (None, value)
     is_causal = attention_mask is None and getattr(module, "is_causal", True)
     scale = settings.get("scaling") or query.shape[-1] ** -0.5
-    return Call(f"layers.{module.layer_idx}", module, q, k, None, lam, attention_mask, is_causal, scale)
+    return Call(f"layers.{module.layer_idx}", module, q, k, v, lam, attention_mask, is_causal, scale)
 
 
 @contextmanager

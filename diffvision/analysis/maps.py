@@ -138,7 +138,10 @@ def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
     factor = 1 - getattr(layer, "lambda_init", 0.0)
     if isinstance(layer, DexAttention):
         return lambda heads: layer.operate(layer.head_norm(heads)), factor
-    return layer.head_norm if isinstance(layer, AttentionLayer) else layer.sub_norm, factor
+    if isinstance(layer, AttentionLayer):
+        return layer.head_norm, factor
+    # timm's; a plain layer of transformers has none.
+    return getattr(layer, "sub_norm", _unchanged), factor
 
 
 def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:

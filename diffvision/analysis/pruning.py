@@ -224,9 +224,7 @@ class Compress:
                 f"{', '.join(plain_methods())}"
             )
         if method.by_value and call.v is None:
-            raise ValueError(
-                f"{self.method} reads values, which are not captured in transformers' models: take another"
-            )
+            raise ValueError(f"{self.method} reads values, which DiffLlama's layers have in halves: take another")
 
     def _without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator

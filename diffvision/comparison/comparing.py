@@ -12,7 +12,6 @@ from diffvision.analysis.curves import Curve, over_seconds, read_metrics
 from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, grouped, read_entries
-from diffvision.comparison.intervals import difference
 from diffvision.comparison.measuring import (
     Documents,
     Measured,
@@ -27,6 +26,7 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import Comparison, Contestant, Row
+from diffvision.evaluation.intervals import difference
 from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS

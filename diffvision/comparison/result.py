@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,43 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from diffvision.analysis.curves import Curve
+from diffvision.evaluation.intervals import Difference
 
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
 _SHORT = {"mean_per_class_recall": "mean class recall"}
 _WIDTH, _LONGEST_LABEL = 80, 16
-LEVEL = 0.95  # of all intervals
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What a model has more than the first one.
-
-    Attributes:
-        value: the model's metric minus the first one's.
-        low, high: 95% interval; None where none can be given.
-        method: "paired" (over samples), "seeds", or why there is no interval.
-        p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.
-    """
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    method: str = ""
-    p: float | None = None
-
-    @property
-    def word(self) -> str:
-        """Say "higher", "lower" or "level", or nothing where there is no interval.
-
-        A difference is marked only if its interval excludes zero, and McNemar's p, where there is one, is below 0.05:
-        the bootstrap of few samples is too sure.
-        """
-        if self.low is None or self.high is None or not math.isfinite(self.low + self.high):
-            return ""
-        if (self.p is not None and self.p >= 1 - LEVEL) or self.low <= 0 <= self.high:
-            return "level"
-        return "higher" if self.low > 0 else "lower"
 
 
 @dataclass

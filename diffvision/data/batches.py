@@ -19,11 +19,13 @@ class ImageTextBatch(TypedDict):
 class TokenBatch(TypedDict):
     """Packed text: tokens[:, :-1] are what a model reads, tokens[:, 1:] what it predicts.
 
-    `documents` counts the documents of a row from 0; the token that ends a document belongs to it.
+    `documents` counts the documents of a row from 0; the token that ends a document belongs to it. Where there is
+    `learned`, only tokens that have it count in the loss, when they are predicted.
     """
 
     tokens: Tensor  # [B, L + 1] int64
     documents: NotRequired[Tensor]  # [B, L + 1] int64
+    learned: NotRequired[Tensor]  # [B, L + 1] bool
 
 
 class ImageLabelBatch(TypedDict):

@@ -187,20 +187,27 @@ def stats(source: str | list[str], num_workers: int = 2) -> int:
 
 
 def tokenizer(
-    source: str | list[str], path: str, vocab_size: int = 4096, text_key: str = "txt", max_bad_fraction: float = 0.01
+    source: str | list[str],
+    path: str,
+    vocab_size: int = 4096,
+    text_key: str = "txt",
+    pattern: str | None = None,
+    max_bad_fraction: float = 0.01,
 ) -> int:
-    """Train a byte-level BPE tokenizer on the text of shards.
+    r"""Train a byte-level BPE tokenizer on the text of shards, or of conversations.
 
     Args:
-        source: text shards, as for training; several as [a,b].
+        source: text shards, as for training; several as [a,b]; or a .jsonl file of conversations.
         path: the file to write, or a directory for tokenizer.json.
         vocab_size: tokens, with the 256 bytes and the end of a document among them.
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        pattern: a regular expression of what no token joins with the text around it: ' ?\d' for one digit a token.
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
     """
     from diffvision.data.shards.report import Limits
     from diffvision.data.shards.storage import ShardSet
-    from diffvision.data.text.documents import DocumentAccount, TextMember
+    from diffvision.data.text.chat import MessageMember
+    from diffvision.data.text.documents import DocumentAccount, JsonLines, TextMember
     from diffvision.data.text.tokenize import documents_of
     from diffvision.data.text.tokenizers import FILE, train_tokenizer
 
@@ -208,8 +215,12 @@ def tokenizer(
     if target.exists():
         raise ValueError(f"{target} is there already: remove it, or choose another path")
     account = DocumentAccount()
-    documents = documents_of(ShardSet(source), TextMember(text_key), limits=Limits(max_bad_fraction), account=account)
-    trained = train_tokenizer(track(documents, "reading"), vocab_size)
+    if isinstance(source, str) and source.endswith(".jsonl"):
+        read: tuple[ShardSet | JsonLines, TextMember] = JsonLines(source), MessageMember()
+    else:
+        read = ShardSet(source), TextMember(text_key)
+    documents = documents_of(*read, limits=Limits(max_bad_fraction), account=account)
+    trained = train_tokenizer(track(documents, "reading"), vocab_size, pattern=pattern)
     trained.save(target)
     print(f"trained {target}: {trained.vocab_size:,} tokens, of {account.summary()}")
     if trained.vocab_size < vocab_size:
@@ -221,31 +232,45 @@ def tokenize(
     source: str,
     directory: str,
     tokenizer: str,
-    text_key: str = "txt",
+    text_key: str | None = None,
+    chat: str | None = None,
     max_bad_fraction: float = 0.01,
     num_workers: int = 2,
 ) -> int:
-    """Write text shards as token shards, for sequences of any length.
+    """Write text shards as token shards, for sequences of any length; or conversations, with what is learned of them.
 
     Args:
-        source: text shards, as for training.
+        source: text shards, as for training; for --chat also a .jsonl file.
         directory: the folder to write; it must not exist, or be empty.
         tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name.
-        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        text_key: the member with the text: txt (by default), json:FIELD, or jsonl:FIELD with a document in each line.
+            Of conversations: jsonl (by default) with a row in each line, or json.
+        chat: how rows of conversations are written: chatml; question ("Question: ...", a line "Answer:" and the answer)
+            or plain (one content directly after another), both with the end of a document after each answer; tokenizer,
+            the template that came with it; or a file of Jinja. Rows have messages, conversations, prompt and response,
+            or OpenThoughts' columns.
         max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
         num_workers: processes.
     """
     from diffvision.data.shards.report import Limits
     from diffvision.data.shards.storage import ShardSet
-    from diffvision.data.text.documents import TextMember
+    from diffvision.data.text.chat import open_chat
+    from diffvision.data.text.documents import JsonLines, RowMember, TextMember
     from diffvision.data.text.tokenize import tokenize_shards
     from diffvision.data.text.tokenizers import load_tokenizer
 
+    lines = source.endswith(".jsonl")
+    if lines and chat is None:
+        raise ValueError(
+            f"{source} is a file of rows: give --chat to say how conversations are written, or text shards"
+        )
+    loaded = load_tokenizer(tokenizer)
     account = tokenize_shards(
-        ShardSet(source),
+        JsonLines(source) if lines else ShardSet(source),
         directory,
-        load_tokenizer(tokenizer),
-        TextMember(text_key),
+        loaded,
+        TextMember(text_key or "txt") if chat is None else RowMember(text_key or ("json" if lines else "jsonl")),
+        chat=None if chat is None else open_chat(chat, loaded, tokenizer),
         num_workers=num_workers,
         limits=Limits(max_bad_fraction),
     )

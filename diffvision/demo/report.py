@@ -11,8 +11,7 @@ import rich.table
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
-from diffvision.comparison.intervals import difference
-from diffvision.comparison.result import Difference
+from diffvision.evaluation.intervals import Difference, difference
 
 
 @dataclass

@@ -85,6 +85,22 @@ def open_transformers(path: str) -> Model:
     )
 
 
+def open_classifier(path: str) -> tuple[Any, Any]:
+    """Open a classifier of sequences of transformers' with its tokenizer, from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none, or a model of another kind, whose classifying layer would be new.
+    """
+    check_transformers(path)
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    kinds = _from_pretrained(AutoConfig, path, "configuration").architectures or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ValueError(f"{path} is of {', '.join(kinds) or 'no known class'}: give a classifier of sequences")
+    module = _from_pretrained(AutoModelForSequenceClassification, path, "classifier of sequences")
+    return module, _from_pretrained(AutoTokenizer, path, "tokenizer")
+
+
 def check_transformers(path: str) -> None:
     """Register our classes with transformers; raise a ValueError where the package is missing."""
     try:

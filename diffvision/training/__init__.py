@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from diffvision.training.classification import ClassificationModule
     from diffvision.training.clip import ContrastiveModule
+    from diffvision.training.distillation import Distillation
     from diffvision.training.durable import StepGuard
     from diffvision.training.ema import EMA
     from diffvision.training.language import LanguageModule
@@ -30,6 +31,7 @@ _MODULES = {
     "ClassificationModule": "classification",
     "ContrastiveModule": "clip",
     "DataReport": "callbacks",
+    "Distillation": "distillation",
     "LambdaAnnealing": "callbacks",
     "LambdaMonitor": "callbacks",
     "LambdaWarmup": "callbacks",
@@ -44,6 +46,7 @@ __all__ = [
     "ClassificationModule",
     "ContrastiveModule",
     "DataReport",
+    "Distillation",
     "LambdaAnnealing",
     "LambdaMonitor",
     "LambdaWarmup",

@@ -4,7 +4,7 @@
 one of newer versions has neither the penalty on the normaliser nor the cross entropy without it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,20 @@ from torch.nn import functional as F
 IGNORED = -100  # the target of a token that does not count, as in torch
 
 
+class SoftTargets(NamedTuple):
+    """A distribution over K tokens that each prediction is compared with besides its target, such as a teacher's.
+
+    Attributes:
+        ids: the tokens.
+        probabilities: of the tokens; each row sums to 1.
+        weight: of the cross entropy with the distribution; the target's has 1 - weight.
+    """
+
+    ids: Int[Tensor, "T K"]
+    probabilities: Float[Tensor, "T K"]
+    weight: float
+
+
 def linear_cross_entropy(
     hidden: Float[Tensor, "T dim"],
     weight: Float[Tensor, "vocab dim"],
@@ -21,6 +35,7 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     chunk: int = 1024,
+    soft: SoftTargets | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the sums over tokens of cross entropy + z_loss * log(Z)^2, and of the cross entropy alone, in nats.
 
@@ -34,19 +49,20 @@ def linear_cross_entropy(
         targets: ids, or IGNORED.
         z_loss: weight of the penalty on the normaliser Z (arXiv 2204.02311 section 5: 1e-4); 0: no penalty.
         chunk: tokens whose logits are in memory together.
+        soft: distributions that count in the first sum besides the targets.
 
     Returns:
         Both in float32 or better; only the first has a gradient, and only once.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, nll = _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk, wanted)
+    loss, nll = _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk, soft, wanted)
     return loss, nll
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, targets, z_loss, chunk, wanted = args
+        hidden, weight, targets, z_loss, chunk, soft, wanted = args
         device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
         product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         narrow = weight.to(product)  # once, rather than for every chunk
@@ -60,12 +76,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = F.linear(h, narrow).to(dtype)
                 log_z = logits.logsumexp(dim=-1)
                 valid = target != IGNORED
-                label = target.where(valid, 0)[:, None]
-                cross_entropy = ((log_z - logits.gather(1, label)[:, 0]) * valid).sum()
+                labels = target.where(valid, 0)[:, None]
+                cross_entropy = ((log_z - logits.gather(1, labels)[:, 0]) * valid).sum()
                 nll += cross_entropy
+                shares = torch.ones_like(labels, dtype=dtype)
+                if soft is not None:
+                    labels, shares = _joined(labels, soft, rows)
+                    cross_entropy = ((log_z - (logits.gather(1, labels) * shares).sum(dim=1)) * valid).sum()
                 loss += cross_entropy if not z_loss else cross_entropy + z_loss * (log_z.square() * valid).sum()
                 if grad_hidden is not None and grad_weight is not None:
-                    grad = _logits_to_gradient(logits, log_z, label, valid, z_loss).to(product)
+                    grad = _logits_to_gradient(logits, log_z, labels, shares, valid, z_loss).to(product)
                     grad_hidden[rows] = grad @ narrow
                     grad_weight += grad.T @ h
         if grad_hidden is not None and grad_weight is not None:
@@ -77,11 +97,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second backward pass, which would scale them twice.
         grad_hidden, grad_weight = (saved.mul_(grads[0]) for saved in ctx.saved_tensors)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _logits_to_gradient(logits: Tensor, log_z: Tensor, label: Tensor, valid: Tensor, z_loss: float) -> Tensor:
-    """Turn logits [C, vocab] in place into the gradient of the sum: softmax * (1 + 2 z_loss log Z) - one-hot."""
+def _joined(labels: Tensor, soft: SoftTargets, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the targets and of their distributions [C, 1 + K], and each one's share: they sum to 1."""
+    probabilities = soft.probabilities[rows]
+    hard = torch.full_like(probabilities[:, :1], 1 - soft.weight)
+    return torch.cat([labels, soft.ids[rows]], dim=1), torch.cat([hard, soft.weight * probabilities], dim=1)
+
+
+def _logits_to_gradient(
+    logits: Tensor, log_z: Tensor, labels: Tensor, shares: Tensor, valid: Tensor, z_loss: float
+) -> Tensor:
+    """Turn logits [C, vocab] in place into the gradient of the sum: softmax * (1 + 2 z_loss log Z) - shares."""
     factor = (1 + 2 * z_loss * log_z) * valid
     softmax = logits.sub_(log_z[:, None]).exp_().mul_(factor[:, None])
-    return softmax.scatter_add_(1, label, -valid.to(logits.dtype)[:, None])
+    return softmax.scatter_add_(1, labels, -(shares * valid[:, None]).to(logits.dtype))

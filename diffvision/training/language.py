@@ -17,10 +17,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.nn import functional as F
 
 from diffvision.data.batches import TokenBatch
+from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.durable import lightning_internals
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
@@ -35,9 +37,9 @@ PAPER_3B = OptimizerSettings(
 class LanguageModule(TrainingModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
-    A batch's loss is the mean over its predictions, on all ranks together; so is the one that is logged. Where the
-    batch numbers its documents, attention stays inside them, and the first token of a document is not predicted from
-    the one before.
+    A step's loss is the mean over its predictions, of all its batches and on all ranks together; that of a batch is
+    logged. Where the batch numbers its documents, attention stays inside them, and the first token of a document is not
+    predicted from the one before. Where it says which tokens are learned, the others are not predicted.
 
     It runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size
     the number of devices and tensor_parallel_size 1; each process makes the whole weights, and then shards them).
@@ -48,7 +50,7 @@ class LanguageModule(TrainingModule):
         tokenizer: the argument; the command line hands it to the data.
     """
 
-    keys: ClassVar = ("tokens", "documents")
+    keys: ClassVar = ("tokens", "documents", "learned")
     needed: ClassVar = ("tokens",)
 
     def __init__(
@@ -61,6 +63,7 @@ class LanguageModule(TrainingModule):
         optimizer: OptimizerSettings = PAPER_3B,
         z_loss: float = 0.0,
         loss_chunk: int = 1024,
+        distill: Distillation | None = None,
         grad_checkpointing: bool = False,
         compile: bool = False,
     ) -> None:
@@ -77,19 +80,23 @@ class LanguageModule(TrainingModule):
             optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
             loss_chunk: tokens whose logits are in memory together.
+            distill: a teacher whose logits are learned besides the data's tokens, for training only; or a dictionary.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile each block, in place.
 
         Raises:
             ValueError: settings that no model has; weights of another model.
         """
-        super().__init__(locals(), PAPER_3B)
+        distill = Distillation(**distill) if isinstance(distill, dict) else distill
+        super().__init__(locals() | {"distill": asdict(distill) if distill else None}, PAPER_3B)
         if loss_chunk < 1:
             raise ValueError(f"loss_chunk is {loss_chunk}; it counts tokens: 1 or more, such as 1024")
         if z_loss < 0:
             raise ValueError(f"z_loss is {z_loss}; it weighs a penalty: 0 for none, or such as 1e-4")
         self.name, self.tokenizer = model, tokenizer
-        self.z_loss, self.loss_chunk = z_loss, loss_chunk
+        self.z_loss, self.loss_chunk, self.distill = z_loss, loss_chunk, distill
+        self._teacher: Teacher | None = None
+        self._predictions: Tensor | None = None  # of this rank, in the batches of a step
         try:
             if model.startswith(FOLDER):
                 pretrained = pretrained or model.removeprefix(FOLDER)
@@ -151,6 +158,18 @@ class LanguageModule(TrainingModule):
                 f"data.length is {length} tokens, over the model's max_length of {limit}: "
                 "set model.model_args.max_length to that length, or lower data.length"
             )
+        if stage == "fit" and self.distill is not None and self._teacher is None:
+            self._teacher = self._open_teacher(self.distill, length)
+
+    def _open_teacher(self, distill: Distillation, length: Any) -> Teacher:
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None)
+        if tokenizer is None and self.tokenizer is not None:
+            tokenizer = load_tokenizer(self.tokenizer)
+        if tokenizer is None:
+            raise ValueError(
+                f"distill.teacher is {distill.teacher}, and the data's tokenizer is not known: set model.tokenizer"
+            )
+        return Teacher(distill, tokenizer, length if isinstance(length, int) else 0, self.trainer.strategy.root_device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
@@ -161,23 +180,55 @@ class LanguageModule(TrainingModule):
         inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         penalty = self.z_loss if self.training else 0.0
+        teacher = self._teacher if self.training else None
+        soft = None if teacher is None else teacher.soft_targets(inputs, targets, documents)
         loss, nll = linear_cross_entropy(
-            hidden.flatten(0, 1), self.model.head_weight, targets.flatten(), z_loss=penalty, chunk=self.loss_chunk
+            hidden.flatten(0, 1),
+            self.model.head_weight,
+            targets.flatten(),
+            z_loss=penalty,
+            chunk=self.loss_chunk,
+            soft=soft,
         )
         return loss, nll, (targets != IGNORED).sum()
 
+    def on_train_start(self) -> None:
+        """Begin to count the predictions of a step."""
+        self._predictions = None
+
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch's predictions."""
+        """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
         loss, nll, count = self.sums(batch)
-        # The mean of the ranks' gradients is that of the global batch only if all divide by the same number.
-        share = count if "documents" not in batch else self.trainer.strategy.reduce(count.float(), reduce_op="mean")
-        share = share.clamp(min=1)
-        nats, penalty, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
+        nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
         self.log("train/loss", nats / predictions.clamp(min=1), prog_bar=True)
-        if self.z_loss:
-            self.log("train/z_loss", penalty / predictions.clamp(min=1))
+        if self.distill is not None:
+            self.log("train/objective", (nats + excess) / predictions.clamp(min=1))
+        elif self.z_loss:
+            self.log("train/z_loss", excess / predictions.clamp(min=1))
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
-        return loss / share
+        if "documents" not in batch and "learned" not in batch:
+            return loss / count
+        self._predictions = count if self._predictions is None else self._predictions + count
+        return loss / self._share
+
+    @property
+    def _share(self) -> int:
+        """What a batch's sum is divided by before its backward pass: the same for all, near their predictions."""
+        return self.model.config.max_length
+
+    def on_after_backward(self) -> None:
+        """Divide the gradients by the predictions of the step's batches on all ranks, once it has them all.
+
+        The mean of the batches' means would weigh a token by how few are learned in its batch.
+        """
+        if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
+            return
+        total = self.trainer.strategy.reduce(self._predictions, reduce_op="sum").clamp(min=1)
+        divided = self._share * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(divided / total)
+        self._predictions = None
 
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
         """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
@@ -213,7 +264,7 @@ class LanguageModule(TrainingModule):
     def predict_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
 
-        They are 0 for the first token of a document, which is not predicted.
+        They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
         """
         inputs, targets, documents = shifted(batch)
         hidden = self.model.hidden(inputs, documents=documents)
@@ -281,8 +332,10 @@ class LanguageModule(TrainingModule):
 
 def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
-    tokens, documents = batch["tokens"], batch.get("documents")
+    tokens, documents, learned = batch["tokens"], batch.get("documents"), batch.get("learned")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if learned is not None:
+        targets = targets.masked_fill(~learned[:, 1:], IGNORED)
     if documents is None:
         return inputs, targets, None
     return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]

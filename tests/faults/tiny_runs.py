@@ -6,6 +6,7 @@ Tests of exact resuming compare their outcomes bit by bit; `resume_matrix.py` li
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import random
@@ -27,7 +28,10 @@ from torch import nn
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.data.text.chat import TEMPLATES, Chat
+from diffvision.data.text.documents import JsonLines, RowMember
 from diffvision.data.text.module import TextData
+from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
@@ -47,8 +51,8 @@ LENGTH, VOCABULARY = 12, 270
 # Logged values that depend on time.
 UNEQUAL = ("train/samples_per_second", "train/tokens_per_second")
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
-MONITORS = {"clip": "zero_shot/eval/acc1", "classification": "val/loss", "language": "val/loss"}
-TASKS = tuple(MONITORS)
+TASKS = ("clip", "classification", "language")
+MONITORS = dict.fromkeys((*TASKS, "conversations"), "val/loss") | {"clip": "zero_shot/eval/acc1"}
 # What ends a run. Lightning's loops differ where it is a number of steps.
 LENGTHS: dict[str, dict[str, Any]] = {
     "epochs": {"max_epochs": EPOCHS},
@@ -62,7 +66,7 @@ class Setting:
     """What is trained.
 
     Attributes:
-        task: one of TASKS.
+        task: one of TASKS; or "conversations", language on conversations.
         ema: whether weights are averaged.
         accumulate: accum_freq of the contrastive task, accumulate_grad_batches of the others.
         by: key of LENGTHS.
@@ -132,7 +136,15 @@ def write_data(root: Path) -> None:
     words = ["".join(letters[(i * k) % 26] for k in range(3, 8)) for i in range(1, 27)]
     texts = [" ".join(words[(n * k) % 26] for k in range(1, 4)) for n in range(1, 22)]
     write_shards(root / "text", ({"__key__": f"{n:03d}", "txt": t} for n, t in enumerate(texts)), per_shard=7)
-    train_tokenizer(texts, VOCABULARY).save(root / "tokenizer.json")
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    tokenizer.save(root / "tokenizer.json")
+    # A window for each of 26, of which unequal parts are learned; the last two share one.
+    rows = [{"prompt": "a" * (10 - n % 9), "response": "b" * (1 + n % 9)} for n in range(25)]
+    rows += [{"prompt": "a", "response": "b" * n} for n in (2, 3)]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
+    lines = JsonLines(root / "rows.jsonl")
+    tokenize_shards(lines, root / "conversations", tokenizer, RowMember(), chat=chat, num_workers=0)
 
 
 def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
@@ -146,8 +158,8 @@ def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
 
 def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> pl.LightningDataModule:
     common = {"num_workers": workers, "seed": 5, "window": 2}
-    if task == "language":
-        text = str(root / "text")
+    if task in ("language", "conversations"):
+        text = str(root / {"language": "text"}.get(task, task))
         return TextData(text, BATCH, LENGTH, text, str(root / "tokenizer.json"), eval_batch_size=16, **common)
     common |= {"transform": module.transform, "eval_transform": module.eval_transform}
     if task == "classification":
@@ -160,7 +172,7 @@ def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> 
 def module_of(setting: Setting) -> pl.LightningModule:
     """Return a new module with dropout in all its layers."""
     module: Any
-    if setting.task == "language":
+    if setting.task in ("language", "conversations"):
         small = {"vocab_size": VOCABULARY, "dim": 16, "depth": 1, "num_heads": 2, "head_dim": 8, "mlp_dim": 24}
         module = LanguageModule("diff-debug", model_args=small, optimizer=SETTINGS)
     elif setting.task == "classification":

@@ -20,6 +20,7 @@ import bench_language
 import bench_models
 import bench_step
 import benchmark
+import int8_cache
 import machine
 from attention_ways import Inputs, Shape
 from diffvision.data.made.digits import png
@@ -88,6 +89,20 @@ def test_language(installed, monkeypatch, tmp_path, capsys):
     assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call", "linear"]
     assert report["baseline"] == ("HF Llama" if installed else "transformer-debug")
     assert report["tables"][0]["models"]["diff-debug"]["ratio"] > 0
+
+
+@pytest.mark.parametrize("family", ["V1", "V2"])
+def test_a_cache_in_eight_bits(family, monkeypatch, capsys):
+    """Each way is right, which it checks of all but the compiled one here, and the command prints its table."""
+    for name, value in {"LAYERS": 1, "BLOCK": 8, "FAMILIES": {family: int8_cache.FAMILIES[family]}}.items():
+        monkeypatch.setattr(int8_cache, name, value)
+    monkeypatch.delitem(int8_cache.WAYS, "compiled")
+    monkeypatch.setattr(sys, "argv", ["int8_cache.py", "--lengths", "20", "--rounds", "2"])
+    int8_cache.main()
+    assert f"| {family} | 20 | 0 | " in capsys.readouterr().out
+    monkeypatch.setitem(int8_cache.WAYS, "wrong", lambda low: int8_cache.blocks(low) * 1.1)
+    with pytest.raises(SystemExit, match=f"wrong is wrong for {family}: its relative error is 0.1"):
+        int8_cache.main()
 
 
 @pytest.fixture(scope="module")

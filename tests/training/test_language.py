@@ -30,7 +30,7 @@ SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 
 class Tokens(pl.LightningDataModule):
     """Random packed sequences, the same in every process; a rank takes its slice of each, and the rest to validate."""
 
-    def __init__(self, *, documents: bool = False, batch_size: int = 4, length: int = 12):
+    def __init__(self, *, documents: bool = False, learned: bool = False, batch_size: int = 4, length: int = 12):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.batch_size, self.length = batch_size, length
@@ -39,6 +39,9 @@ class Tokens(pl.LightningDataModule):
         if documents:
             for number, row in enumerate(self.rows):  # the ranks' counts of predictions differ
                 row["documents"] = torch.arange(length + 1) // (2 + number)
+        if learned:
+            for number, row in enumerate(self.rows):
+                row["learned"] = torch.arange(length + 1) % (1 + number % 8) == 0
 
     def _rank_and_world(self):
         return self.trainer.global_rank, self.trainer.world_size
@@ -212,6 +215,30 @@ def test_accumulated_batches_are_one():
     same(gradients(), kept.seen)
 
 
+def masked_gradients(data):
+    """Of the mean over all learned tokens of its first eight rows, by torch's loss of each row apart."""
+    model = make().model.double()
+    nats, count = 0.0, 0
+    for row in data.rows[:8]:
+        tokens, numbers, learned = row["tokens"], row["documents"], row["learned"]
+        kept = learned[1:] & (numbers[1:] == numbers[:-1])
+        logits = model(tokens[None, :-1], documents=numbers[None, :-1])[0]
+        nats += F.cross_entropy(logits[kept], tokens[1:][kept], reduction="sum")
+        count += int(kept.sum())
+    (nats / count).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulated", [1, 8])
+def test_learned_tokens_of_a_step_weigh_alike_in_whichever_batch_they_are(accumulated):
+    """One batch of 8 and 8 accumulated batches of 1, with unequal masks."""
+    data, kept = Tokens(documents=True, learned=True, batch_size=8), Gradients()
+    data.batch_size //= accumulated
+    module = make(optimizer={"clip_norm": None})
+    train(module, kept, data=data, precision="64-true", accumulate_grad_batches=accumulated)
+    same(masked_gradients(data), kept.seen)
+
+
 @pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
 def test_lambda_and_tokens_a_second_are_logged(name):
     trainer = train(make(name), LambdaMonitor(), Throughput(), log_every_n_steps=1)
@@ -318,8 +345,10 @@ class Saved(pl.Callback):
 @pytest.mark.forks
 @pytest.mark.parametrize("documents", [False, True])
 def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_path):
-    data = Tokens(documents=documents)
+    """With documents also of unequal masks, over two accumulated batches."""
+    data = Tokens(documents=documents, learned=documents)
     validated = {"limit_val_batches": 1.0, "val_check_interval": 1, "log_every_n_steps": 1}
+    validated |= {"accumulate_grad_batches": 1 + documents}
     kept = Gradients()
     one = train(make(), kept, data=data, precision="64-true", **validated)
     # Forked, so that the two need not import everything again; nothing else runs threads here.

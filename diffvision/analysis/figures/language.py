@@ -5,6 +5,7 @@ Each takes {model: metrics} as the evaluations of `diffvision.evaluation.languag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,50 @@ def needle_maps(results: Results) -> Figure:
         ax.set_xlabel("length in tokens")
     colour_bar(figure, picture, grid.ravel().tolist(), fraction=0.02, pad=0.02).set_label("accuracy")
     return figure
+
+
+@styled
+def error_curves(results: Results) -> Figure:
+    """Return the shares of right, distracted, fabricated and malformed answers over the number of facts."""
+    kinds = ("correct", "distracted", "fabricated", "malformed")
+    figure, axes = panels(len(kinds), width=3.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        facts = {key: int(key.partition("x1/")[0]) for metrics in results.values() for key in metrics
+                 if key.endswith(f"x1/{kind}")}  # fmt: skip
+        _curves(ax, {name: {count: metrics[key] for key, count in facts.items()} for name, metrics in results.items()})
+        ax.set_xticks(sorted(set(facts.values())))
+        ax.set(title=kind, xlabel="facts in the context")
+    axes[0].set(ylabel="share of the answers", ylim=(-0.03, 1.03))
+    return legend_below(figure, axes[0])
+
+
+@styled
+def lookback_bars(results: Results) -> Figure:
+    """Return the mean lookback ratio of right and wrong answers, by what they are."""
+    figure, (ax,) = panels(1, width=5.4, height=_HEIGHT)
+    keys = dict.fromkeys(key for metrics in results.values() for key in metrics if key.startswith("ratio/"))
+    _bars(
+        ax,
+        {
+            key.removeprefix("ratio/"): {name: metrics.get(key, math.nan) for name, metrics in results.items()}
+            for key in keys
+        },
+    )
+    ax.set(title="Attention on the context, as a share of that and on new tokens", ylabel="lookback ratio")
+    return legend_below(figure, ax)
+
+
+@styled
+def faithfulness_bars(results: Results) -> Figure:
+    """Return the shares of outputs that each judge finds accurate, and of those that it cannot decide."""
+    kinds = ("accuracy", "undecided")
+    figure, axes = panels(len(kinds), width=4.0, height=_HEIGHT, sharey=True)
+    for ax, kind in zip(axes, kinds, strict=True):
+        judges = [key.partition("/")[0] for key in next(iter(results.values())) if key.endswith(f"/{kind}")]
+        _bars(ax, {judge: {name: metrics[f"{judge}/{kind}"] for name, metrics in results.items()} for judge in judges})
+        ax.set(title=kind, ylim=(0, 1.1))
+    axes[0].set_ylabel("share of the outputs")
+    return legend_below(figure, axes[0])
 
 
 @styled
@@ -197,6 +242,49 @@ def pruning_curves(results: Results) -> Figure:
     for ax in grid[-1]:
         ax.set_xlabel("share of the prompt dropped")
     return legend_below(figure, grid[0][-1], columns=5)
+
+
+@styled
+def low_bit_panels(results: Results) -> Figure:
+    """Return the rise of the loss and the error of attention under each scheme, and the two factors by layer."""
+    kinds = {"loss more than in full precision, nats": "nll", "relative L1 error of attention": "relative_l1"}
+    if all("needle_accuracy/full" in metrics for metrics in results.values()):
+        kinds["needle accuracy"] = "needle_accuracy"
+    figure, axes = panels(len(kinds) + 2, width=4.2, height=4.2)
+    for ax, (title, kind) in zip(axes, kinds.items(), strict=False):
+        _schemes(ax, results, kind)
+        ax.set(title=title)
+    for ax, kind in zip(axes[len(kinds) :], ("cancellation", "largest_logit"), strict=True):
+        _curves(ax, {name: numbered(metrics, kind) for name, metrics in results.items()})
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="layer")
+    axes[-2].set(title="how much the difference amplifies errors")
+    largest = [metrics["largest_logit"] for metrics in results.values()]
+    factors = ", ".join(f"{largest[0] / value:.2f}" for value in largest)
+    axes[-1].set(title=f"largest attention logit\n(range factors, the first model's over each: {factors})")
+    axes[-1].set_ylim(bottom=0)
+    return legend_below(figure, axes[0])
+
+
+def _schemes(ax: Any, results: Results, kind: str) -> None:
+    """Draw a dot for each model and scheme; losses are less that in full precision, and errors are logarithmic."""
+    colours = colours_of(results)
+    for number, (name, metrics) in enumerate(results.items()):
+        values = {key.partition("/")[2]: value for key, value in metrics.items() if key.startswith(f"{kind}/")}
+        values = {scheme: value for scheme, value in values.items() if "/" not in scheme}
+        full = values.pop("full", 0.0) if kind == "nll" else 0.0
+        shift = (number - (len(results) - 1) / 2) * 0.6 / len(results)
+        x = [index + shift for index in range(len(values))]
+        y = [value - full for value in values.values()]
+        ax.plot(x, y, "o", color=colours[name], markersize=4, label=name)
+        ax.set_xticks(range(len(values)), [scheme.replace("_", " ") for scheme in values], rotation=90)
+    if kind == "nll":
+        ax.set_yscale("symlog", linthresh=1e-3)
+        ax.axhline(0, color=SOFT, linewidth=0.8)
+    elif kind == "relative_l1":
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(-0.03, 1.03)
 
 
 def numbered(metrics: Mapping[str, float], kind: str) -> dict[float, float]:

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from diffvision.data.shards.sample import BadSample, Members, check_key
+import numpy as np
+
+from diffvision.data.shards.sample import BadSample, Members, SampleId, check_key
 
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_LINES_BYTES = 1 << 30
@@ -67,8 +70,11 @@ class TextMember:
     def __init__(self, key: str = "txt") -> None:
         self.key = key
         self._member, _, self._field = key.partition(":")
-        check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
+        self._check()
         self._lines = self._member.rpartition(".")[2] == "jsonl"
+
+    def _check(self) -> None:
+        check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
 
     def documents(self, members: Members) -> Iterator[str | BadSample]:
         """Yield each document, or why it cannot be used; an empty one is an empty text."""
@@ -95,6 +101,80 @@ class TextMember:
             return document
         except UnicodeError:
             return BadSample("text not UTF-8")
+
+
+class RowMember(TextMember):
+    """Reads rows of a sample, each the text of a JSON object.
+
+    Args:
+        key: "json": the member is one row; "jsonl": each line of it is one.
+
+    Raises:
+        ValueError: another type of member.
+    """
+
+    def __init__(self, key: str = "json") -> None:
+        super().__init__(key)
+
+    def _check(self) -> None:
+        check_key(self.key, ("json", "jsonl"))
+
+
+class JsonLines:
+    """Lines of a .jsonl file as samples of one member `json`, in the manner of a `ShardSet` of one shard.
+
+    Args:
+        path: the file; its empty lines are passed over.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it has no rows.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        starts, lines, offset = [], [], 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    starts.append(offset)
+                    lines.append(number)
+                offset += len(line)
+        if not lines:
+            raise ValueError(f"{path} has no rows: it needs a JSON object in each line")
+        self._starts, self._lines = np.array([*starts, offset], dtype=np.int64), np.array(lines, dtype=np.int64)
+        self.counts = np.array([len(lines)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def members(self, sample: SampleId) -> "_Line":
+        """Return one line as the member `json`."""
+        return _Line(self.path, *(int(start) for start in self._starts[sample[1] : sample[1] + 2]))
+
+    def describe(self, sample: SampleId) -> str:
+        """Return "file: line N" of a sample, for reports."""
+        return f"{self.path.name}: line {self._lines[sample[1]]}"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """`Members` of one line."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def size(self, member_type: str) -> int | None:
+        return self.stop - self.start if member_type == "json" else None
+
+    def names(self) -> list[str]:
+        return ["json"]
+
+    def read(self, member_type: str, at_most: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(min(at_most, self.stop - self.start))
 
 
 def check_document(members: Members, member_type: str) -> int:

@@ -1,6 +1,6 @@
 """The LightningDataModule of language models: shards of text or of tokens in, packed sequences out.
 
-Text is tokenised in `tokenize`; sequences are read in `tokens`.
+Text is tokenised in `tokenize`; sequences are read in `tokens`, those of whole conversations in `packing`.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
@@ -17,9 +18,10 @@ from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.text.documents import TextMember
+from diffvision.data.text.packing import PackedSequence, PackedShards
 from diffvision.data.text.tokenize import cached_tokens, check_limits
 from diffvision.data.text.tokenizers import FILE, Tokenizer, load_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenShards, are_tokens
+from diffvision.data.text.tokens import TokenSequence, TokenShards, are_conversations, are_tokens
 from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
 
 Source = str | Sequence[str]
@@ -29,6 +31,8 @@ class TextData(pl.LightningDataModule):
     """Packed sequences for next-token prediction; validation sees each sequence exactly once.
 
     Shards of text are tokenised before the first epoch, on one process of each machine, into the user's cache.
+    Shards of conversations, which `diffvision data tokenize --chat` writes, are packed whole into sequences: attention
+    stays inside of each, and batches say which tokens are learned.
 
     Args:
         train: shards of text or token shards: a directory, tar files, a brace pattern, URLs, or a list of these.
@@ -42,7 +46,9 @@ class TextData(pl.LightningDataModule):
         max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
         text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
         window: shards shuffled together.
-        documents: number each token's document, so that a model can keep attention inside of documents.
+        documents: number each token's document, so that a model can keep attention inside of documents; of
+            conversations always.
+        cut: cut conversations that are longer than a sequence, which are otherwise left out and counted.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
             process is stuck.
@@ -62,13 +68,14 @@ class TextData(pl.LightningDataModule):
         text_key: str = "txt",
         window: int = 16,
         documents: bool = False,
+        cut: bool = False,
         eval_batch_size: int | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
         super().__init__()
         self.train, self.batch_size, self.length, self.evaluation = train, batch_size, length, evaluation
         self.tokenizer, self.num_workers, self.seed, self.window = tokenizer, num_workers, seed, window
-        self.documents, self.eval_batch_size = documents, eval_batch_size
+        self.documents, self.cut, self.eval_batch_size = documents, cut, eval_batch_size
         self.limits, self.text, self.stall_timeout = Limits(max_bad_fraction), TextMember(text_key), stall_timeout
 
     @cached_property
@@ -130,7 +137,11 @@ class TextData(pl.LightningDataModule):
         Raises:
             ValueError: token shards of another tokenizer than the one that is set; see `TokenShards`.
         """
-        shards = TokenShards(self._token_source(source), self.length)
+        tokens = self._token_source(source)
+        if are_conversations(tokens):
+            shards: TokenShards = _packed(tokens, self.length, self.cut)
+        else:
+            shards = TokenShards(tokens, self.length)
         check_limits(shards.account, self.limits)
         tokenizer, account = self.text_tokenizer, shards.account
         if (tokenizer.vocab_size, tokenizer.eos_id) != (account.vocab_size, account.eos_id) or (
@@ -150,6 +161,8 @@ class TextData(pl.LightningDataModule):
         return cached_tokens(ShardSet(source), tokenizer, self.text, num_workers=self.num_workers, limits=self.limits)
 
     def _kind(self, shards: TokenShards) -> TokenSequence:
+        if isinstance(shards, PackedShards):
+            return PackedSequence(shards.account, self.length)
         return TokenSequence(shards.account, documents=self.documents)
 
     def _check_vocabulary(self) -> None:
@@ -161,6 +174,21 @@ class TextData(pl.LightningDataModule):
                 f"the model has vocab_size {size}, the tokenizer {self.tokenizer or self.train} has {self.vocab_size} "
                 f"tokens: set the model's to {self.vocab_size} or more, or take the tokenizer that it was made for"
             )
+
+
+def _packed(source: Source, length: int, cut: bool) -> PackedShards:
+    """Return conversations in windows, and warn of those that do not fit into one."""
+    shards = PackedShards(source, length, cut=cut)
+    if shards.long:
+        left_out = shards.extra_counts["left_out_conversations"]
+        became = (
+            f"{left_out:,} of them are left out, {shards.long - left_out:,} are cut" if cut else "they are left out"
+        )
+        rank_zero_warn(
+            f"{shards.long:,} of {shards.account.documents:,} conversations of {source} are longer than {length + 1:,} "
+            f"tokens: {became}; set data.length to hold them{'' if cut else ', or data.cut to cut them at their ends'}"
+        )
+    return shards
 
 
 def _vocabulary_of(module: Any) -> int | None:

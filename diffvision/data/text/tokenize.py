@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,20 @@ from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_manifest, write_tar
-from diffvision.data.text.documents import DocumentAccount, TextMember
+from diffvision.data.text.chat import CHAT_TEMPLATE, Chat
+from diffvision.data.text.documents import DocumentAccount, JsonLines, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
-from diffvision.data.text.tokens import MEMBER, TOKENS, TOKENS_FORMAT, TokenAccount, find_accounts, token_dtype
+from diffvision.data.text.tokens import (
+    LEARNED,
+    LENGTH_DTYPE,
+    LENGTHS,
+    MEMBER,
+    TOKENS,
+    TOKENS_FORMAT,
+    TokenAccount,
+    find_accounts,
+    token_dtype,
+)
 from diffvision.progress import bar
 
 _ROWS = 256  # samples in one piece of a worker's work
@@ -35,10 +47,12 @@ TOKENS_PER_SHARD = 1 << 24
 
 @dataclass
 class _Part:
-    """What became of a few samples."""
+    """What became of a few samples; of conversations also the bits of their tokens, and their lengths."""
 
     samples: int
     tokens: np.ndarray
+    learned: np.ndarray
+    lengths: np.ndarray
     documents: int = 0
     empty: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (reason, "shard: key")
@@ -47,26 +61,29 @@ class _Part:
 class _Parts(Dataset):
     """(shard, first row) -> _Part."""
 
-    def __init__(self, shards: ShardSet, tokenizer: Tokenizer, text: TextMember) -> None:
-        self.shards, self.tokenizer, self.text = shards, tokenizer, text
+    def __init__(
+        self, shards: ShardSet | JsonLines, tokenizer: Tokenizer, text: TextMember, chat: Chat | None = None
+    ) -> None:
+        self.shards, self.tokenizer, self.text, self.chat = shards, tokenizer, text, chat
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __getitem__(self, first_sample: SampleId) -> _Part:
         number, first = first_sample
         rows = range(first, min(first + _ROWS, int(self.shards.counts[number])))
-        part, documents = _Part(len(rows), np.array([], dtype=self.dtype)), [np.array([], dtype=self.dtype)]
+        tokens, learned = [np.array([], dtype=self.dtype)], [np.array([], dtype=bool)]
+        skipped, empty = [], 0
         for row in rows:
             for document in self._documents((number, row)):
-                ids = self._ids(document)
-                if isinstance(ids, BadSample):
-                    part.skipped.append((str(ids), self.shards.describe((number, row))))
-                elif len(ids) == 0:
-                    part.empty += 1
+                encoded = self._encoded(document)
+                if isinstance(encoded, BadSample):
+                    skipped.append((str(encoded), self.shards.describe((number, row))))
+                elif len(encoded[0]) == 0:
+                    empty += 1
                 else:
-                    part.documents += 1
-                    documents.append(ids)
-        part.tokens = np.concatenate(documents)
-        return part
+                    tokens.append(encoded[0])
+                    learned.append(encoded[1])
+        lengths = np.array([len(ids) for ids in tokens[1:]], dtype=LENGTH_DTYPE)
+        return _Part(len(rows), np.concatenate(tokens), np.concatenate(learned), lengths, len(lengths), empty, skipped)
 
     def _documents(self, sample: SampleId) -> Iterator[str | BadSample]:
         try:
@@ -74,36 +91,49 @@ class _Parts(Dataset):
         except BadSample as reason:
             yield reason
 
-    def _ids(self, document: str | BadSample) -> np.ndarray | BadSample:
-        """Return a document's ids with the end after them; none of an empty one."""
+    def _encoded(self, document: str | BadSample) -> tuple[np.ndarray, np.ndarray] | BadSample:
+        """Return a document's ids with the end after them, none of an empty one; and which are learned, of a row."""
         if isinstance(document, BadSample):
             return document
-        if not document.strip():
-            return np.array([], dtype=self.dtype)
+        ids, learned = list[int](), list[bool]()
         try:
-            return np.array([*self.tokenizer.encode(document), self.tokenizer.eos_id], dtype=self.dtype)
+            if not document.strip():
+                pass
+            elif self.chat is None:
+                ids = [*self.tokenizer.encode(document), self.tokenizer.eos_id]
+            else:
+                ids, learned = self.chat.encode(document)
+        except BadSample as reason:
+            return reason
         except BadText as error:
             return BadSample(error.reason)
+        return np.array(ids, dtype=self.dtype), np.array(learned, dtype=bool)
 
 
 def tokenize_shards(
-    source: ShardSet,
+    source: ShardSet | JsonLines,
     directory: str | Path,
     tokenizer: Tokenizer,
     text: TextMember | None = None,
     *,
+    chat: Chat | None = None,
     tokens_per_shard: int = TOKENS_PER_SHARD,
     num_workers: int = 2,
     limits: Limits | None = None,
 ) -> TokenAccount:
     """Write the documents of text shards, in their order, as token shards with tokens.json and tokenizer.json.
 
+    With a chat, the documents are rows of conversations, and shards say which of their tokens are learned; its
+    template is written next to the tokenizer.
+
     The directory appears once it is whole. The same source gives the same bytes, whatever the number of workers.
 
     Args:
         directory: the folder to write; it must not exist, or be empty.
         text: reads a sample's documents; by default its `txt` member.
-        tokens_per_shard: the tokens of each shard but the last; documents may be cut.
+        chat: makes tokens of rows, which `text` reads (`documents.RowMember`).
+        tokens_per_shard: the tokens of each shard but the last; documents may be cut. Of conversations, which are not,
+            about as many.
         num_workers: processes that tokenise; 0 does it in this one.
         limits: how many documents that cannot be used are an error.
 
@@ -118,7 +148,7 @@ def tokenize_shards(
         raise ValueError(f"tokens_per_shard is {tokens_per_shard}: it must be at least 2")
     with scratch(directory.parent, prefix := f".{directory.name}.") as folder:
         sweep(directory.parent, prefix)  # what a killed process left
-        parts = _Parts(source, tokenizer, text or TextMember())
+        parts = _Parts(source, tokenizer, text or TextMember(), chat)
         account = _write(source, folder, parts, tokens_per_shard, num_workers, limits or Limits())
         os.replace(folder, directory)
     return account
@@ -168,7 +198,7 @@ def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) ->
 
 
 def documents_of(
-    source: ShardSet,
+    source: ShardSet | JsonLines,
     text: TextMember | None = None,
     *,
     limits: Limits | None = None,
@@ -196,7 +226,9 @@ def documents_of(
             check_limits(account, limits, expected=before + expected)
 
 
-def _usable(source: ShardSet, sample: SampleId, text: TextMember, account: DocumentAccount) -> Iterator[str]:
+def _usable(
+    source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
+) -> Iterator[str]:
     """Yield the documents of a sample, and count all of them."""
     try:
         documents = list(text.documents(source.members(sample)))
@@ -212,27 +244,38 @@ def _usable(source: ShardSet, sample: SampleId, text: TextMember, account: Docum
 
 
 def _write(
-    source: ShardSet, directory: Path, parts: _Parts, tokens_per_shard: int, num_workers: int, limits: Limits
+    source: ShardSet | JsonLines,
+    directory: Path,
+    parts: _Parts,
+    tokens_per_shard: int,
+    num_workers: int,
+    limits: Limits,
 ) -> TokenAccount:
-    tokenizer = parts.tokenizer
+    tokenizer, chat = parts.tokenizer, parts.chat
     account = TokenAccount(tokenizer.vocab_size, tokenizer.eos_id, tokenizer.fingerprint)
-    for number, tokens in enumerate(_cut(_read(source, parts, num_workers, account, limits), tokens_per_shard)):
+    account.chat = None if chat is None else chat.name
+    pieces = _read(source, parts, num_workers, account, limits)
+    shards = _texts(pieces, tokens_per_shard) if chat is None else _conversations(pieces, tokens_per_shard)
+    for number, arrays in enumerate(shards):
         name = f"{number:06d}"
-        write_tar(directory / f"{name}.tar", [{"__key__": name, MEMBER: _npy(tokens)}])
-        account.shards[f"{name}.tar"] = len(tokens)
+        members = {member: _npy(array) for member, array in arrays.items()}
+        write_tar(directory / f"{name}.tar", [{"__key__": name, **members}])
+        account.shards[f"{name}.tar"] = len(arrays[MEMBER])
     check_limits(account, limits)
     if not account.documents:
         raise ValueError(f"no documents to tokenise: {account.summary()}")
     write_manifest(directory)
     tokenizer.save(directory)
+    if chat is not None:
+        (directory / CHAT_TEMPLATE).write_text(chat.template, encoding="utf-8")
     (directory / TOKENS).write_text(account.text(), encoding="utf-8")
     return account
 
 
 def _read(
-    source: ShardSet, parts: _Parts, num_workers: int, account: TokenAccount, limits: Limits
-) -> Iterator[np.ndarray]:
-    """Yield the tokens of each part in order; what became of its documents is added to the account."""
+    source: ShardSet | JsonLines, parts: _Parts, num_workers: int, account: TokenAccount, limits: Limits
+) -> Iterator[_Part]:
+    """Yield each part in order; what became of its documents is added to the account."""
     firsts = [(n, first) for n, count in enumerate(source.counts) for first in range(0, int(count), _ROWS)]
     loader: Iterable[_Part] = DataLoader(
         parts,
@@ -246,11 +289,32 @@ def _read(
         for part in loader:
             account.documents += part.documents
             account.empty += part.empty
+            account.learned += int(part.learned.sum())
             for reason, where in part.skipped:
                 account.skip(reason, where)
             check_limits(account, limits, expected=len(source))
             advance(part.samples)
-            yield part.tokens
+            yield part
+
+
+def _texts(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield shards of text, of `size` tokens each but the last."""
+    yield from ({MEMBER: tokens} for tokens in _cut((part.tokens for part in parts), size))
+
+
+def _conversations(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield shards of whole parts, of no less than `size` tokens each but the last."""
+    pending: list[_Part] = []
+    for part in chain(parts, [None]):
+        pending += [part] if part is not None else []
+        tokens = sum(len(one.tokens) for one in pending)
+        if tokens >= size or (part is None and tokens):
+            yield {
+                MEMBER: np.concatenate([one.tokens for one in pending]),
+                LEARNED: np.concatenate([one.learned for one in pending]),
+                LENGTHS: np.concatenate([one.lengths for one in pending]),
+            }
+            pending = []
 
 
 def _cut(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
@@ -269,7 +333,7 @@ def _cut(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
         yield np.concatenate(pending)
 
 
-def _npy(tokens: np.ndarray) -> bytes:
+def _npy(array: np.ndarray) -> bytes:
     file = BytesIO()
-    np.lib.format.write_array(file, tokens, version=(1, 0), allow_pickle=False)
+    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
     return file.getvalue()

@@ -114,6 +114,16 @@ class Tokenizer:
             )
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Return the special tokens by their ids, the end of a document among them; only chat templates write them."""
+        added = self._backend.get_added_tokens_decoder()
+        end = {self.eos_id: tokenizers.AddedToken(self.eos, special=True)}
+        return end | {number: token for number, token in added.items() if token.special}
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @property
     def fingerprint(self) -> str:
         """A digest of what the tokenizer does, wherever its file lies."""
@@ -205,11 +215,17 @@ def _configured_end(path: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2); the same texts give the same tokenizer.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | None = None) -> Tokenizer:
+    r"""Train byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2); the same texts give the same tokenizer.
 
     Any text can be encoded, for every byte is a token. The end of a document is id 0. A small corpus may have fewer
     pairs to merge than asked for: see `vocab_size` of the result.
+
+    Args:
+        texts: to train on.
+        vocab_size: the most tokens.
+        pattern: a regular expression; what it matches is divided from the text around it before pairs are merged, such
+            as r"\d" for tokens that have one digit each.
 
     Raises:
         ValueError: a vocabulary too small for the bytes and the end of a document; no text; one that is not UTF-8.
@@ -218,7 +234,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if not least <= vocab_size <= _MAX_VOCABULARY:
         raise ValueError(f"vocab_size is {vocab_size}: it must be {least} (all bytes and {END}) to {_MAX_VOCABULARY:,}")
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is None:
+        backend.pre_tokenizer = words
+    else:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, words])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -5,6 +5,9 @@ another, each followed by its tokenizer's end-of-document id. `tokens.json` next
 whose file lies there too. Sequence i of a shard is its tokens i*L .. i*L + L, so that consecutive ones
 share one token and every token but a shard's first is predicted exactly once. Nothing in the files depends on L. What
 is left at a shard's end is shorter than a sequence; it is counted.
+
+Shards of conversations (`chat`) have two arrays more: whether each token is learned (`000000.learned.npy`), and how
+many tokens each conversation has (`000000.lengths.npy`). They are not cut; `packing` makes sequences of them.
 """
 
 import json
@@ -27,6 +30,9 @@ from diffvision.data.text.documents import DocumentAccount
 TOKENS = "tokens.json"
 TOKENS_FORMAT = "diffvision-tokens-1"
 MEMBER = "npy"
+LEARNED = "learned.npy"
+LENGTHS = "lengths.npy"
+LENGTH_DTYPE = np.dtype("<u4")
 _HEADER_BYTES = 4096  # numpy's is 128 for an array of one axis
 _READ_TOKENS = 1 << 16  # at a time, where documents are read one after another
 
@@ -39,6 +45,8 @@ class TokenAccount(DocumentAccount):
         vocab_size, eos_id: of the tokenizer.
         fingerprint: of the tokenizer.
         shards: {name: tokens}.
+        chat: the name of the template of conversations; None for text.
+        learned: tokens of conversations that are learned.
         others: as `DocumentAccount`, of the text.
     """
 
@@ -46,6 +54,8 @@ class TokenAccount(DocumentAccount):
     eos_id: int
     fingerprint: str
     shards: dict[str, int] = field(default_factory=dict)
+    chat: str | None = None
+    learned: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,11 +68,14 @@ class TokenAccount(DocumentAccount):
         return token_dtype(self.vocab_size)
 
     def _used(self) -> str:
+        if self.chat is not None:
+            return f"{self.documents:,} conversations, {self.tokens:,} tokens, {self.learned:,} of them learned"
         return f"{self.documents:,} documents, {self.tokens:,} tokens"
 
     def text(self) -> str:
         """Return the content of tokens.json."""
-        return json.dumps({"format": TOKENS_FORMAT, **self.__dict__}, indent=1) + "\n"
+        fields = {k: v for k, v in self.__dict__.items() if self.chat is not None or k not in ("chat", "learned")}
+        return json.dumps({"format": TOKENS_FORMAT, **fields}, indent=1) + "\n"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -98,6 +111,13 @@ def are_tokens(source: Any) -> bool:
     return not without
 
 
+def are_conversations(source: Any) -> bool:
+    """Return whether token shards hold conversations, some of whose tokens are learned; of mixed ones, if any does."""
+    return any(
+        account is not None and account.chat is not None for account in find_accounts(find_shards(source)).values()
+    )
+
+
 def _parent(shard: Shard) -> str:
     return shard.location.rpartition("/")[0] or "."
 
@@ -108,7 +128,7 @@ def _parsed(text: str, where: str) -> TokenAccount:
         if fields.pop("format", None) != TOKENS_FORMAT:
             raise ValueError
         account = TokenAccount(**fields)
-        numbers = [account.vocab_size, account.documents, account.empty, *account.shards.values()]
+        numbers = [account.vocab_size, account.documents, account.empty, account.learned, *account.shards.values()]
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
             raise ValueError
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -159,13 +179,17 @@ class TokenShards(ShardSet):
         accounts = find_accounts(self.shards)
         self.account = _joined(accounts, str(source))
         self._tokens = np.array([_listed(s, accounts[_parent(s)]) for s in self.shards], dtype=np.int64)
-        self._starts: dict[int, int] = {}  # shard -> byte in the tar at which its tokens begin
-        self.counts = np.maximum(0, self._tokens - 1) // length
-        if not self.counts.any():
+        self._starts: dict[tuple[int, str], int] = {}  # shard, member -> byte in the tar at which its numbers begin
+        self.counts = self._counted_sequences(source)
+
+    def _counted_sequences(self, source: Any) -> np.ndarray:
+        counts = np.maximum(0, self._tokens - 1) // self.length
+        if not counts.any():
             raise ValueError(
                 f"{source} holds {self._tokens.sum():,} tokens in {len(self.shards)} shard(s): too few for one "
-                f"sequence of length {length} and the token after it; take a smaller length"
+                f"sequence of length {self.length} and the token after it; take a smaller length"
             )
+        return counts
 
     @property
     def fingerprint(self) -> str:
@@ -188,9 +212,17 @@ class TokenShards(ShardSet):
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each document in order, without the end token; documents that shards cut are joined.
 
+        A conversation is a document with all its tokens.
+
         Raises:
             ValueError: a shard is damaged.
         """
+        if self.account.chat is not None:
+            for number in range(len(self.shards)):
+                stops = np.cumsum(self.lengths(number), dtype=np.int64)
+                for start, stop in zip((stops - self.lengths(number)).tolist(), stops.tolist(), strict=True):
+                    yield np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
+            return
         pending: list[np.ndarray] = []
         for number, shard in enumerate(self.shards):
             for start in range(0, int(self._tokens[number]), _READ_TOKENS):
@@ -219,27 +251,51 @@ class TokenShards(ShardSet):
         Raises:
             BadSample: the shard is cut short, or does not hold what tokens.json says.
         """
-        if number not in self._starts:
-            self._starts[number] = self._start(number)
-        size = self.account.dtype.itemsize
-        return self.reader(number).read(self._starts[number] + start * size, (stop - start) * size)
+        return self._read(number, MEMBER, self.account.dtype, start, stop)
 
-    def _start(self, number: int) -> int:
-        """Return the byte of a shard at which its tokens begin."""
+    def read_learned(self, number: int, start: int, stop: int) -> bytes:
+        """Return a byte for each of the tokens start..stop-1 of a shard of conversations: 1 if it is learned."""
+        return self._read(number, LEARNED, np.dtype(bool), start, stop)
+
+    def lengths(self, number: int) -> np.ndarray:
+        """Return how many tokens each conversation of a shard has.
+
+        Raises:
+            ValueError: the shard is damaged.
+        """
+        location = self.shards[number].location
+        try:
+            members = self.reader(number).members(0)
+            data = members.read(LENGTHS, members.size(LENGTHS) or 0)
+            lengths = np.load(BytesIO(data), allow_pickle=False)
+        except (BadSample, KeyError, ValueError, EOFError, OSError, MemoryError) as reason:
+            raise ValueError(f"{location}: damaged lengths ({reason}); make the token shards anew") from reason
+        if lengths.dtype != LENGTH_DTYPE or lengths.ndim != 1 or int(lengths.sum()) != self._tokens[number]:
+            raise ValueError(f"{location}: the lengths of its conversations are not as {TOKENS} says; make it anew")
+        return lengths.astype(np.int64)
+
+    def _read(self, number: int, member: str, dtype: np.dtype, start: int, stop: int) -> bytes:
+        if (number, member) not in self._starts:
+            self._starts[number, member] = self._start(number, member, dtype)
+        first = self._starts[number, member] + start * dtype.itemsize
+        return self.reader(number).read(first, (stop - start) * dtype.itemsize)
+
+    def _start(self, number: int, member: str, dtype: np.dtype) -> int:
+        """Return the byte of a shard at which the numbers of a member, one a token, begin."""
         reader = self.reader(number)
-        extent = reader.index.extent(0, MEMBER) if len(reader.index) else None
+        extent = reader.index.extent(0, member) if len(reader.index) else None
         if extent is None:
             raise BadSample("shard without tokens")
         offset, size = extent
-        file = BytesIO(reader.members(0).read(MEMBER, _HEADER_BYTES))
+        file = BytesIO(reader.members(0).read(member, _HEADER_BYTES))
         try:
             if np.lib.format.read_magic(file) != (1, 0):
                 raise ValueError
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            shape, _, read = np.lib.format.read_array_header_1_0(file)
         except ValueError:
             raise BadSample("damaged token array") from None
         tokens, header = int(self._tokens[number]), file.tell()
-        if shape != (tokens,) or dtype != self.account.dtype or size != header + tokens * dtype.itemsize:
+        if shape != (tokens,) or read != dtype or size != header + tokens * dtype.itemsize:
             raise BadSample(f"token array not as {TOKENS} says")
         return offset + header
 
@@ -300,7 +356,12 @@ def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccou
                 f"{parent} has no {TOKENS}: it holds no token shards; `diffvision data tokenize` makes them"
             )
         if joined is None:
-            joined = TokenAccount(account.vocab_size, account.eos_id, account.fingerprint)
+            joined = TokenAccount(account.vocab_size, account.eos_id, account.fingerprint, chat=account.chat)
+        if (account.chat is None) != (joined.chat is None):
+            raise ValueError(
+                f"{source} joins token shards of text and of conversations ({parent} is of the other kind): "
+                "train on either alone"
+            )
         if (account.vocab_size, account.eos_id, account.fingerprint) != (
             joined.vocab_size,
             joined.eos_id,
@@ -312,6 +373,7 @@ def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccou
                 "tokenise them again with one"
             )
         joined.documents, joined.empty = joined.documents + account.documents, joined.empty + account.empty
+        joined.learned += account.learned
         for reason, count in account.skipped.items():
             joined.skipped[reason] = joined.skipped.get(reason, 0) + count
             joined.examples.setdefault(reason, account.examples.get(reason, []))

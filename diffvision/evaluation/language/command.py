@@ -1,8 +1,16 @@
 """`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
 
-import dataclasses
+from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.options import LanguageOptions
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.language.faithfulness.rows import Row
 
 
 def run(
@@ -17,6 +25,7 @@ def run(
     demonstrations: str | None = None,
     queries: str | None = None,
     device: str = "auto",
+    judge: JudgeOptions = JudgeOptions(),  # noqa: B008  frozen
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
     """Evaluate language models, print a table, and write a JSON and a picture for each task.
@@ -25,29 +34,33 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, associative_recall, needle, attention_mass, many_shot, outliers, quantization,
-            cache_pruning (a list, or separated by commas).
+        tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness,
+            attention_mass, many_shot, outliers, quantization, low_bit, cache_pruning (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
-            token shards of the model's tokenizer.
+            token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
+            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
-        output: folder for TASK.json and TASK.png.
+        output: folder for TASK.json and TASK.png, and for what faithfulness generates and its judges say, from which
+            a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: what many_shot asks, in the same form.
         device: auto, cpu, cuda, cuda:1, ...
+        judge: of faithfulness.
         options: the evaluations' settings.
     """
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group
+    from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import suite
-    from diffvision.evaluation.language.documents import check_sources
+    from diffvision.evaluation.language.faithfulness.judges import open_judges
     from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
     names = list(dict.fromkeys(listed(tasks)))
-    suite.check(names, has_documents=data is not None)
+    suite.check(names, has_data=data is not None)
     if output is not None:
         check_folder(output)
     if cache is not None:
@@ -55,8 +68,7 @@ def run(
     specs = listed(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    if data is not None:
-        check_sources(listed(data))
+    texts, rows = _texts_or_rows(data, any(map(suite.reads_rows, names)), options)
     for _, spec in map(labelled, specs):
         check_spec(spec)  # all of them, before the first is evaluated
     if (demonstrations is None) != (queries is None):
@@ -68,22 +80,51 @@ def run(
         # Raises before a model is loaded if there are too few words for the options.
         many_shot_tasks = suite.synthetic_mappings(options)
     results: dict[str, dict[str, float]] = {}
+    first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
+        replies = None if cache is None else Path(cache) / "replies"
+        judges = open_judges(judge, rows, used_device, replies) if rows else []
         for label, spec in map(labelled, specs):
             if label in results:
                 raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label] = {}
-            work = suite.prepared(model, options, None if data is None else listed(data), many_shot_tasks)
+            work = suite.prepared(model, options, texts, many_shot_tasks)
+            folder = None if output is None else Path(output)
+            work = dataclasses.replace(work, rows=rows, judges=judges, folder=folder)
             identity = {} if result_cache is None else suite.cache_inputs(work, used_device)
             for name in names:
-                results[label] |= suite.cached(work, name, result_cache, identity)
+                measured = suite.cached(work, name, result_cache, identity)
+                results[label] |= with_intervals(measured)
+                if len(results) == 1:
+                    first |= measured
+                else:
+                    results[label] |= differences(first, measured)
                 if output is not None:
-                    suite.write_numbers(name, results, options, output)
+                    suite.write_numbers(name, results, options, output, judge if suite.reads_rows(name) else None)
     suite.show(results)
     if output is not None:
         for name in names:
             suite.write_picture(name, results, output)
     return results
+
+
+def _texts_or_rows(
+    data: str | list[str] | None, reads_rows: bool, options: LanguageOptions
+) -> tuple[list[str] | None, list[Row]]:
+    """Return the sources of text, or the rows that they hold; what cannot be read raises before a model is loaded."""
+    from diffvision.evaluation.language.documents import check_sources
+    from diffvision.evaluation.language.faithfulness.prompts import read_templates
+    from diffvision.evaluation.language.faithfulness.rows import read_rows
+    from diffvision.evaluation.output import listed
+
+    if data is None:
+        return None, []
+    if not reads_rows:
+        check_sources(listed(data))
+        return listed(data), []
+    if options.prompts is not None:
+        read_templates(options.prompts)
+    return None, read_rows(listed(data), count=options.rows, seed=options.seed)

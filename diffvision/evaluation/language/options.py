@@ -30,6 +30,7 @@ class LanguageOptions:
         lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
         depths: of the answer in the context.
         needles: "NxR", N needles of which R are asked for.
+        facts: of recall_errors, numbers of facts in a context, of which one is asked for.
         samples: contexts a depth and length.
         shots: numbers of demonstrations.
         order_shots: demonstrations whose order is changed.
@@ -39,11 +40,17 @@ class LanguageOptions:
         queries: questions of each, of words that its demonstrations do not show.
         bits: of quantised logits.
         granularity: what shares a scale: "layer", "head" or "row".
-        quantised_needles: take the needle accuracy under quantised logits as well.
+        quantised_needles: take the needle accuracy in `quantization` and `low_bit` as well.
+        schemes: of `low_bit`: what is rounded, names of `low_bit.SCHEMES`; None for all.
+        recent: tokens that `low_bit`'s caches keep in full precision.
         pruning_methods: scores that prune a prompt's cache; empty for all that the model can have.
         pruning_ratios: shares of the prompt that are dropped.
         pruning_window: the last tokens of a prompt, which are kept, and whose queries score the others.
         continuation: predictions behind a pruned prompt.
+        rows: of faithfulness's data, how many are drawn with the seed; None for all.
+        new_tokens: the most tokens of an output of faithfulness.
+        prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
+            {context} and {input}}, such as LongBench's dataset2prompt.json.
         batch_size: rows at a time.
         seed: of what is drawn.
     """
@@ -61,6 +68,7 @@ class LanguageOptions:
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: tuple[str, ...] = ("1x1", "2x2", "4x2", "6x2")
+    facts: tuple[int, ...] = (1, 2, 4, 8)
     samples: int = 50
     shots: tuple[int, ...] = (1, 4, 16, 64)
     order_shots: int = 64
@@ -75,19 +83,26 @@ class LanguageOptions:
     pruning_ratios: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 0.95)
     pruning_window: int = 32
     continuation: int = 128
+    schemes: tuple[str, ...] | None = None
+    recent: int = 128
+    rows: int | None = None
+    new_tokens: int = 256
+    prompts: str | None = None
     batch_size: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "batch_size")
-        lists = ("lengths", "shots")
+        counts = ("tokens", "points", "samples", "order_shots", "mappings", "queries", "new_tokens", "batch_size")
+        lists = ("lengths", "shots", "facts")
         values = [(name, getattr(self, name)) for name in (*counts, "pruning_window", "continuation")]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
-        values += [(name, getattr(self, name)) for name in ("window", "stride") if getattr(self, name) is not None]
+        values += [
+            (name, getattr(self, name)) for name in ("window", "stride", "rows") if getattr(self, name) is not None
+        ]
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")
-        for name in ("depths", "needles", "shots", "bits", "pruning_ratios"):
+        for name in ("depths", "needles", "facts", "shots", "bits", "pruning_ratios"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
         for ratio in self.pruning_ratios:
@@ -109,6 +124,11 @@ class LanguageOptions:
             from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
 
             TextMember(self.text_key)
+        if self.schemes is not None or self.recent < 0:
+            from diffvision.evaluation.language import low_bit
+
+            low_bit.check_schemes(self.schemes or ())
+            low_bit.Settings(recent=self.recent)
         Limits(self.max_bad_fraction)
 
 

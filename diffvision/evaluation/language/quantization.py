@@ -93,14 +93,15 @@ def quantization(
     for count in progress([None, *bits], "quantised attention"):
         attention = nullcontext() if count is None else quantised_attention(model, count, granularity)
         with evaluating(model), attention:
-            values = _measured(model, rows, also or {}, batch_size)
+            values = measured(model, rows, also or {}, batch_size)
         metrics |= {f"{name}/{count or 'full'}": value for name, value in values.items()}
     return metrics
 
 
-def _measured(
+def measured(
     model: nn.Module, rows: Tensor, also: Mapping[str, Callable[[Any], float]], batch_size: int
 ) -> dict[str, float]:
+    """Return the model's loss over rows [S, N], its perplexity, and the further numbers."""
     losses = [token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)]
     nll = torch.cat(losses).mean().item()
     return {"nll": nll, "perplexity": exponential(nll), **{name: take(model) for name, take in also.items()}}

@@ -122,8 +122,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: ids [B, N].
-            documents: number of each token's document: a token attends to those before it of the same number. Positions
-                run through the whole row.
+            documents: number of each token's document, which a row has one after another: a token attends to those
+                before it of the same number, and positions count from each document's first.
             cache: past tokens, which these follow; these are added to it.
             padding: [B] how many tokens at the left of each row are padding: no token attends to them, and positions
                 count from behind them. With a cache it is the padding of the row that began in it.
@@ -141,14 +141,18 @@ class LanguageModel(nn.Module):
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: generation continues one document; leave documents out")
         positions = torch.arange(start, end, device=tokens.device)
-        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+        mask = None
+        if documents is not None:
+            mask = (documents[:, :, None] == documents[:, None, :])[:, None]
+            positions = positions - _starts(documents)
         if padding is not None:
             slots = end if cache is None else cache.length + tokens.shape[1]
             empty = padding if cache is None or cache.empty is None else cache.empty
             real = (torch.arange(slots, device=tokens.device) >= empty[:, None])[:, None, None]
             mask = real if mask is None else mask & real
         caches = None if cache is None else cache.layers
-        return self._through(tokens, mask, True, self._rotation(positions, padding), caches)
+        rotation = self._rotation(positions, padding if documents is None else None)
+        return self._through(tokens, mask, True, rotation, caches)
 
     def step(
         self,
@@ -203,6 +207,14 @@ class LanguageModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant}, max_length={self.config.max_length}, tied={self.config.tied}"
+
+
+def _starts(documents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+    """Return the position in its row at which each token's document begins."""
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    return torch.where(first, positions, 0).cummax(dim=1).values
 
 
 def initial_std(config: LanguageConfig) -> tuple[float, float]:

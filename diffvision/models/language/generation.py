@@ -95,7 +95,7 @@ def generate(
     stop: Collection[int] = (),
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
     compile: bool = False,
     compress: Compression | None = None,
 ) -> list[list[int]]:
@@ -111,7 +111,8 @@ def generate(
         stop: tokens that end a continuation; they are not part of it.
         vocab_size: only tokens below it are generated: set it to the tokenizer's if the model's is rounded up.
         generator: for the draws, on the model's device; torch's default if None.
-        on_token: called with (index of the prompt, token) for each new token, for streaming.
+        on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
+            continuation after this token.
         compile: compile the decoding step (a minute at the first call for a model and capacity).
         compress: prunes the prompts' cache before the first new token, such as `analysis.pruning.Compress("diff",
             ratio=0.5)`; what is generated is never pruned.
@@ -163,7 +164,7 @@ def _add_tokens(
     new: list[list[int]],
     running: set[int],
     stop: Collection[int],
-    on_token: Callable[[int, int], None] | None,
+    on_token: Callable[[int, int], bool | None] | None,
 ) -> None:
     """Add a step's tokens to the prompts that still run, and remove those that stop."""
     for index in sorted(running):
@@ -172,8 +173,8 @@ def _add_tokens(
             running.discard(index)
             continue
         new[index].append(token)
-        if on_token is not None:
-            on_token(index, token)
+        if on_token is not None and on_token(index, token):
+            running.discard(index)
 
 
 def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:

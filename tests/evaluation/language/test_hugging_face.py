@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
+from diffvision.analysis.maps import opened_layers
 from diffvision.analysis.pruning import Compress, pruned_attention
-from diffvision.evaluation.language.cache_pruning import sparsity
+from diffvision.evaluation.language.cache_pruning import cache_pruning, sparsity
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.quantization import quantised_attention
@@ -56,7 +58,7 @@ def test_evaluations_take_them(model):
     assert outliers(model, ROWS)["hidden_states/top_1"] >= states.abs().max().item() * 0.999
 
 
-@pytest.mark.parametrize(("name", "method"), [("Llama", "snap"), ("DiffLlama", "diff"), ("DiffLlama", "knorm")])
+@pytest.mark.parametrize(("name", "method"), [("Llama", "snap_value"), ("DiffLlama", "diff"), ("DiffLlama", "knorm")])
 @torch.no_grad()
 def test_pruned_as_ours(name, method):
     """Whose keys are captured for each query head: the heads of a group have one kept set all the same."""
@@ -83,8 +85,41 @@ def test_pruned_as_ours(name, method):
     torch.testing.assert_close(pruned["theirs"], pruned["ours"], rtol=0, atol=1e-3)
     assert not torch.allclose(pruned["ours"][0, 20:], ours(tokens)[0, 20:], atol=0.1)
     assert 1 < sparsity(theirs, tokens)["k95"] < 30
-    with (
-        pytest.raises(ValueError, match="snap_value reads values, which are not captured"),
-        pruned_attention(theirs, Compress("snap_value"), prompts),
-    ):
-        theirs(tokens)
+    if name == "DiffLlama":
+        with (
+            pytest.raises(ValueError, match="diff_value reads values, which DiffLlama's layers have in halves"),
+            pruned_attention(theirs, Compress("diff_value"), prompts),
+        ):
+            theirs(tokens)
+        assert not any("_value" in key for key in cache_pruning(theirs, tokens, continuation=9, ratios=(0.5,)))
+
+
+@torch.no_grad()
+def test_values_are_rounded_too_and_halves_of_them_refused(model):
+    """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
+    if model.config.model_type == "diffllama":
+        with pytest.raises(ValueError, match=r"DiffLlamaAttention reads its values in halves, .*: convert the model"):
+            low_bit(model, ROWS)
+        return
+    whole = model(ROWS).logits
+    change = {}
+    for scheme in SCHEMES:
+        with low_bit_attention(model, scheme):
+            change[scheme] = (model(ROWS).logits - whole).abs().max().item()
+    assert change["pv_fp8"] > change["pv_int8"] > 1e-4
+    assert change["cache_2"] == pytest.approx(0, abs=1e-4)
+    assert low_bit(model, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0
+
+
+@torch.no_grad()
+def test_layers_are_opened_with_their_values_where_these_are_whole(model):
+    heads = []
+    projection = model.model.layers[0].self_attn.o_proj
+    note = projection.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+    layers = list(opened_layers(model, {"tokens": ROWS[:1]}))
+    note.remove()
+    if model.config.model_type == "diffllama":
+        assert layers[0].values is None
+    else:
+        out = (layers[0].applied @ layers[0].values).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(layers[0].norm(out), heads[0][0], atol=1e-5, rtol=1e-4)

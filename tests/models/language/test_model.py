@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from diffvision.models import language
-from diffvision.models.language import SIZES, LanguageConfig, LanguageModel
+from diffvision.models.language import SIZES, LanguageConfig, LanguageModel, decoder
 from diffvision.nn import ATTENTION
 from diffvision.ops import attention_backend
 
@@ -151,8 +151,16 @@ def test_documents_do_not_see_each_other(name):
     changed = tokens.clone()
     changed[0, :10] = torch.randint(4096, (10,))
     torch.testing.assert_close(model(changed, documents=documents)[0, 10:], packed[0, 10:], rtol=0, atol=1e-5)
-    # rotary attention sees distances only, so a document behind another equals itself alone
     torch.testing.assert_close(packed[0, 16:], model(tokens[:1, 16:])[0], rtol=0, atol=1e-5)
+
+
+def test_positions_count_from_the_first_token_of_each_document(monkeypatch):
+    """Rotary attention sees distances only, so that only the angles show it."""
+    seen, tables = [], decoder.ops.rotary_tables
+    monkeypatch.setattr(decoder.ops, "rotary_tables", lambda p, *rest: (seen.append(p), tables(p, *rest))[1])
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [7, 7, 7, 7, 7, 7]])
+    language.create("diff-debug")(torch.zeros(2, 6, dtype=torch.long), documents=documents)
+    assert seen[0].squeeze().tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,6 +28,7 @@ TRAINED = Setting("language", ema=True, accumulate=3)
 CASES = [
     Case(TRAINED, "in accumulation, saved there"),
     Case(TRAINED, "three: epoch's end", (1, 2, 0)),
+    Case(Setting("conversations", accumulate=3), "in accumulation, saved there"),
     Case(Setting("language", by="steps"), "last step of the run saved"),
     Case(Setting("classification", True), "in validation, saved there"),
     Case(Setting("classification", True), "three: validation"),

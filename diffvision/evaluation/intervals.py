@@ -1,4 +1,4 @@
-"""Differences between two models with 95% intervals: paired over samples, or over seeds.
+"""95% intervals of a share, of differences between two models (paired over samples, or over seeds), and agreement.
 
 Paired: both models saw the same samples. The interval is a bootstrap's over the units that the samples belong to
 (images, documents), and McNemar's exact test says how likely it is that two equally good models disagree so unevenly.
@@ -9,15 +9,77 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from diffvision.comparison.result import LEVEL, Difference
 from diffvision.evaluation.samples import PerSample
 
+LEVEL = 0.95  # of all intervals
 RESAMPLES, SEED = 10_000, 0
 _CELLS = 4_000_000  # of one table of draws
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a model has more than the first one.
+
+    Attributes:
+        value: the model's metric minus the first one's.
+        low, high: 95% interval; None where none can be given.
+        method: "paired" (over samples), "seeds", or why there is no interval.
+        p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    method: str = ""
+    p: float | None = None
+
+    @property
+    def word(self) -> str:
+        """Say "higher", "lower" or "level", or nothing where there is no interval.
+
+        A difference is marked only if its interval excludes zero, and McNemar's p, where there is one, is below 0.05:
+        the bootstrap of few samples is too sure.
+        """
+        if self.low is None or self.high is None or not math.isfinite(self.low + self.high):
+            return ""
+        if (self.p is not None and self.p >= 1 - LEVEL) or self.low <= 0 <= self.high:
+            return "level"
+        return "higher" if self.low > 0 else "lower"
+
+
+def wilson_interval(right: int, total: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a share.
+
+    Args:
+        right: how often the event happened.
+        total: how often it could have; at least 1.
+
+    Source: Wilson 1927.
+    """
+    from scipy.stats import binomtest
+
+    interval = binomtest(right, total).proportion_ci(LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def cohen_kappa(first: Sequence[Hashable], other: Sequence[Hashable]) -> float:
+    """Return Cohen's kappa of two judges' verdicts of the same samples, 1 for full agreement and 0 for chance's.
+
+    It is NaN where both judges give one and the same verdict throughout, for then chance agrees fully too.
+
+    Source: Cohen 1960.
+    """
+    if len({*first, *other}) < 2:
+        return math.nan
+    from sklearn.metrics import cohen_kappa_score
+
+    return float(cohen_kappa_score([str(verdict) for verdict in first], [str(verdict) for verdict in other]))
 
 
 def difference(
@@ -118,3 +180,42 @@ def welch_interval(first: Sequence[float], other: Sequence[float]) -> tuple[floa
     )
     half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
     return value - half, value + half
+
+
+# ---- of all metrics of a model -------------------------------------------------------------------------------------
+
+PARTS = ("_low", "_high", "_difference", "_difference_low", "_difference_high", "_mcnemar_p")
+"""What is added to a metric's name by `with_intervals` and `differences`."""
+
+
+def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]:
+    """Return the metrics, with Wilson's interval of each share of samples as NAME_low and NAME_high."""
+    metrics: dict[str, float] = {}
+    for name, result in results.items():
+        if not isinstance(result, PerSample):
+            metrics[name] = result
+            continue
+        metrics[name] = result.mean()
+        if result.values.dtype == torch.bool and result.classes is None:
+            low, high = wilson_interval(int(result.values.sum()), len(result.values))
+            metrics |= {f"{name}_low": low, f"{name}_high": high}
+    return metrics
+
+
+def differences(first: Mapping[str, PerSample | float], other: Mapping[str, PerSample | float]) -> dict[str, float]:
+    """Return the paired differences of a model's metrics from those of the first model on the same samples.
+
+    Returns:
+        For each metric that is a mean over samples, NAME_difference with its bootstrap interval NAME_difference_low and
+        NAME_difference_high, and NAME_mcnemar_p; nothing for metrics of other samples.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in other.items():
+        before = first.get(name)
+        if not isinstance(result, PerSample) or not isinstance(before, PerSample) or not before.is_like(result):
+            continue
+        found = difference([before.mean()], [result.mean()], (before, result))
+        parts = {"difference": found.value, "difference_low": found.low, "difference_high": found.high}
+        parts |= {"mcnemar_p": found.p}
+        metrics |= {f"{name}_{part}": value for part, value in parts.items() if value is not None}
+    return metrics

@@ -7,9 +7,17 @@ import pytest
 import scipy.stats
 import torch
 
-from diffvision.comparison.intervals import bootstrap_interval, difference, mcnemar, welch_interval
 from diffvision.comparison.output import write_outputs
-from diffvision.comparison.result import Comparison, Difference, Row
+from diffvision.comparison.result import Comparison, Row
+from diffvision.evaluation.intervals import (
+    Difference,
+    bootstrap_interval,
+    cohen_kappa,
+    difference,
+    mcnemar,
+    welch_interval,
+    wilson_interval,
+)
 from diffvision.evaluation.samples import PerSample, each
 
 
@@ -110,3 +118,23 @@ def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
     row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
     write_outputs(Comparison("a language model", [], [row], "tokens"), [str(tmp_path / "nan.json")])
     assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, None]
+
+
+def test_wilson_by_its_formula():
+    """The two solutions p of |k/n - p| = z sqrt(p (1 - p) / n), also where all are right."""
+    for right_ones, total in ((44, 100), (0, 7), (7, 7)):
+        low, high = wilson_interval(right_ones, total)
+        z = scipy.stats.norm.ppf(0.975)
+        share = right_ones / total
+        middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+        half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
+        assert (low, high) == pytest.approx((middle - half, middle + half), abs=1e-12)
+
+
+def test_kappa_by_hand():
+    """Agreement 6/8; chance's (4/8)(4/8) + (3/8)(4/8) + 0 = 0.4375."""
+    first = [True] * 4 + [False] * 3 + [None]
+    other = [True] * 3 + [False] + [False] * 3 + [True]
+    assert cohen_kappa(first, other) == pytest.approx((6 / 8 - 0.4375) / (1 - 0.4375))
+    assert cohen_kappa(first, first) == 1
+    assert np.isnan(cohen_kappa([True] * 3, [True] * 3))

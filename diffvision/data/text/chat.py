@@ -1,0 +1,282 @@
+"""Rows of conversations -> token ids and a bit for each: is it learned. A Jinja template says how they are written.
+
+Rows are read by `documents`, and written as token shards by `tokenize`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from diffvision.data.shards.sample import BadSample
+from diffvision.data.text.documents import RowMember
+from diffvision.data.text.tokenizers import Tokenizer
+
+CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+PLAIN = """\
+{%- for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
+{%- endfor %}"""
+QUESTION = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ 'Question: ' + message.content + '\n' + 'Answer:' }}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
+{%- else %}{{ message.content + '\n\n' }}{% endif %}
+{%- endfor %}"""
+TEMPLATES = {"chatml": CHATML, "question": QUESTION, "plain": PLAIN}
+"""ChatML; and for models of plain text, with the end of a document after each answer, "Question: ...", a line "Answer:"
+and the answer, or contents one directly after another."""
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The file next to a tokenizer that holds its template, as transformers writes it."""
+
+ASSISTANT = "assistant"
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+_LAYOUTS = (
+    "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
+)
+_MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
+
+Messages = list[dict[str, str]]
+
+
+class Chat:
+    """Turns a row of JSON into the tokens of its conversation, up to the end of the assistant's last turn.
+
+    A turn of the assistant is learned: what the template adds to the conversation before it, written with the prompt
+    for an answer, when the turn is written too; without white space at its end. Names of special tokens are those
+    tokens where the template writes them, and letters in the contents. An answer is encoded as it would be generated:
+    after the tokens of its prompt, which never join with it.
+
+    Args:
+        tokenizer: of the model.
+        template: Jinja, as for transformers' `apply_chat_template`; it can use `bos_token` and `eos_token`.
+        name: of the template, in messages.
+        bos_token: the token that begins a text, where the template asks for one.
+
+    Raises:
+        ValueError: the template is not Jinja, or does not extend its prefix: then it cannot be known which tokens are
+            learned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, name: str, bos_token: str = "") -> None:
+        self.tokenizer, self.template, self.name, self.bos_token = tokenizer, template, name, bos_token
+        self._prepare()
+        try:
+            self.encode_messages([{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": "It is 2."}])
+        except BadSample as reason:
+            raise ValueError(
+                f"chat template {name} cannot be used: for a question with its answer, {reason}; correct it, or give "
+                f"another (--chat {', '.join(TEMPLATES)}, or a file of Jinja)"
+            ) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("tokenizer", "template", "name", "bos_token")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Compile the template, and the pattern of the special tokens."""
+        # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        jinja.filters["tojson"] = lambda value, **settings: json.dumps(value, ensure_ascii=False, **settings)
+        jinja.globals["raise_exception"] = _refuse
+        try:
+            self._jinja = jinja.from_string(self.template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template {self.name}, line {error.lineno}: {error.message}") from None
+        self._special = {token.content: number for number, token in self.tokenizer.special_tokens().items()}
+        tokens = sorted(self.tokenizer.special_tokens().values(), key=lambda token: -len(token.content))
+        self._names = re.compile("|".join(re.escape(token.content) for token in tokens))
+        spaced = [
+            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+            for token in tokens
+        ]
+        self._pattern = re.compile(f"({'|'.join(spaced)})")
+
+    def encode(self, row: str) -> tuple[list[int], list[bool]]:
+        """Return the ids of a row's conversation, and whether each is learned.
+
+        Raises:
+            BadSample: the row has none of the layouts, or nothing to learn; the template fails, or does not extend its
+                prefix with it.
+            BadText: a text that cannot be tokenised.
+        """
+        return self.encode_messages(messages_of(_record(row)))
+
+    def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Return what `encode` does, of a conversation in messages of role and content."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
+        written = ""
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            prompt = self._render(marked[:number], prompt=True)
+            whole = self._render(marked[: number + 1], prompt=False)
+            if not (prompt.startswith(written) and whole.startswith(prompt)):
+                raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
+            turn = whole[len(prompt) :].rstrip()
+            for text, is_learned in ((prompt, False), (prompt + turn, True)):
+                new = self._continuation(written, text[len(written) :])
+                ids += new
+                learned += [is_learned] * len(new)
+                written = text
+        if not any(learned[1:]):
+            raise BadSample("no learned token: the row has no answer of the assistant's")
+        return ids, learned
+
+    def _render(self, messages: Messages, *, prompt: bool) -> str:
+        given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
+        try:
+            return self._jinja.render(messages=messages, add_generation_prompt=prompt, **given)
+        except _Refused as refusal:
+            raise BadSample(f"the chat template refuses the row: {refusal}") from None
+        except Exception as error:  # a template's expressions can fail in any way
+            raise BadSample(f"the chat template fails with {type(error).__name__}") from None
+
+    def _marked(self, text: str) -> str:
+        """Return the text with a mark inside each name of a special token."""
+        if _MARK in text:
+            raise BadSample("text with the noncharacter U+FDD0")
+        return self._names.sub(lambda name: name[0][:1] + _MARK + name[0][1:], text)
+
+    def _continuation(self, written: str, text: str) -> list[int]:
+        """Return the ids of a text after another, as the two are encoded together where they do not join.
+
+        Some tokenizers put a space before a text that stands alone, which a continuation must not have.
+        """
+        since = written[max((name.end() for name in self._pattern.finditer(written)), default=0) :]
+        before, both = self._encode(since), self._encode(since + text)
+        return both[len(before) :] if both[: len(before)] == before else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text: special tokens by their names, all else as text."""
+        ids: list[int] = []
+        for number, part in enumerate(self._pattern.split(text)):
+            if number % 2:
+                ids.append(self._special[part if part in self._special else part.strip()])
+            elif part:
+                ids += self.tokenizer.encode(part.replace(_MARK, ""))
+        return ids
+
+
+class MessageMember(RowMember):
+    """Reads the contents of a row's messages as one document, a line for each: text to train a tokenizer on."""
+
+    def _document(self, data: bytes) -> str | BadSample:
+        row = super()._document(data)
+        try:
+            return row if isinstance(row, BadSample) else "\n".join(m["content"] for m in messages_of(_record(row)))
+        except BadSample as reason:
+            return reason
+
+
+def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
+    """Return the chat of a template's name or file.
+
+    Args:
+        chosen: a key of `TEMPLATES`; "tokenizer", the one that came with it; or a file of Jinja.
+        tokenizer: of the model.
+        source: where it was loaded from.
+
+    Raises:
+        ValueError: there is no such template; see `Chat`.
+    """
+    folder = Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
+    config = _json(folder / "tokenizer_config.json")
+    bos = config.get("bos_token") or ""
+    bos_token = bos["content"] if isinstance(bos, dict) else str(bos)
+    if chosen == "tokenizer":
+        template = _came_with(folder, config)
+        if template is None:
+            raise ValueError(
+                f"the tokenizer {source} has no chat template ({CHAT_TEMPLATE} next to it, or chat_template in its "
+                f"tokenizer_config.json): give --chat {', '.join(TEMPLATES)}, or a file of Jinja"
+            )
+        return Chat(tokenizer, template, chosen, bos_token)
+    if chosen in TEMPLATES:
+        return Chat(tokenizer, TEMPLATES[chosen], chosen, bos_token)
+    if not Path(chosen).is_file():
+        raise ValueError(
+            f"no chat template {chosen!r}: give {', '.join(TEMPLATES)}, tokenizer (the one next to it), or a file of "
+            "Jinja"
+        )
+    return Chat(tokenizer, Path(chosen).read_text(encoding="utf-8"), Path(chosen).name, bos_token)
+
+
+def messages_of(record: Any) -> Messages:
+    """Return the messages of a row: the first of the layouts that it has.
+
+    These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
+    (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
+    is text of the answer within `<think>`; and `prompt` with `response` or `completion`.
+
+    Raises:
+        BadSample: it has none of them, or a message is not text.
+    """
+    row = record if isinstance(record, dict) else {}
+    if isinstance(row.get("messages"), list):
+        turns = [_turn(message, "role", "content") for message in row["messages"]]
+    elif isinstance(row.get("conversations"), list):
+        turns = [("system", row["system"])] if row.get("system") else []
+        turns += [_turn(message, "from", "value") for message in row["conversations"]]
+    elif {"problem", "deepseek_reasoning", "deepseek_solution"} <= row.keys():
+        parts = row["deepseek_reasoning"], row["deepseek_solution"]
+        whole = all(isinstance(part, str) for part in parts)
+        turns = [("user", row["problem"]), (ASSISTANT, "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None)]
+    elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
+        turns = [("user", row["prompt"]), (ASSISTANT, row[answer_key])]
+    else:
+        raise BadSample(f"a row of another layout: it needs {_LAYOUTS}")
+    if not all(isinstance(part, str) for turn in turns for part in turn):
+        raise BadSample("a message whose role or content is not text")
+    return [{"role": _ROLES.get(role, role), "content": content} for role, content in turns]
+
+
+def _record(row: str) -> Any:
+    try:
+        return json.loads(row)
+    except (ValueError, RecursionError):
+        raise BadSample("damaged JSON") from None
+
+
+def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
+    return (message.get(role), message.get(content)) if isinstance(message, dict) else (None, None)
+
+
+def _came_with(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the template that came with a tokenizer; of several the default one."""
+    if (folder / CHAT_TEMPLATE).is_file():
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+class _Refused(Exception):
+    """What a template raises with `raise_exception`."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)

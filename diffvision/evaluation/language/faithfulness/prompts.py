@@ -1,0 +1,89 @@
+"""What a model is asked about a row, and which part of a document is cut so that the model can read it.
+
+Instruction, document and ending are those of Lookback Lens (Chuang et al. 2024, arXiv 2407.07071); LongBench's are read
+from its file of prompts where one is given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffvision.evaluation.language.faithfulness.rows import Kind, Row
+from diffvision.evaluation.language.generations import Prompt
+
+STOPS = ("#Document#:", "#Question#:", "#Article#:", "Q:", "\\end{code}")
+"""What ends an output, as in Lookback Lens: a base model goes on with another example."""
+TEMPLATES: dict[Kind, str] = {
+    "summary": ("Generate a summary based on the information in the document.\n\n#Document#: {context}\n#Summary#:"),
+    "qa": (
+        "Answer the question based on the information in the document. Explain your reasoning in the document "
+        "step-by-step before providing the final answer.\n\n#Document#: {context}\n#Question#: {input}\n#Answer#:"
+    ),
+}
+
+
+def read_templates(path: str | Path) -> dict[str, str]:
+    """Read prompts from a JSON file: {dataset of LongBench, or "summary" or "qa": text with {context} and {input}}.
+
+    Raises:
+        FileNotFoundError; ValueError: no such object, or a text without {context}.
+    """
+    try:
+        templates = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"prompts is {path}, which is not JSON ({error})") from error
+    if not isinstance(templates, dict) or not all(
+        isinstance(text, str) and text.count("{context}") == 1 for text in templates.values()
+    ):
+        raise ValueError(f'prompts is {path}: write {{"NAME": "text with {{context}} once, and {{input}}", ...}}')
+    return templates
+
+
+def fit_prompt(
+    row: Row, tokenizer: Any, room: int | None, start: Sequence[int], templates: Mapping[str, str]
+) -> Prompt:
+    """Return a row's prompt, its document cut where it has more tokens than there is room for.
+
+    Args:
+        row: what is asked.
+        tokenizer: of the model.
+        room: the most tokens of a prompt; None for any number.
+        start: tokens that a text begins with.
+        templates: by dataset or kind; `TEMPLATES` has those that are missing.
+
+    Raises:
+        ValueError: there is no room for the prompt without its document.
+    """
+    template = templates.get(row.dataset or "") or templates.get(row.kind) or TEMPLATES[row.kind]
+
+    def tokens_of(document: str) -> list[int]:
+        filled = {"context": document, "input": row.question or ""}
+        return [*start, *tokenizer.encode(re.sub(r"\{(context|input)\}", lambda name: filled[name[1]], template))]
+
+    tokens = tokens_of(row.document)
+    if room is None or len(tokens) <= room:
+        return Prompt(row.id, tokens)
+    bare = len(tokens_of(""))
+    if bare >= room:
+        raise ValueError(
+            f"row {row.id!r} has a prompt of {bare} tokens without its document, and the model has room for {room}: "
+            "leave the row out, give fewer new_tokens, or take a model that reads more"
+        )
+    document = tokenizer.encode(row.document)
+    keep = len(document) - (len(tokens) - room)
+    while len(tokens := tokens_of(_cut(document, max(keep, 0), row.cut, tokenizer))) > room:
+        keep -= len(tokens) - room  # text that was cut may have other tokens
+    return Prompt(row.id, tokens, len(document) - max(keep, 0))
+
+
+def _cut(document: list[int], keep: int, where: str, tokenizer: Any) -> str:
+    """Return the text of the tokens that are kept; a character that is cut through is left out."""
+    if where == "end":
+        parts = [document[:keep]]
+    else:
+        parts = [document[: keep - keep // 2], document[len(document) - keep // 2 :]]
+    return "".join(tokenizer.decode(part).strip("\N{REPLACEMENT CHARACTER}") for part in parts if part)

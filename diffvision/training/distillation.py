@@ -1,0 +1,122 @@
+"""Distillation of a language model: what a teacher expects after each token that is learned.
+
+Its answers as text are data like any other. The loss is in `cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.data.text.tokenizers import Tokenizer
+from diffvision.evaluation.language.scoring import logits_at
+from diffvision.opening import open_model
+from diffvision.training.cross_entropy import IGNORED, SoftTargets
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a model learns from another model's logits, next to the tokens of the data.
+
+    Attributes:
+        teacher: a language model with the same tokenizer: `hf:PATH` or `hf:ID` of transformers', or one of ours.
+        top_k: the teacher's likeliest tokens that count, as a distribution that sums to 1.
+        weight: of the cross entropy with that distribution; the data's tokens have 1 - weight.
+    """
+
+    teacher: str
+    top_k: int = 32
+    weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"distill.top_k is {self.top_k}: it counts the teacher's tokens, 1 or more, such as 32")
+        if not 0 < self.weight <= 1:
+            raise ValueError(
+                f"distill.weight is {self.weight}: it must be above 0, and 1 at most, for no data's tokens"
+            )
+
+
+class Teacher:
+    """A language model that is only asked, and so is no part of the module that it teaches or of its checkpoints.
+
+    Args:
+        settings: which model, and what of it counts.
+        tokenizer: of the data.
+        length: tokens of a sequence, which it must be able to read.
+        device: where it is put.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; it has another tokenizer, or reads fewer tokens.
+    """
+
+    def __init__(
+        self, settings: Distillation, tokenizer: Tokenizer, length: int, device: torch.device | str = "cpu"
+    ) -> None:
+        opened = open_model(settings.teacher, device=device).for_text()
+        self.settings, self.size = settings, tokenizer.vocab_size
+        _check_tokenizer(settings.teacher, opened.tokenizer, tokenizer)
+        if opened.max_length is not None and opened.max_length < length:
+            raise ValueError(
+                f"the teacher {settings.teacher} reads {opened.max_length:,} tokens and data.length is {length:,}: "
+                "lower data.length, or give a teacher that reads as many"
+            )
+        self.model = opened.module.requires_grad_(False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
+        return self  # averages of a module's weights begin with a copy of it
+
+    @torch.no_grad()
+    def soft_targets(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> SoftTargets:
+        """Return the distributions after each token [B * N, K] whose target is not IGNORED; zeros for the others.
+
+        Each document is read in a row apart, so that any causal model can be the teacher.
+
+        Args:
+            inputs: ids [B, N].
+            targets: of each, or IGNORED [B, N].
+            documents: the number of each token's document [B, N]; None where a row is one.
+        """
+        k = min(self.settings.top_k, self.size)
+        ids = inputs.new_zeros(*inputs.shape, k)
+        probabilities = torch.zeros(*inputs.shape, k, device=inputs.device)
+        for row, (tokens, target) in enumerate(zip(inputs, targets, strict=True)):
+            sizes = _sizes(documents[row]) if documents is not None else [len(tokens)]
+            valid = target != IGNORED
+            asked = [part.nonzero()[:, 0] for part in valid.split(sizes)]
+            read = [number for number, positions in enumerate(asked) if len(positions)]
+            if not read:
+                continue
+            parts = tokens.split(sizes)
+            pad = nn.utils.rnn.pad_sequence
+            texts = pad([parts[number] for number in read], batch_first=True)
+            logits = logits_at(self.model, texts, pad([asked[number] for number in read], batch_first=True))
+            answered = torch.cat([part[: len(asked[n])] for n, part in zip(read, logits, strict=True)])
+            best = answered[:, : self.size].topk(k)
+            ids[row, valid], probabilities[row, valid] = best.indices, best.values.softmax(dim=-1)
+        return SoftTargets(ids.flatten(0, 1), probabilities.flatten(0, 1), self.settings.weight)
+
+
+def _sizes(documents: Tensor) -> list[int]:
+    """Return how many tokens each document of a row has."""
+    return documents.unique_consecutive(return_counts=True)[1].tolist()
+
+
+def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
+    """Raise ValueError unless each of our tokens is the teacher's token of that id."""
+    if theirs is None:
+        raise ValueError(
+            f"the teacher {teacher} has no tokenizer next to it, to compare with the data's: put tokenizer.json there"
+        )
+    known = theirs.vocabulary() if isinstance(theirs, Tokenizer) else theirs.tokenizer.get_vocab()
+    other = next((token for token, number in ours.vocabulary().items() if known.get(token) != number), None)
+    if other is not None:
+        number = ours.vocabulary()[other]
+        raise ValueError(
+            f"the teacher {teacher} has another tokenizer than the data: {other!r} is {number} in the data and "
+            f"{known.get(other, 'no token')} there; take a teacher of the same tokenizer, or train on the text of its "
+            "answers, without distill"
+        )

@@ -1,0 +1,134 @@
+"""Whole conversations in windows: none split, none lost, each token's bit and number right, in a resumable order."""
+
+import json
+
+import numpy as np
+import pytest
+
+from diffvision.data import ShardLoader, ShardSet
+from diffvision.data.shards.writer import write_shards
+from diffvision.data.text.chat import TEMPLATES, Chat
+from diffvision.data.text.documents import JsonLines, RowMember
+from diffvision.data.text.module import TextData
+from diffvision.data.text.packing import PackedSequence, PackedShards, best_fit_decreasing
+from diffvision.data.text.tokenize import tokenize_shards
+from diffvision.data.text.tokenizers import train_tokenizer
+
+LENGTH = 40
+ROWS = [{"prompt": "q" * (1 + 7 * n % 23), "response": "a" * (1 + 5 * n % 13)} for n in range(300)]
+LONG = [{"prompt": "q" * 20, "response": "a" * 30}, {"prompt": "q" * 45, "response": "a"}]
+
+
+def write(directory, rows):
+    tokenizer = train_tokenizer(["qa"], 257)  # one token a letter
+    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
+    source = JsonLines(directory / "rows.jsonl")
+    tokenize_shards(source, directory / "made", tokenizer, RowMember(), chat=chat, tokens_per_shard=2000, num_workers=0)
+    return str(directory / "made")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Shards of 302 conversations, of which two are longer than a window."""
+    return write(tmp_path_factory.mktemp("packed"), [*ROWS, *LONG])
+
+
+def texts(batches, eos_id):
+    """The conversations in batches by hand: (prompt, response) of stretches with one number, without padding."""
+    seen = []
+    for batch in batches:
+        for tokens, numbers, learned in zip(
+            *(batch[k].tolist() for k in ("tokens", "documents", "learned")), strict=True
+        ):
+            stretches = {}
+            for token, number, bit in zip(tokens, numbers, learned, strict=True):
+                stretches.setdefault(number, []).append((token, bit))
+            assert numbers == sorted(numbers)
+            for number, stretch in stretches.items():
+                if not any(bit for _, bit in stretch):
+                    assert number == numbers[-1]
+                    assert {token for token, _ in stretch} == {eos_id}
+                    continue
+                seen.append((sum(not bit for _, bit in stretch), sum(bit for _, bit in stretch)))
+    return sorted(seen)
+
+
+def loader(made, batch_size=1, cut=False, **settings):
+    shards = PackedShards(made, LENGTH, cut=cut)
+    kind = PackedSequence(shards.account, LENGTH)
+    return ShardLoader(shards, kind, batch_size, **{"num_workers": 0} | settings), shards
+
+
+def test_every_conversation_is_whole_in_one_window(made):
+    batches, shards = loader(made)
+    assert len(shards.shards) > 1
+    read = list(batches)
+    assert read[0]["tokens"].shape == read[0]["learned"].shape == (1, LENGTH + 1)
+    assert texts(read, shards.account.eos_id) == sorted((len(r["prompt"]), len(r["response"]) + 1) for r in ROWS)
+    counts = batches.report.as_dict()
+    assert (counts["long_conversations"], counts["left_out_conversations"]) == (2, 2)
+    tokens = sum(len(r["prompt"]) + len(r["response"]) + 1 for r in ROWS)
+    assert counts["padding_tokens"] == len(shards) * (LENGTH + 1) - tokens
+
+
+def test_long_conversations_are_cut_if_asked_unless_nothing_learned_is_left(made):
+    batches, shards = loader(made, cut=True)
+    expected = [(len(r["prompt"]), len(r["response"]) + 1) for r in ROWS] + [(20, LENGTH + 1 - 20)]
+    assert texts(batches, shards.account.eos_id) == sorted(expected)
+    assert (shards.long, shards.extra_counts["left_out_conversations"]) == (2, 1)
+    assert shards.fingerprint != PackedShards(made, LENGTH).fingerprint
+
+
+def test_best_fit_decreasing_by_hand():
+    windows = best_fit_decreasing(np.array([5, 4, 3, 3, 2, 2, 1]), 7)
+    # 5; 4; 3 joins 4 (room 3, exact); 3 opens one; 2 joins 5 (room 2, exact); 2 and 1 join the second 3
+    assert windows == [[0, 4], [1, 2], [3, 5, 6]]
+    sizes = np.random.default_rng(0).integers(1, 100, 500)
+    windows = best_fit_decreasing(sizes, 128)
+    assert sorted(index for window in windows for index in window) == list(range(500))
+    assert max(sizes[window].sum() for window in windows) <= 128
+    assert len(windows) <= 1.02 * sizes.sum() / 128 + 1
+
+
+def test_the_data_module_resumes_and_divides_windows_over_ranks(made):
+    def rows(batches):
+        return [{name: part.tolist() for name, part in batch.items()} for batch in batches]
+
+    whole = rows(loader(made, 4)[0])
+    half = loader(made, 4)[0]
+    iterator = iter(half)
+    next(iterator), next(iterator)
+    resumed = loader(made, 4)[0]
+    resumed.load_state_dict(half.state_dict())
+    assert rows(resumed) == whole[2:]
+    parts = [rows(loader(made, 4, rank=r, world_size=2)[0]) for r in range(2)]
+    joined = [{k: a[k] + b[k] for k in a} for a, b in zip(*parts, strict=True)]
+    assert joined == whole
+    with pytest.raises(ValueError, match="cannot resume"):
+        loader(made, 4, cut=True)[0].load_state_dict(half.state_dict())
+
+
+def test_the_data_module_packs_conversations_and_says_what_does_not_fit(made, tmp_path):
+    data = TextData(made, 4, LENGTH, made, num_workers=0)
+    with pytest.warns(UserWarning, match=r"2 of 302 conversations of .* longer than 41 tokens: they are left out; set"):
+        batch = next(iter(data.train_dataloader()))
+    assert set(batch) == {"tokens", "documents", "learned"}
+    with pytest.raises(
+        ValueError, match=r"no conversation of .* a window of 2 tokens, the longest has 51: take a larger"
+    ):
+        TextData(made, 4, 1, num_workers=0).train_dataloader()
+    write_shards(tmp_path / "text", [{"__key__": "a", "txt": "qa" * 200}])
+    tokenize_shards(ShardSet(tmp_path / "text"), tmp_path / "tokens", train_tokenizer(["qa"], 257), num_workers=0)
+    with pytest.raises(ValueError, match="joins token shards of text and of conversations"):
+        TextData([made, str(tmp_path / "tokens")], 4, LENGTH, num_workers=0).train_dataloader()
+
+
+def test_damaged_lengths_are_one_error(tmp_path):
+    made = write(tmp_path, ROWS[:40])
+    account = json.loads((tmp_path / "made" / "tokens.json").read_text())
+    name = next(iter(account["shards"]))
+    account["shards"][name] += 1
+    (tmp_path / "made" / "tokens.json").write_text(json.dumps(account))
+    with pytest.raises(ValueError, match=r"000000.tar: the lengths of its conversations are not as tokens.json says"):
+        PackedShards(made, LENGTH)

@@ -1,0 +1,81 @@
+"""Replies of a server on the loopback: retried, refused, kept, and never with a key where it does not belong."""
+
+import threading
+
+import pytest
+
+from diffvision.data.shards.remote import Patience
+from diffvision.evaluation.language.faithfulness.server import ChatServer, NoReply
+
+QUICK = Patience(read=5, tries=3, pause=0.01)
+
+
+def test_a_request_is_a_chat_at_temperature_zero(judging):
+    server = judging(lambda prompt: f"so {prompt}")
+    assert ChatServer(f"{server.url}/", "m", "secret", QUICK).reply("hé", "row 1") == "so hé"
+    (asked,) = server.asked
+    assert (asked["path"], asked["model"], asked["temperature"]) == ("/v1/chat/completions", "m", 0)
+    assert server.keys == ["Bearer secret"]
+    assert "secret" not in repr(ChatServer(server.url, "m", "secret"))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [(500, "oops"), (429, "slow down"), (200, "<html>Welcome</html>"), (200, "{}"),
+     (200, '{"choices": [{"message": {"content": null}}]}')],
+)  # fmt: skip
+def test_failures_that_pass_are_asked_again(judging, failure):
+    answers = iter([failure, failure, "yes"])
+    server = judging(lambda prompt: next(answers))
+    assert ChatServer(server.url, "m", None, QUICK).reply("?", "row 1") == "yes"
+    assert len(server.asked) == 3
+    assert server.keys == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            (503, "<html><h1>Down</h1></html>"),
+            r"did not answer about row 'a' in 3 tries \(HTTP 503: '<html>.*start",
+        ),
+        ((200, "<html>Log in</html>"), r"in 3 tries \(no answer of a chat, but '<html>Log in</html>'\)"),
+    ],
+)
+def test_failures_that_last_are_named(judging, answer, message):
+    server = judging(lambda prompt: answer)
+    with pytest.raises(NoReply, match=message):
+        ChatServer(server.url, "m", None, QUICK).reply("?", "row 'a'")
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("answer", [(401, '{"error": "no key"}'), (404, "no such model"), (302, "http://127.0.0.1:9/")])
+def test_refusals_are_not_asked_again(judging, answer):
+    server = judging(lambda prompt: answer)
+    with pytest.raises(NoReply, match=rf"refuses row 'a' \(HTTP {answer[0]}: .*see to judge\.url"):
+        ChatServer(server.url, "m", "secret", QUICK).reply("?", "row 'a'")
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_hangs_or_is_not_there(judging):
+    wait = threading.Event()
+    server = judging(lambda prompt: wait.wait(20) or "late")
+    impatient = Patience(read=0.05, tries=2, pause=0.01)
+    with pytest.raises(NoReply, match=r"in 2 tries \(timed out\)"):
+        ChatServer(server.url, "m", None, impatient).reply("?", "row 'a'")
+    wait.set()
+    with pytest.raises(NoReply, match=r"in 2 tries \(.*refused"):
+        ChatServer("http://127.0.0.1:9/v1", "m", None, impatient).reply("?", "row 'a'")
+    with pytest.raises(ValueError, match=r"judge\.url is 'file:///etc': give a URL that begins with http"):
+        ChatServer("file:///etc", "m")
+
+
+def test_replies_are_kept_by_request(judging, tmp_path):
+    server = judging(lambda prompt: f"so {prompt}")
+    for _ in range(2):
+        chat = ChatServer(server.url, "m", "secret", QUICK, tmp_path)
+        assert [chat.reply(prompt, "row") for prompt in ("a", "b")] == ["so a", "so b"]
+    assert len(server.asked) == 2
+    ChatServer(server.url, "other", None, QUICK, tmp_path).reply("a", "row")
+    assert len(server.asked) == 3
+    assert not any("secret" in file.read_text() for file in tmp_path.iterdir())

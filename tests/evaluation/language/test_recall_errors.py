@@ -1,0 +1,115 @@
+"""Classes of answers by hand, rates against needle retrieval's, and what two models' answers are compared by."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from diffvision.analysis.lookback import lookback_ratios
+from diffvision.data.made.needle_text import FORMS
+from diffvision.evaluation.intervals import differences, with_intervals
+from diffvision.evaluation.language.lookback import lookback
+from diffvision.evaluation.language.needle import needle, needle_samples
+from diffvision.evaluation.language.recall_errors import ANSWERS, answers, classify, recall_errors
+from diffvision.models import language
+from diffvision.opening import Model
+
+SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": "synthetic"}
+
+
+@pytest.fixture
+def answering(copier, words):
+    """Return a model that answers as a `Copier` does, through the `generate` of transformers' models."""
+
+    class Answering(nn.Module):
+        device, generation_config = torch.device("cpu"), None
+
+        def __init__(self, blind):
+            super().__init__()
+            self.copier = copier(4096, blind=blind)
+
+        def generate(self, tokens, *, attention_mask, generation_config, stopping_criteria):
+            rows = []
+            for row, mask in zip(tokens, attention_mask, strict=True):
+                new = row[mask.bool()]
+                for _ in range(generation_config.max_new_tokens):
+                    new = torch.cat([new, self.copier(new[None])[0, -1].argmax()[None]])
+                rows.append(torch.cat([row, new[int(mask.sum()) :]]))
+            out = torch.stack(rows)
+            for stop in range(tokens.shape[1] + 1, out.shape[1] + 1):
+                stopping_criteria(out[:, :stop], None)
+            return out
+
+    return lambda blind=None: Model("oracle", "transformers", Answering(blind), tokenizer=words, max_length=128)
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        (" 42;", "correct"),
+        ("42", "correct"),
+        (" 17; # Oslo 42", "distracted"),
+        (" 55;", "fabricated"),
+        (" 4", "malformed"),
+        (" 423;", "malformed"),
+        (" 42nd", "malformed"),
+        (" Rome 42;", "malformed"),
+        ("", "malformed"),
+    ],
+)
+def test_an_answer_is_one_of_four_things(output, answer):
+    context = "# Rome 42; apple moon; # Oslo 17;"
+    assert classify(output, 42, context, FORMS["synthetic"]) == answer
+
+
+def test_an_oracle_is_right_and_a_blind_model_distracted_or_inventing(answering, words):
+    """The rate of right answers is that of needle retrieval, which decides it without decoding."""
+    model = answering()
+    results = recall_errors(model, facts=(1, 3), **SETTINGS)
+    assert results["correct"].mean() == 1
+    blind = answering(words.encode(" 42")[0])
+    rates = with_intervals(recall_errors(blind, facts=(3,), **SETTINGS | {"samples": 15}))
+    found = needle(blind.module.copier, words, needles=3, **SETTINGS | {"samples": 15})
+    assert rates["correct"] == pytest.approx(found["accuracy"])
+    assert rates["3x1/correct/60"] == rates["3x1/correct"] == rates["correct"]
+    assert sum(rates[answer] for answer in ANSWERS) == pytest.approx(1)
+    assert rates["malformed"] == 0
+    # The number is one of three of 90 by chance: the right one in 1/90, another one in 2/90.
+    assert rates["distracted_low"] < 2 / 90 < rates["distracted_high"]
+    assert rates["fabricated"] > 0.9
+
+
+def test_two_models_are_paired_on_the_same_contexts_alone(answering, words):
+    good = recall_errors(answering(), facts=(2,), **SETTINGS)
+    bad = recall_errors(answering(words.encode(" 42")[0]), facts=(2,), **SETTINGS)
+    paired = differences(good, bad)
+    assert paired["correct_difference"] == bad["correct"].mean() - 1
+    assert paired["correct_mcnemar_p"] == pytest.approx(2 * 0.5 ** int(8 * (1 - bad["correct"].mean())))
+    other = recall_errors(answering(), facts=(2,), **SETTINGS, seed=1)
+    assert differences(good, other) == {}
+
+
+def test_numbers_of_the_users_haystack_are_of_the_context(answering, words):
+    form = dataclasses.replace(FORMS["synthetic"], haystack=lambda draw: iter(["In 33 of them;"] * 99))
+    model = answering(words.encode(" 33")[0])
+    results = recall_errors(model, facts=(1,), **SETTINGS | {"form": form})
+    assert results["distracted"].mean() + results["correct"].mean() == 1
+
+
+def test_lookback_ratios_are_of_the_tokens_that_were_written(words):
+    """The mean of one answer's ratios, from the layers' maps over the text as the model wrote it."""
+    model = language.create("diff-debug", vocab_size=512, max_length=128)
+    opened = Model("debug", "language", model.eval(), tokenizer=words, max_length=128)
+    (sample,) = needle_samples(words, length=60, depth=0.0, samples=1, form="synthetic")
+    words.encode(" ".join(f"x{number}" for number in range(512)))  # so that every token has a text
+    metrics = lookback(opened, facts=(1,), length=60, depths=(0.0,), samples=1, form="synthetic")
+    ((new, answer),) = answers(opened, [sample], FORMS["synthetic"], 1)
+    assert metrics[f"share/{answer}"] == 1
+    assert math.isnan(metrics["auc"])
+    asked = sample.answers[0][0]
+    ratios = lookback_ratios(model, torch.tensor([*sample.tokens[:asked], *new]), sample.question)
+    rows = range(asked - 1 - sample.question, asked - 1 - sample.question + len(new))
+    values = [ratio[head, row].item() for ratio in ratios.values() for head in range(len(ratio)) for row in rows]
+    assert metrics[f"ratio/{answer}"] == pytest.approx(sum(values) / len(values), abs=1e-6)
