@@ -7,9 +7,10 @@ Masks compute what a pruned cache does, so any model whose attention can be capt
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,14 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.analysis.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.analysis.statistics import gini, keys_for
-from diffvision.evaluation.language.needle import NeedleSample
+from diffvision.evaluation.language.documents import rows_of
+from diffvision.evaluation.language.needle import NeedleSample, needle_samples
+from diffvision.evaluation.language.options import needle_pair
 from diffvision.evaluation.language.scoring import Progress, device_of, greedy_matches, token_losses, unseen
 from diffvision.models.modes import evaluating
+
+if TYPE_CHECKING:
+    from diffvision.evaluation.language.suite import Work
 
 RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95)
 WITHIN = 0.01  # of the whole cache's loss
@@ -89,6 +95,50 @@ def cache_pruning(
             for mode in ("agnostic", "aware") if needles else ():
                 metrics[f"needle_{mode}/{name}"] = _accuracy(model, needles, mode, compress, batch_size)
     return metrics | _summary(metrics, names, sorted(ratios))
+
+
+def evaluate_pruning(work: Work) -> dict[str, float]:
+    """Return `cache_pruning` of a model's work, with needles as its options say.
+
+    Raises:
+        ValueError: a context with its question asked twice is longer than what the model reads.
+    """
+    options, longest = work.options, work.model.max_length
+    # By default there is room for a question that is asked twice.
+    lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]
+    cells = itertools.product(map(needle_pair, options.needles), lengths, options.depths)
+    samples = [
+        sample
+        for (needles, queries), length, depth in cells
+        for sample in needle_samples(
+            work.model.tokenizer,
+            length=length,
+            depth=depth,
+            needles=needles,
+            queries=queries,
+            samples=options.samples,
+            form=work.form,
+            seed=options.seed,
+        )
+    ]
+    needed = max(len(asked_twice(sample).tokens) for sample in samples)
+    if longest is not None and needed > longest:
+        raise ValueError(
+            f"lengths has {max(lengths)}, and a question that is asked twice makes it {needed}, over the {longest} "
+            f"tokens that {work.model.name} reads: give smaller ones"
+        )
+    return cache_pruning(
+        work.model.module,
+        rows_of(work.documents, work.window + 1),
+        samples,
+        continuation=options.continuation,
+        methods=options.pruning_methods,
+        ratios=options.pruning_ratios,
+        window=options.pruning_window,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        progress=work.progress,
+    )
 
 
 def sparsity(model: nn.Module, rows: Tensor, *, batch_size: int = 8, progress: Progress = unseen) -> dict[str, float]:

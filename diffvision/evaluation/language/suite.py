@@ -23,7 +23,7 @@ from diffvision.evaluation.cache import Cache, digest, files_digest, model_diges
 from diffvision.evaluation.intervals import PARTS, with_intervals
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
-from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
+from diffvision.evaluation.language.cache_pruning import evaluate_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of, tokenised
 from diffvision.evaluation.language.faithfulness.judges import Judge
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
@@ -34,7 +34,7 @@ from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
-from diffvision.evaluation.language.needle import needle, needle_samples
+from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
@@ -300,45 +300,6 @@ def _low_bit(work: Work) -> dict[str, float]:
     )
 
 
-def _cache_pruning(work: Work) -> dict[str, float]:
-    options, longest = work.options, work.model.max_length
-    # By default there is room for a question that is asked twice.
-    lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]
-    cells = itertools.product(map(needle_pair, options.needles), lengths, options.depths)
-    samples = [
-        sample
-        for (needles, queries), length, depth in cells
-        for sample in needle_samples(
-            work.model.tokenizer,
-            length=length,
-            depth=depth,
-            needles=needles,
-            queries=queries,
-            samples=options.samples,
-            form=work.form,
-            seed=options.seed,
-        )
-    ]
-    needed = max(len(asked_twice(sample).tokens) for sample in samples)
-    if longest is not None and needed > longest:
-        raise ValueError(
-            f"lengths has {max(lengths)}, and a question that is asked twice makes it {needed}, over the {longest} "
-            f"tokens that {work.model.name} reads: give smaller ones"
-        )
-    return cache_pruning(
-        work.model.module,
-        rows_of(work.documents, work.window + 1),
-        samples,
-        continuation=options.continuation,
-        methods=options.pruning_methods,
-        ratios=options.pruning_ratios,
-        window=options.pruning_window,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        progress=work.progress,
-    )
-
-
 LANGUAGE_EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
     "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
@@ -351,7 +312,7 @@ LANGUAGE_EVALUATIONS = {
     "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
     "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
     "quantization": LanguageEvaluation(_quantization, figures.quantization_curves, "documents"),
-    "cache_pruning": LanguageEvaluation(_cache_pruning, figures.pruning_curves, "documents"),
+    "cache_pruning": LanguageEvaluation(evaluate_pruning, figures.pruning_curves, "documents"),
     "low_bit": LanguageEvaluation(_low_bit, figures.low_bit_panels, "documents"),
 }
 
