@@ -119,3 +119,16 @@ def test_no_cuda_is_one_error(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device 'cuda' is not here: give auto, cpu, or cuda where torch finds a GPU"):
         generate_text(checkpoint, prompt="a", device="cuda")
+
+
+def test_a_pruned_prompt(checkpoint, capsys):
+    settings = {"prompt": "the cat says: naïve", "max_new_tokens": 9, "temperature": 0.0}
+    plain = generate_text(checkpoint, **settings)
+    assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.0) == plain
+    assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.9)
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"ratio is 1.0: .* 1 keeps nothing"):
+        generate_text(checkpoint, **settings, compress="diff", compress_ratio=1.0)
+    with pytest.raises(ValueError, match="unknown method 'best' of pruning"):
+        generate_text(checkpoint, **settings, compress="best")
+    assert capsys.readouterr().out == ""

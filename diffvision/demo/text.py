@@ -24,7 +24,8 @@ from diffvision.demo.text_page import page
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.needle import needle_samples
 from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.suite import Work, evaluate_language
+from diffvision.evaluation.language.suite import evaluate_language
+from diffvision.evaluation.language.tasks import Work
 from diffvision.evaluation.output import write_bytes
 from diffvision.models.language.generation import generate
 from diffvision.opening import Model

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import arithmetic
+import cache_pruning
 import clip
 import common_mode
 import controls
@@ -388,3 +389,16 @@ def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypat
         test = quick.numbers(run)["test"]
         assert sum(test[kind] for kind in ("accuracy", *arithmetic.KINDS[1:])) == pytest.approx(1, abs=1e-3)
         assert {"among 0", "among 8", "3 steps, 8 distractors", "more steps", "wrong first step"} <= set(test)
+
+
+def test_tables_of_pruned_caches(capsys):
+    metrics = {"nll/full": 2.0, "needle_agnostic/full": 0.9, "needle_aware/full": 0.8, "largest_ratio/snap": 0.75}
+    metrics |= {"k95/0/48": 12.34, "gini/0/48": 0.5}
+    for ratio, rise in (("0.5", -0.001), ("0.75", 0.01), ("0.9", 0.2)):
+        metrics |= {f"nll_rise/snap/{ratio}": rise, f"needle_agnostic/snap/{ratio}": 0.25}
+        metrics |= {f"needle_aware/snap/{ratio}": 1.0}
+    cache_pruning.report({"plain": metrics})
+    printed = capsys.readouterr().out
+    assert "| plain, 0 | 12.3 | 0.500 |" in printed
+    assert "plain: loss 2.000, needles 90% (later), 80% (before)" in printed
+    assert "| snap | -0.001 | +0.010 | +0.200 | 25 | 25 | 25 | 100 | 100 | 100 | 0.75 |" in printed

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffvision.analysis.figures.style import (
+    COLOURS,
     INK,
     SOFT,
     colour_bar,
     colours_of,
     draw_bars,
     legend_below,
+    new_figure,
     panels,
     pictures,
     styled,
@@ -237,6 +239,29 @@ def quantization_curves(results: Results) -> Figure:
         title = "loss, nats a token" if kind == "nll" else kind.replace("_", " ")
         ax.set(title=title, xlabel="bits of attention logits")
     return legend_below(figure, axes[0])
+
+
+@styled
+def pruning_curves(results: Results) -> Figure:
+    """Return metrics over the share of the prompt that is dropped: a row for each metric, a column for each model."""
+    titles = {"nll": "loss, nats a token", "needle_agnostic": "needles, asked later", "needle_aware": "needles, asked"}
+    kinds = [kind for kind in titles if all(f"{kind}/full" in metrics for metrics in results.values())]
+    figure = new_figure(3.4 * len(results), 2.6 * len(kinds) + 0.5)
+    grid = figure.subplots(len(kinds), len(results), squeeze=False, sharex=True, sharey="row")
+    keys = dict.fromkeys(key for metrics in results.values() for key in metrics)
+    methods = [key.removeprefix("largest_ratio/") for key in keys if key.startswith("largest_ratio/")]
+    for row, kind in zip(grid, kinds, strict=True):
+        for ax, (name, metrics) in zip(row, results.items(), strict=True):
+            for index, method in enumerate(methods):
+                points = numbered(metrics, f"{kind}/{method}")
+                line: Any = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.5, "marker": "o", "markersize": 3}
+                style = "-" if index < len(COLOURS) else "--"
+                ax.plot([0, *points], [metrics[f"{kind}/full"], *points.values()], style, label=method, **line)
+            ax.set(title=name)
+        row[0].set_ylabel(titles[kind])
+    for ax in grid[-1]:
+        ax.set_xlabel("share of the prompt dropped")
+    return legend_below(figure, grid[0][-1], columns=5)
 
 
 @styled

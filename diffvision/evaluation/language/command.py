@@ -1,4 +1,4 @@
-"""`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `suite`."""
+"""`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `tasks`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
         tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness, math,
-            attention_mass, many_shot, outliers, quantization, low_bit (a list, or separated by commas).
+            attention_mass, many_shot, outliers, quantization, low_bit, cache_pruning (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
             "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench. For math,
@@ -60,6 +60,7 @@ def run(
     from diffvision.evaluation.language.faithfulness.judges import open_judges
     from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.language.table import show
+    from diffvision.evaluation.language.tasks import synthetic_mappings
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
@@ -82,7 +83,7 @@ def run(
         many_shot_tasks = [read_task(demonstrations, queries)]
     elif "many_shot" in names:
         # Raises before a model is loaded if there are too few words for the options.
-        many_shot_tasks = suite.synthetic_mappings(options)
+        many_shot_tasks = synthetic_mappings(options)
     results: dict[str, dict[str, float]] = {}
     first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     result_cache = None if cache is None else Cache(cache)
@@ -122,17 +123,17 @@ def _read(
 
     What cannot be read raises before a model is loaded.
     """
-    from diffvision.evaluation.language import suite
     from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.faithfulness.prompts import read_templates
     from diffvision.evaluation.language.faithfulness.rows import read_rows
     from diffvision.evaluation.language.mathematics.sets import read_questions
+    from diffvision.evaluation.language.tasks import prompting
     from diffvision.evaluation.output import listed
 
     if data is None:
         return None, [], []
     if "questions" in kinds:
-        suite.prompting(options)
+        prompting(options)
         return None, [], read_questions(listed(data), count=options.rows, seed=options.seed)
     if "rows" in kinds:
         if options.prompts is not None:

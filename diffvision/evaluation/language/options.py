@@ -43,6 +43,10 @@ class LanguageOptions:
         quantised_needles: take the needle accuracy in `quantization` and `low_bit` as well.
         schemes: of `low_bit`: what is rounded, names of `low_bit.SCHEMES`; None for all.
         recent: tokens that `low_bit`'s caches keep in full precision.
+        pruning_methods: scores that prune a prompt's cache; empty for all that the model can have.
+        pruning_ratios: shares of the prompt that are dropped.
+        pruning_window: the last tokens of a prompt, which are kept, and whose queries score the others.
+        continuation: predictions behind a pruned prompt.
         rows: of the data of faithfulness and math, how many are drawn with the seed; None for all.
         new_tokens: the most tokens of an output of faithfulness or an answer of math.
         prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
@@ -79,6 +83,10 @@ class LanguageOptions:
     bits: tuple[int, ...] = (16, 8, 6, 4)
     granularity: Granularity = "layer"
     quantised_needles: bool = False
+    pruning_methods: tuple[str, ...] = ()
+    pruning_ratios: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 0.95)
+    pruning_window: int = 32
+    continuation: int = 128
     schemes: tuple[str, ...] | None = None
     recent: int = 128
     rows: int | None = None
@@ -103,7 +111,7 @@ class LanguageOptions:
             "batch_size",
         )
         lists = ("lengths", "shots", "facts")
-        values = [(name, getattr(self, name)) for name in counts]
+        values = [(name, getattr(self, name)) for name in (*counts, "pruning_window", "continuation")]
         values += [(name, value) for name in lists for value in getattr(self, name) or ()]
         values += [
             (name, getattr(self, name)) for name in ("window", "stride", "rows") if getattr(self, name) is not None
@@ -111,15 +119,26 @@ class LanguageOptions:
         for name, value in values:
             if value < 1:
                 raise ValueError(f"{name} is {value}: give a number of at least 1")
-        for name in ("depths", "needles", "facts", "shots", "bits"):
+        for name in ("depths", "needles", "facts", "shots", "bits", "pruning_ratios"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
+        for ratio in self.pruning_ratios:
+            if not 0 < ratio < 1:
+                raise ValueError(
+                    f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1 (0, the whole "
+                    "cache, is always measured, and 1 keeps nothing)"
+                )
         if self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         if "{question}" not in self.template:
             raise ValueError(f"template is {self.template!r}: write {{question}} where the question belongs")
         for pair in self.needles:
             needle_pair(pair)
+        if self.pruning_methods:
+            from diffvision.analysis.pruning import METHODS  # imports PyTorch, as below
+
+            if unknown := [method for method in self.pruning_methods if method not in METHODS]:
+                raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")
         if self.text_key != "txt":
             from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
 

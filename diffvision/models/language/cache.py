@@ -6,9 +6,12 @@ The memory is allocated once, at the start. There are two ways of writing:
   no mask but `causal`, which is aligned to the last key: for prefill, chunks and single tokens.
 - `LayerCache.at(index)` writes at the positions of a tensor and returns the whole capacity, which the caller masks. No
   shape depends on how many tokens have passed, so a compiled step is compiled once.
+
+`KVCache.keep` drops tokens that are no longer worth their memory. Those that are left keep their rotary embedding, so
+the next position is counted apart from the fill. Which tokens are kept is decided in `diffvision.analysis.pruning`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -32,10 +35,14 @@ class LayerCache:
         keys: [B, Hk, P, capacity, D].
         values: [B, Hk, capacity, V].
         length: tokens filled.
+        kept: tokens that the last `keep` left, the first of those that are filled; 0 if nothing was dropped.
+        dropped: tokens that `keep` dropped.
 
     Raises:
         ValueError: the variant needs more of past tokens than keys and values.
     """
+
+    kept = dropped = 0
 
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         layer.check_cacheable()
@@ -53,9 +60,14 @@ class LayerCache:
         """The largest number of tokens that the cache holds."""
         return self.keys.shape[3]
 
+    @property
+    def position(self) -> int:
+        """The position of the next token: all tokens so far, those that were dropped included."""
+        return self.length + self.dropped
+
     def positions(self, count: int) -> Int[Tensor, "N"]:
-        """Return the positions of the next `count` tokens, which follow those that are filled."""
-        return torch.arange(self.length, self.length + count, device=self.keys.device)
+        """Return the positions of the next `count` tokens, which follow those so far."""
+        return torch.arange(self.position, self.position + count, device=self.keys.device)
 
     @torch.no_grad()
     def append(
@@ -85,11 +97,43 @@ class LayerCache:
         """Drop all tokens but the first `length`.
 
         Raises:
-            ValueError: there are fewer, or length is negative.
+            ValueError: there are fewer, length is negative, or it would cut those that `keep` left, which are other
+                tokens in each head.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}: give 0 to {self.length}")
+        if 0 < length < self.kept:
+            raise ValueError(
+                f"cannot crop a pruned cache to {length} tokens: give 0, or {self.kept} (what pruning kept) and more"
+            )
         self.length = length
+        if length == 0:
+            self.kept = self.dropped = 0
+
+    def keep(self, index: Int[Tensor, "B Hk K"], capacity: int) -> None:
+        """Keep the tokens of an index alone, and make room for others behind them; the rest of the memory is freed.
+
+        All heads and maps that read a key/value head keep the same tokens. Keys stay rotated by the positions that
+        their tokens had, and the next token's position is unchanged.
+
+        Args:
+            index: of the tokens that are kept, in the order of the new slots, for each row and key/value head.
+            capacity: the most tokens that the cache holds from now on.
+
+        Raises:
+            ValueError: the capacity is below the number of kept tokens.
+        """
+        count = index.shape[2]
+        if capacity < count:
+            raise ValueError(f"a capacity of {capacity} is below the {count} tokens that are kept: give more")
+        wide = index[:, :, None, :, None].expand(-1, -1, *self.keys.shape[2:3], -1, self.keys.shape[4])
+        keys, values = self.keys, self.values
+        self.keys = keys.new_zeros(*keys.shape[:3], capacity, keys.shape[4])
+        self.values = values.new_zeros(*values.shape[:2], capacity, values.shape[3])
+        self.keys[:, :, :, :count] = keys.gather(3, wide)
+        self.values[:, :, :count] = values.gather(2, index[..., None].expand(-1, -1, -1, values.shape[3]))
+        self.dropped += self.length - count
+        self.length = self.kept = count
 
     def at(self, index: Int[Tensor, "N"]) -> "IndexedCache":
         """Return a view of this cache that is written at `index` and read as a whole."""
@@ -123,7 +167,12 @@ class KVCache:
         batch: as in `LayerCache`, like the arguments below.
         capacity: the most tokens.
         dtype: of keys and values.
+
+    Attributes:
+        empty: [B] slots at the left of each row that hold no token, after `keep` in a batch with padding; else None.
     """
+
+    empty: Tensor | None = None
 
     def __init__(
         self, layers: Iterable[AttentionLayer], batch: int, capacity: int, *, dtype: torch.dtype | None = None
@@ -138,10 +187,29 @@ class KVCache:
         """Tokens filled."""
         return self.layers[0].length
 
+    @property
+    def position(self) -> int:
+        """The position of the next token; above `length` by what `keep` dropped."""
+        return self.layers[0].position
+
     def crop(self, length: int) -> None:
         """Drop all tokens but the first `length` in every layer; as `LayerCache.crop`."""
         for layer in self.layers:
             layer.crop(length)
+        if length == 0:
+            self.empty = None
+
+    def keep(self, indices: Sequence[Int[Tensor, "B Hk K"]], capacity: int, empty: Int[Tensor, "B"] | None) -> None:
+        """Keep the tokens of each layer's index alone; as `LayerCache.keep`.
+
+        Args:
+            indices: an index for each layer, all of the same K.
+            capacity: the most tokens that each layer holds from now on.
+            empty: [B] how many of a row's first slots are none of its tokens, where the batch was padded; else None.
+        """
+        for layer, index in zip(self.layers, indices, strict=True):
+            layer.keep(index, capacity)
+        self.capacity, self.empty = capacity, empty
 
     def reset(self) -> None:
         """Drop all tokens."""

@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: there are more tokens than config.max_length or the cache's capacity, or documents with a cache.
         """
-        start = 0 if cache is None else cache.length
+        start = 0 if cache is None else cache.position
         end = start + tokens.shape[1]
         if end > self.config.max_length:
             raise ValueError(
@@ -146,7 +146,9 @@ class LanguageModel(nn.Module):
             mask = (documents[:, :, None] == documents[:, None, :])[:, None]
             positions = positions - _starts(documents)
         if padding is not None:
-            real = (torch.arange(end, device=tokens.device) >= padding[:, None])[:, None, None]
+            slots = end if cache is None else cache.length + tokens.shape[1]
+            empty = padding if cache is None or cache.empty is None else cache.empty
+            real = (torch.arange(slots, device=tokens.device) >= empty[:, None])[:, None, None]
             mask = real if mask is None else mask & real
         caches = None if cache is None else cache.layers
         rotation = self._rotation(positions, padding if documents is None else None)
@@ -158,17 +160,21 @@ class LanguageModel(nn.Module):
         positions: Int[Tensor, "N"] | Int[Tensor, "B N"],
         cache: KVCache,
         padding: Int[Tensor, "B"] | None = None,
+        slots: Int[Tensor, "N"] | None = None,
     ) -> Float[Tensor, "B N dim"]:
         """Return `hidden` of tokens at given positions of a cache; no shape depends on the positions, for compilers.
 
         It attends over the cache's whole capacity under a mask. The caller stays within the capacity, and counts with
         `cache.advance`. Where positions differ between rows, the cache must write them so, which `KVCache` does not.
+        In a pruned cache the slots to write are not the positions, and are given as well.
         """
         keys = torch.arange(cache.capacity, device=tokens.device)
-        mask = (keys <= positions[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
+        slots = positions if slots is None else slots
+        mask = (keys <= slots[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
         if padding is not None:
-            mask = mask & (keys >= padding[:, None])[:, None, None]
-        caches = [layer.at(positions) for layer in cache.layers]
+            empty = padding if cache.empty is None else cache.empty
+            mask = mask & (keys >= empty[:, None])[:, None, None]
+        caches = [layer.at(slots) for layer in cache.layers]
         return self._through(tokens, mask, False, self._rotation(positions, padding), caches)
 
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:

@@ -6,12 +6,13 @@ Tokens go in and come out; the command `diffvision generate` has the tokenizer.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffvision.models.language.cache import KVCache
 from diffvision.models.language.decoder import LanguageModel
 
 # A compiled step is compiled anew for each capacity of the cache, so capacities are multiples of this many tokens.
@@ -66,6 +67,22 @@ class Sampling:
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
 
 
+class Compression(Protocol):
+    """The interface of what prunes the cache of a prompt; `diffvision.analysis.pruning.Compress` has the methods."""
+
+    def prefill(
+        self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, capacity: Callable[[int], int]
+    ) -> tuple[Tensor, KVCache]:
+        """Return `LanguageModel.hidden` of the prompts, and a cache of the tokens that are kept.
+
+        Args:
+            model: the model.
+            tokens: ids [B, N], padded on the left.
+            padding: [B] how many tokens of each row are padding; None if none is.
+            capacity: the capacity of the cache by the number of tokens that are kept.
+        """
+
+
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -80,6 +97,7 @@ def generate(
     generator: torch.Generator | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
     compile: bool = False,
+    compress: Compression | None = None,
 ) -> list[list[int]]:
     """Continue each prompt, all in one batch.
 
@@ -96,13 +114,16 @@ def generate(
         on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
             continuation after this token.
         compile: compile the decoding step (a minute at the first call for a model and capacity).
+        compress: prunes the prompts' cache before the first new token, such as `analysis.pruning.Compress("diff",
+            ratio=0.5)`; what is generated is never pruned.
 
     Returns:
         The new tokens of each prompt.
 
     Raises:
         ValueError: there is no prompt, one is empty or has tokens outside of the vocabulary, prompt and new tokens
-            exceed the model's max_length, vocab_size exceeds the model's, or `Sampling` refuses a value.
+            exceed the model's max_length, vocab_size exceeds the model's, `Sampling` refuses a value, or `compress`
+            cannot prune the model.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = _rows(prompts)
@@ -111,11 +132,19 @@ def generate(
     tokens, padding = _left_padded(rows, device)
     length = tokens.shape[1]
     end = length + max_new_tokens
-    past = model.new_cache(len(rows), -(-end // CAPACITY_STEP) * CAPACITY_STEP if compile else end)
+
+    def capacity(kept: int) -> int:
+        wanted = kept + max_new_tokens
+        return -(-wanted // CAPACITY_STEP) * CAPACITY_STEP if compile else wanted
+
+    if compress is None:
+        past = model.new_cache(len(rows), capacity(length))
+        hidden = model.hidden(tokens, cache=past, padding=padding)
+    else:
+        hidden, past = compress.prefill(model, tokens, padding, capacity)
     decode = _compiled_step() if compile else None
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
-    hidden = model.hidden(tokens, cache=past, padding=padding)
     for position in range(length, end):
         chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
         _add_tokens(chosen.tolist(), new, running, stop, on_token)
@@ -124,7 +153,8 @@ def generate(
         if decode is None:
             hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
         else:
-            hidden = decode(model, chosen[:, None], torch.tensor([position], device=device), past, padding)
+            positions, slots = (torch.tensor([index], device=device) for index in (position, past.length))
+            hidden = decode(model, chosen[:, None], positions, past, padding, slots)
             past.advance(1)
     return new
 

@@ -29,12 +29,8 @@ from diffvision.evaluation.language.documents import (
 )
 from diffvision.evaluation.language.many_shot import Example, Task
 from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.suite import (
-    LANGUAGE_EVALUATIONS,
-    Work,
-    evaluate_language,
-    write_numbers,
-)
+from diffvision.evaluation.language.suite import evaluate_language, write_numbers
+from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.evaluation.output import check_folder
 from diffvision.models import language
 from diffvision.opening import open_model
@@ -57,6 +53,9 @@ SMALL = LanguageOptions(
     queries=4,
     bits=(8, 4),
     quantised_needles=True,
+    pruning_ratios=(0.5,),
+    pruning_window=4,
+    continuation=8,
     schemes=("logits_8", "qk_int4_smooth", "cache_2"),
     recent=8,
     batch_size=4,
@@ -310,6 +309,14 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
         ({"tasks": "needle", "models": f"{checkpoint},{checkpoint}"}, "two models are named 'diff-debug'"),
         ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
+        (
+            {
+                "tasks": "cache_pruning",
+                "data": str(home / "texts"),
+                "options": dataclasses.replace(SMALL, lengths=(128,)),
+            },
+            r"lengths has 128, and a question that is asked twice makes it 1\d\d, over the 128 tokens that diff-debug",
+        ),
         ({"tasks": "many_shot", "options": LanguageOptions(classes=2, queries=23)}, "queries is 23: .* at most 22"),
         ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
     ]:
@@ -335,6 +342,8 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"needles": ("2x4",)}, "needles has '2x4': write NxR"),
         ({"needles": ("two",)}, "needles has 'two'"),
         ({"bits": ()}, "bits is empty"),
+        ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios has 1.0: .* below 1"),
+        ({"pruning_methods": ("best",)}, "pruning_methods has 'best': choose among window, random"),
         ({"form": "verse"}, "form is 'verse': choose one of text, synthetic"),
         ({"text_key": "jpg"}, "member 'jpg' is of a type that is not read here: use one of txt"),
         ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),

@@ -106,3 +106,31 @@ def test_bad_input_is_named():
         cache.crop(9)
     with pytest.raises(ValueError, match="at least 1, got 0 and 5"):
         KVCache([layer], 0, 5)
+
+
+@pytest.mark.parametrize("variant", CACHEABLE)
+def test_kept_tokens_are_gathered_and_the_next_position_is_unchanged(variant):
+    """Other tokens in each head: what follows attends to them where they were."""
+    layer, x = _layer(variant), torch.randn(2, 20, 32)
+    cache, whole = LayerCache(layer, 2, 20), LayerCache(layer, 2, 20)
+    for one in (cache, whole):
+        layer(x[:, :16], is_causal=True, cache=one)
+    index = torch.stack([torch.randperm(16)[:5].sort().values for _ in range(4)]).view(2, 2, 5)
+    keys = cache.keys.clone()
+    cache.keep(index, 9)
+    assert (cache.length, cache.position, cache.capacity) == (5, 16, 9)
+    assert torch.equal(cache.keys[1, 0, :, :5], keys[1, 0][:, index[1, 0]])
+    mask = torch.zeros(2, layer.num_kv_heads, 4, 20, dtype=torch.bool)
+    mask[..., 16:] = True
+    mask.scatter_(3, index[:, :, None].expand(-1, -1, 4, -1), True)
+    mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+    expected = layer(x[:, 16:], mask, is_causal=True, cache=whole)
+    torch.testing.assert_close(layer(x[:, 16:], is_causal=True, cache=cache), expected, **CLOSE)
+    cache.crop(6)
+    assert (cache.length, cache.position) == (6, 17)
+    with pytest.raises(ValueError, match=r"cannot crop a pruned cache to 4 tokens: give 0, or 5 \(what pruning kept\)"):
+        cache.crop(4)
+    with pytest.raises(ValueError, match="a capacity of 3 is below the 5 tokens that are kept"):
+        cache.keep(index, 3)
+    cache.crop(0)
+    assert (cache.length, cache.position) == (0, 0)

@@ -1,0 +1,115 @@
+"""Small models for `evaluate-language --tasks cache_pruning`, of text that can only be continued from its context.
+
+    python scripts/studies/cache_pruning.py --output runs/cache_pruning
+    diffvision evaluate-language plain=runs/cache_pruning/plain ... --tasks cache_pruning --output runs/cache_pruning
+    python scripts/studies/cache_pruning.py --report runs/cache_pruning/cache_pruning.json
+
+The text is `diffvision data make recall`'s: numbers of cities to be found again, words with made-up names. A
+Transformer, V1 and V2 of equal parameters are trained alike, and each is saved to a folder with its tokenizer, next to
+validation.jsonl, longer documents of another seed. One seed says what pruning does to a model, and nothing of families.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from diffvision.data.made.needle_text import training_documents
+from diffvision.data.made.recall import recall_documents
+from diffvision.data.text.tokenizers import Tokenizer, train_tokenizer
+from diffvision.models import language
+from language_grid import FAMILIES, WARMUP
+from small_language import BATCH, LENGTH, VALIDATION_TOKENS, Data, fit
+
+SIZE, RATE, VOCABULARY, WORDS, VALIDATION_SEED = "0.1M", 4e-3, 1024, 140, 1_000_000
+LONG, NEEDLES = 300, 6  # words and facts of a validation document
+RATIOS = ("0.5", "0.75", "0.9")  # of the tables
+Models = Mapping[str, Mapping[str, float]]
+
+
+def stream(tokenizer: Tokenizer, tokens: int, seed: int) -> torch.Tensor:
+    """Return so many tokens of documents with needles, each document ended by its token."""
+    ids: list[int] = []
+    for text in recall_documents(tokens // 8, WORDS, seed):
+        ids += [*tokenizer.encode(text), tokenizer.eos_id]
+        if len(ids) >= tokens:
+            break
+    return torch.tensor(ids[:tokens], dtype=torch.int16)
+
+
+def make_data(output: Path, tokens: int, seed: int) -> Data:
+    """Write the tokenizer, the tokens and the validation text, and return them."""
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(recall_documents(4000, WORDS, seed), VOCABULARY)
+    tokenizer.save(output / "tokenizer.json")
+    validation = stream(tokenizer, VALIDATION_TOKENS + 1, VALIDATION_SEED)
+    torch.save({"train": stream(tokenizer, tokens + 1, seed), "validation": validation}, output / "data.pt")
+    # Longer than a window, so that what is behind a prompt asks for what is in it.
+    texts = training_documents(count=60, lengths=(LONG, LONG), most_needles=NEEDLES, seed=VALIDATION_SEED)
+    (output / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return Data(output / "data.pt")
+
+
+def rows_of(cells: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yield a table's lines, its head first; the first column is text."""
+    for index, row in enumerate(cells):
+        yield f"| {' | '.join(map(str, row))} |"
+        if not index:
+            yield "|---|" + "---:|" * (len(row) - 1)
+
+
+def sparsity_rows(models: Models) -> Iterator[list[object]]:
+    """Yield k95 and Gini by layer and length."""
+    keys = [key.split("/") for metrics in models.values() for key in metrics if key.startswith("k95/")]
+    lengths = sorted({int(length) for _, _, length in keys})
+    yield ["model, layer", *(f"k95 of {length}" for length in lengths), *(f"Gini of {length}" for length in lengths)]
+    for name, metrics in models.items():
+        for layer in sorted({layer for _, layer, _ in keys}):
+            k95 = [f"{metrics[f'k95/{layer}/{length}']:.1f}" for length in lengths]
+            yield [f"{name}, {layer}", *k95, *(f"{metrics[f'gini/{layer}/{length}']:.3f}" for length in lengths)]
+
+
+def method_rows(metrics: Mapping[str, float]) -> Iterator[list[object]]:
+    """Yield the rise of the loss, and % of needles, by method and ratio."""
+    kinds = {"nll_rise": "loss", "needle_agnostic": "asked later", "needle_aware": "asked before"}
+    yield ["method", *(f"{title}, {ratio}" for title in kinds.values() for ratio in RATIOS), "within 1%"]
+    for method in (key.split("/")[1] for key in metrics if key.startswith("largest_ratio/")):
+        values = {kind: [metrics[f"{kind}/{method}/{ratio}"] for ratio in RATIOS] for kind in kinds}
+        needles = [f"{100 * value:.0f}" for kind in list(kinds)[1:] for value in values[kind]]
+        yield [method, *(f"{value:+.3f}" for value in values["nll_rise"]), *needles, metrics[f"largest_ratio/{method}"]]
+
+
+def report(models: Models) -> None:
+    """Print the tables of what `evaluate-language --tasks cache_pruning` wrote."""
+    print("\n".join(rows_of(sparsity_rows(models))))
+    for name, metrics in models.items():
+        later, before = (f"{100 * metrics[f'needle_{mode}/full']:.0f}%" for mode in ("agnostic", "aware"))
+        print(f"\n{name}: loss {metrics['nll/full']:.3f}, needles {later} (later), {before} (before)\n")
+        print("\n".join(rows_of(method_rows(metrics))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/cache_pruning"))
+    parser.add_argument("--tokens", type=int, default=1_500_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, help="print the tables of a cache_pruning.json instead")
+    options = parser.parse_args()
+    if options.report:
+        report(json.loads(options.report.read_text())["models"])
+        return
+    torch.set_num_threads(1)
+    data = make_data(options.output, options.tokens, options.seed)
+    steps = options.tokens // (BATCH * LENGTH)
+    for name, family in FAMILIES.items():
+        torch.manual_seed(options.seed)
+        model = family.create(SIZE)
+        trained = fit(model, data, rate=RATE, warmup=round(WARMUP * steps), lengths=[steps], seed=options.seed)
+        language.save(model, options.output / name, options.output / "tokenizer.json")
+        print(f"{name}: {trained.branches[0].loss:.3f} nats a token, {trained.seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
