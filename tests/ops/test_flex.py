@@ -175,7 +175,7 @@ def test_nothing_is_copied_on_the_way_in(monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [1, 2])
-@pytest.mark.quick("1")
+@pytest.mark.slow
 def test_traces_whole_within_another_graph(keys):
     """Past its limit on a CPU, with a compiler that makes no kernels: what a CUDA graph would hold."""
     q, k, v, lam = tensors(keys=keys)

@@ -68,6 +68,7 @@ def test_made_folders_share_no_digit_with_training(made):
     assert probes <= trained
 
 
+@pytest.mark.quick("digits")
 def test_made_folders_are_found_and_read_whole(made):
     folders = {folder.task: folder for folder in find_folders(made)}
     assert sorted(folders) == ["composition", "retrieval", "zero_shot"]
@@ -170,6 +171,7 @@ def test_scenes_have_one_to_three_digits_of_different_labels_and_colours():
     assert all(compose(train, (2,), rng, first=5).drawings.count(5) == 1 for _ in range(20))
 
 
+@pytest.mark.quick("digits")
 def test_evaluation_images_have_the_size_of_training(made):
     size = {"digits": 32, "digit-scenes": 64}[made.name]
     batch = next(iter(EvaluationFolder(made / "zero_shot").batches(to_float)))
