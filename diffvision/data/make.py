@@ -214,7 +214,7 @@ def tokenizer(
         vocab_size: tokens, with the 256 bytes and the end of a document among them.
         text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
         pattern: a regular expression of what no token joins with the text around it: ' ?\d' for one digit a token.
-        max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
+        max_bad_fraction: documents that cannot be used are left out and counted; a larger share of them is an error.
     """
     from diffvision.data.shards.report import Limits
     from diffvision.data.shards.storage import ShardSet
@@ -261,7 +261,7 @@ def tokenize(
             or plain (one content directly after another), both with the end of a document after each answer; tokenizer,
             the template that came with it; or a file of Jinja. Rows have messages, conversations, prompt and response,
             or OpenThoughts' columns.
-        max_bad_fraction: documents that cannot be used are left out and counted; more of them than this are an error.
+        max_bad_fraction: documents that cannot be used are left out and counted; a larger share of them is an error.
         num_workers: processes.
     """
     from diffvision.data.shards.report import Limits

@@ -73,7 +73,7 @@ def sparsity_rows(models: Models) -> Iterator[list[object]]:
 
 def method_rows(metrics: Mapping[str, float]) -> Iterator[list[object]]:
     """Yield the rise of the loss, and % of needles, by method and ratio."""
-    kinds = {"nll_rise": "loss", "needle_agnostic": "asked later", "needle_aware": "asked before"}
+    kinds = {"nll_rise": "loss", "needle_agnostic": "later", "needle_aware": "before"}
     yield ["method", *(f"{title}, {ratio}" for title in kinds.values() for ratio in RATIOS), "within 1%"]
     for method in (key.split("/")[1] for key in metrics if key.startswith("largest_ratio/")):
         values = {kind: [metrics[f"{kind}/{method}/{ratio}"] for ratio in RATIOS] for kind in kinds}

@@ -17,46 +17,50 @@ class LanguageOptions:
     """Settings of the language evaluations; each reads those that concern it. The defaults follow the paper.
 
     Args:
-        tokens: of the documents, the most that are read.
+        tokens: the most tokens of the documents that are read.
         text_key: the member of shards with the text: "txt", "json:FIELD", or "jsonl:FIELD", a document in each line.
-        max_bad_fraction: documents of shards that cannot be used are left out and counted; more of them are an error.
+        max_bad_fraction: documents of shards that cannot be used are left out and counted; a larger share of them is
+            an error.
         window: tokens that a model reads at a time; None for the model's length, at most 2048.
-        stride: distance of perplexity's windows; None for windows that do not overlap.
-        points: positions of `position_nll`'s curve.
-        frequent_text: training text (as `data`) whose frequent bigrams are no recall.
-        frequent_count: a bigram that occurs more often there is frequent.
-        form: of the needles' text: "text", or "synthetic" for small models.
-        haystack: a text file to hide needles in; None for the form's sentences.
-        lengths: of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
-        depths: of the answer in the context.
+        stride: perplexity: tokens from one window to the next; None for windows that do not overlap.
+        points: position_nll: positions of the curve.
+        frequent_text: associative_recall: training text (as `data`); its frequent bigrams do not count as recall.
+        frequent_count: associative_recall: a bigram that occurs more often in that text is frequent.
+        form: of needles and facts: "text", or "synthetic", for small models trained on the text of `data make recall`.
+        haystack: a text file to hide needles in; None for the sentences of the form.
+        lengths: tokens of the contexts with needles or facts; None for those of 512, 1024, 2048, 4096 that the model
+            can read.
+        depths: where in the context the answer is, from 0 (first) to 1.
         needles: "NxR", N needles of which R are asked for.
-        facts: of recall_errors, numbers of facts in a context, of which one is asked for.
-        samples: contexts a depth and length.
-        shots: numbers of demonstrations.
-        order_shots: demonstrations whose order is changed.
-        permutations: orders.
-        mappings: tasks of the synthetic many-shot form.
-        classes: classes of each.
-        queries: questions of each, of words that its demonstrations do not show.
-        bits: of quantised logits.
-        granularity: what shares a scale: "layer", "head" or "row".
-        quantised_needles: take the needle accuracy in `quantization` and `low_bit` as well.
-        schemes: of `low_bit`: what is rounded, names of `low_bit.SCHEMES`; None for all.
-        recent: tokens that `low_bit`'s caches keep in full precision.
-        pruning_methods: scores that prune a prompt's cache; empty for all that the model can have.
-        pruning_ratios: shares of the prompt that are dropped.
-        pruning_window: the last tokens of a prompt, which are kept, and whose queries score the others.
-        continuation: predictions behind a pruned prompt.
-        rows: of the data of faithfulness and math, how many are drawn with the seed; None for all.
-        new_tokens: the most tokens of an output of faithfulness or an answer of math.
-        prompts: a JSON file of other prompts for faithfulness, {"summary", "qa" or LongBench's dataset: text with
+        facts: recall_errors and lookback: numbers of facts in a context, of which one is asked for.
+        samples: contexts for each depth and length.
+        shots: many_shot: numbers of demonstrations.
+        order_shots: many_shot: demonstrations in the test of their order.
+        permutations: many_shot: orders of them.
+        mappings: many_shot, synthetic: tasks.
+        classes: many_shot, synthetic: classes of a task.
+        queries: many_shot, synthetic: questions of a task, of words that its demonstrations do not show.
+        bits: quantization: bits of the logits.
+        granularity: quantization, and the logits_* of low_bit: what shares a scale.
+        quantised_needles: quantization and low_bit: measure the needle accuracy as well.
+        schemes: low_bit: logits_8, logits_6, logits_4, qk_int8, qk_int8_smooth, qk_int4, qk_int4_smooth, pv_int8,
+            pv_fp8, cache_8, cache_4, cache_2; None for all.
+        recent: low_bit: the last tokens, which a rounded cache keeps in full precision.
+        pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, snap_value, and of differential models
+            diff, diff_value, map1, sum; empty for all that the model can have.
+        pruning_ratios: cache_pruning: shares of the prompt's tokens that are dropped.
+        pruning_window: cache_pruning: the last tokens of a prompt, which are kept, and whose queries score the others.
+        continuation: cache_pruning: tokens after the pruned prompt that are predicted.
+        rows: faithfulness and math: rows of the data that are drawn with the seed; None for all.
+        new_tokens: faithfulness and math: the most tokens of an output.
+        prompts: faithfulness: a JSON file of other prompts, {"summary", "qa" or LongBench's dataset: text with
             {context} and {input}}, such as LongBench's dataset2prompt.json.
-        template: how math asks, with {question} in it.
-        examples: a file of questions for math, in any layout of its data, that are shown with their solutions before
+        template: math: the prompt, with {question} in it.
+        examples: math: a file of questions, in any layout of its data, that are shown with their solutions before
             the question.
-        shown: how many of them, from the first on.
+        shown: math: how many of the examples, from the first on.
         batch_size: rows at a time.
-        seed: of what is drawn.
+        seed: of all that is drawn at random.
     """
 
     tokens: int = 400_000
