@@ -230,6 +230,9 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     words = [str(tmp_path / name) for name in ("rows.jsonl", "made", "tokenizer.json")]
     assert main(["data", "tokenize", *words]) == 1
     assert "is a file of rows: give --chat" in capsys.readouterr().err
+    (tmp_path / "rows.json").write_text("[]")
+    assert main(["data", "tokenize", str(tmp_path / "rows.json"), *words[1:], "--chat", "plain"]) == 1
+    assert "neither shards (.tar) nor rows (.jsonl): write its rows as" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_trained_on_the_messages_of_rows(tmp_path):
