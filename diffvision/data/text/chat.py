@@ -308,7 +308,7 @@ def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:
 class _Generation(Extension):
     """Templates that mark the assistant's tokens, for transformers' `return_assistant_tokens_mask`, as if unmarked."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
