@@ -276,6 +276,11 @@ def tokenize(
         raise ValueError(
             f"{source} is a file of rows: give --chat to say how conversations are written, or text shards"
         )
+    if chat is not None and not lines and Path(source).is_file() and not source.endswith(".tar"):
+        raise ValueError(
+            f"{source} is neither shards (.tar) nor rows (.jsonl): write its rows as a JSON object in each line of a "
+            "file with the name .jsonl"
+        )
     loaded = load_tokenizer(tokenizer)
     account = tokenize_shards(
         JsonLines(source) if lines else ShardSet(source),

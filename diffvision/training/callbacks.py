@@ -259,4 +259,6 @@ def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] 
     text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total:,} samples"
     for reason, count in skipped.most_common():
         text += f"\n  {count:,} x {reason}: {', '.join(whole.examples[reason])}"
+    if besides := [f"{count:,} {name.replace('_', ' ')}" for name, count in first.extra_counts.items() if count]:
+        text += f"\n  besides: {', '.join(besides)}"
     return text, counts

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from diffvision.analysis.curves import read_metrics
 from diffvision.analysis.figures import png, run_overview
 from diffvision.data.images.folders import find_folders
+from diffvision.data.text.tokens import are_conversations
 from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -155,12 +156,17 @@ def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str)
         return ["diffvision", "evaluate", *arguments]
     if isinstance(module, ClassificationModule) and folders and all(_is_labelled(folder) for folder in folders):
         return ["diffvision", "evaluate", *arguments, "--tasks", "classification"]
-    if isinstance(module, LanguageModule) and folders and all(Path(folder).exists() for folder in folders):
+    if isinstance(module, LanguageModule) and folders and all(_is_text(folder) for folder in folders):
         return ["diffvision", "evaluate-language", *arguments, "--tasks", "perplexity"]
     config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]
     return ["diffvision", "validate", "--config", config, "--ckpt_path", checkpoint, *allowed]
+
+
+def _is_text(path: str) -> bool:
+    """Return whether a path on the disk holds text all of whose tokens count, as `evaluate-language` counts them."""
+    return Path(path).exists() and not are_conversations(path)
 
 
 def _is_labelled(path: str) -> bool:

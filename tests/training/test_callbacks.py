@@ -51,10 +51,11 @@ def test_account_sums_ranks_and_adds_up():
 
 
 def test_account_of_an_epoch_resumed_and_cut_short():
-    report = Report(100, epoch=0, tail=4, before=32, seen=32)
+    report = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
     text, _ = account([report], consumed=32)
     assert text == (
-        "epoch 1: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples"
+        "epoch 1: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples\n"
+        "  besides: 4,272 padding tokens"
     )
 
 

@@ -13,9 +13,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from diffvision.cli import main
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
+from diffvision.data.text.tokens import TokenAccount
 from diffvision.opening import best_checkpoint
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.fit import fit
+from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import evaluating
 
@@ -131,6 +133,20 @@ def test_images_as_they_lie_are_evaluated_by_the_command(tmp_path):
     trainer = SimpleNamespace(datamodule=SimpleNamespace(evaluation=photos), log_dir=None)
     command = evaluating(trainer, ClassificationModule("diff_vit_debug", num_classes=2), "best.ckpt")
     assert command == ["diffvision", "evaluate", "best.ckpt", "--data", photos, "--tasks", "classification"]
+
+
+@pytest.mark.parametrize("chat", [None, "plain"])
+def test_only_text_of_which_all_is_learned_is_evaluated_by_the_command(chat, tmp_path):
+    """The loss of conversations is that of their learned tokens, which `evaluate-language` does not know."""
+    account = TokenAccount(300, 0, "a", {"000000.tar": 0}, chat)
+    (tmp_path / "tokens.json").write_text(account.text())
+    (tmp_path / "000000.tar").write_bytes(b"")
+    data = SimpleNamespace(evaluation=str(tmp_path))
+    command = evaluating(SimpleNamespace(datamodule=data, log_dir="r"), LanguageModule("diff-debug"), "best.ckpt")
+    expected = ["validate", "--config", "r/config.yaml", "--ckpt_path", "best.ckpt"]
+    if chat is None:
+        expected = ["evaluate-language", "best.ckpt", "--data", str(tmp_path), "--tasks", "perplexity"]
+    assert command[: 1 + len(expected)] == ["diffvision", *expected]
 
 
 @pytest.mark.slow

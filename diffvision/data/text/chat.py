@@ -5,11 +5,15 @@ Rows are read by `documents`, and written as token shards by `tokenize`.
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diffvision.data.shards.sample import BadSample
@@ -40,6 +44,7 @@ _ROLES = {"human": "user", "gpt": ASSISTANT}
 _LAYOUTS = (
     "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
 )
+_NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
 
 Messages = list[dict[str, str]]
@@ -85,7 +90,8 @@ class Chat:
     def _prepare(self) -> None:
         """Compile the template, and the pattern of the special tokens."""
         # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, _Generation]
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         jinja.filters["tojson"] = lambda value, **settings: json.dumps(value, ensure_ascii=False, **settings)
         jinja.globals["raise_exception"] = _refuse
         try:
@@ -100,6 +106,8 @@ class Chat:
             for token in tokens
         ]
         self._pattern = re.compile(f"({'|'.join(spaced)})")
+        self._after_special = _without_space(self.tokenizer, ["first"])
+        self._after_text = _without_space(self.tokenizer, ["first", "always"])
 
     def encode(self, row: str) -> tuple[list[int], list[bool]]:
         """Return the ids of a row's conversation, and whether each is learned.
@@ -140,6 +148,8 @@ class Chat:
             return self._jinja.render(messages=messages, add_generation_prompt=prompt, **given)
         except _Refused as refusal:
             raise BadSample(f"the chat template refuses the row: {refusal}") from None
+        except jinja2.UndefinedError as error:
+            raise BadSample(f"the chat template needs what a row does not have: {error.message}") from None
         except Exception as error:  # a template's expressions can fail in any way
             raise BadSample(f"the chat template fails with {type(error).__name__}") from None
 
@@ -152,20 +162,26 @@ class Chat:
     def _continuation(self, written: str, text: str) -> list[int]:
         """Return the ids of a text after another, as the two are encoded together where they do not join.
 
-        Some tokenizers put a space before a text that stands alone, which a continuation must not have.
+        Some tokenizers put a space before a text that stands alone, which a continuation must not have; and some
+        special tokens have the white space after them.
         """
-        since = written[max((name.end() for name in self._pattern.finditer(written)), default=0) :]
+        since = written[max((name.start() for name in self._pattern.finditer(written)), default=0) :]
         before, both = self._encode(since), self._encode(since + text)
-        return both[len(before) :] if both[: len(before)] == before else self._encode(text)
+        return both[len(before) :] if both[: len(before)] == before else self._encode(text, self._after_text)
 
-    def _encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text: special tokens by their names, all else as text."""
+    def _encode(self, text: str, first: Tokenizer | None = None) -> list[int]:
+        """Return the ids of a rendered text: special tokens by their names, all else as text.
+
+        Args:
+            first: the tokenizer of what is before the first special token; by default that of a whole text.
+        """
         ids: list[int] = []
         for number, part in enumerate(self._pattern.split(text)):
             if number % 2:
                 ids.append(self._special[part if part in self._special else part.strip()])
             elif part:
-                ids += self.tokenizer.encode(part.replace(_MARK, ""))
+                tokenizer = self._after_special if number else first or self.tokenizer
+                ids += tokenizer.encode(part.replace(_MARK, ""))
         return ids
 
 
@@ -272,6 +288,31 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
     return value if isinstance(value, dict) else {}
+
+
+def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:
+    """Return the tokenizer without the space that it puts before a text, where it does so by one of the schemes."""
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        scheme = part.get("prepend_scheme", "always")
+        return part | {key: value for key, value in _NO_SPACE.items() if key in part and scheme in schemes}
+
+    settings = json.loads(tokenizer.__getstate__()["file"])
+    parts = {name: settings.get(name) for name in ("normalizer", "pre_tokenizer")}
+    edited = json.loads(json.dumps(parts), object_hook=changed)
+    if edited == parts:
+        return tokenizer
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings | edited)), tokenizer.eos)
+
+
+class _Generation(Extension):
+    """Templates that mark the assistant's tokens, for transformers' `return_assistant_tokens_mask`, as if unmarked."""
+
+    tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Refused(Exception):

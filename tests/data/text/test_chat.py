@@ -67,16 +67,61 @@ def test_an_answer_has_the_tokens_that_would_be_generated_after_its_prompt():
     assert tokenizer.decode([n for n, bit in zip(ids, learned, strict=True) if bit]) == "\n\nfour<|im_end|>"
 
 
-def test_a_continuation_has_no_space_that_a_text_alone_would_get():
-    """Metaspace tokenizers put one before each text that they encode by itself."""
-    vocabulary = {END: 0, "<unk>": 1, "▁": 2} | {letter: 3 + n for n, letter in enumerate("ab12=")}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+def spaced(scheme, template=TEMPLATES["plain"], **special):
+    """A chat of a tokenizer that puts a space before texts, and a function from turns to tokens."""
+    names = [END, "<unk>", "▁", *"ab12=\n", "▁b", "<|user|>", "<|assistant|>", "<|end|>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>"))
+    if scheme == "prepend":
+        prepend = tokenizers.normalizers.Prepend("▁")
+        backend.normalizer = tokenizers.normalizers.Sequence([prepend, tokenizers.normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.add_special_tokens([AddedToken(END, special=True)])
+    backend.add_special_tokens([AddedToken(name, special=True, **special) for name in names[-3:]])
     chat = Chat.__new__(Chat)
-    chat.__setstate__({"tokenizer": Tokenizer(backend), "template": TEMPLATES["plain"], "name": "", "bos_token": ""})
-    ids, _ = chat.encode_messages([{"role": "user", "content": "a="}, {"role": "assistant", "content": "b1"}])
-    assert ids == [vocabulary[token] for token in ("▁", "a", "=", "b", "1")] + [0]
+    chat.__setstate__({"tokenizer": Tokenizer(backend), "template": template, "name": "", "bos_token": ""})
+    return chat, lambda *turns: [names[n] for n in chat.encode_messages(alternating(turns))[0]]
+
+
+def alternating(turns):
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "prepend"])
+def test_a_continuation_has_no_space_that_a_text_alone_would_get(scheme):
+    """Metaspace tokenizers put one before each text that they encode by itself."""
+    _, tokens = spaced(scheme)
+    assert tokens("a=", "b1") == ["▁", "a", "=", "b", "1", END]
+    assert tokens("a= ", "b1") == ["▁", "a", "=", "▁", "b", "1", END]  # not "▁b", for " b" would be one token
+
+
+ROLES = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("rstrip", [False, True])
+@pytest.mark.parametrize("scheme", ["always", "first", "prepend"])
+def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip):
+    """Compare with the tokenizers library, which finds the special tokens in the text by itself."""
+    chat, tokens = spaced(scheme, template=ROLES, rstrip=rstrip)
+    library = tokenizers.Tokenizer.from_str(chat.tokenizer.__getstate__()["file"])
+    library.encode_special_tokens = False
+    turns = ("a= 1", "b", "a", "2")
+    text = chat._render(alternating(turns), prompt=False).rstrip()
+    ids = library.encode(text, add_special_tokens=False).ids
+    assert tokens(*turns) == [library.id_to_token(number) for number in ids]
+
+
+def test_templates_may_mark_what_is_generated():
+    """As transformers' `return_assistant_tokens_mask` needs it."""
+    content = "{{ message.content }}"
+    marked = TEMPLATES["plain"].replace(content, "{% generation %}" + content + "{% endgeneration %}")
+    assert marked != TEMPLATES["plain"]
+    whole, learned = written(Chat(chat_tokenizer(), marked, "marked"), CONVERSATION[1:3])
+    assert (whole, learned) == (f"2 + 2?\nfour {END}", [f"\nfour {END}"])
 
 
 def test_a_row_writes_no_special_tokens():
@@ -185,6 +230,9 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     words = [str(tmp_path / name) for name in ("rows.jsonl", "made", "tokenizer.json")]
     assert main(["data", "tokenize", *words]) == 1
     assert "is a file of rows: give --chat" in capsys.readouterr().err
+    (tmp_path / "rows.json").write_text("[]")
+    assert main(["data", "tokenize", str(tmp_path / "rows.json"), *words[1:], "--chat", "plain"]) == 1
+    assert "neither shards (.tar) nor rows (.jsonl): write its rows as" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_trained_on_the_messages_of_rows(tmp_path):
