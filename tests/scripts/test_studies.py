@@ -14,6 +14,7 @@ import common_mode
 import controls
 import grid
 import language_grid
+import recall_seeds
 import scaling
 import small_language
 import vision
@@ -330,3 +331,18 @@ def test_parts_of_v1_are_what_their_names_say():
     for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
         vector.data.zero_()
     torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
+
+
+def test_recall_errors_of_seeds(tmp_path, monkeypatch, capsys):
+    models = {f"{name}-{seed}": {"2x1/correct": right, "2x1/distracted": 0.5, "2x1/fabricated": 0.5 - right}
+              | {"2x1/malformed": 0.0}
+              for name, rights in {"plain": (0.1, 0.2), "diff": (0.3, 0.4)}.items()
+              for seed, right in enumerate(rights)}  # fmt: skip
+    file = tmp_path / "recall_errors.json"
+    file.write_text(json.dumps({"models": models, "options": {"facts": [2]}}))
+    monkeypatch.setattr("sys.argv", ["recall_seeds.py", str(file)])
+    recall_seeds.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert "| correct | 2 | 15 (10, 20) | 35 (30, 40) | -10 to +50 |" in rows
+    assert any(row.startswith("| right of the copied | 2 | 23 (17, 29) |") for row in rows)
+    assert not any("malformed" in row for row in rows)

@@ -97,6 +97,10 @@ class LanguageOptions:
         for name in ("depths", "needles", "facts", "shots", "bits"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
+        for name in ("lengths", "depths", "needles", "facts", "shots", "bits", "schemes"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name} is {list(given)}: give each value once, for it would count twice")
         if self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         for pair in self.needles:

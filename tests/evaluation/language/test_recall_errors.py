@@ -55,6 +55,8 @@ def answering(copier, words):
         (" 4", "malformed"),
         (" 423;", "malformed"),
         (" 42nd", "malformed"),
+        (" 42,500", "malformed"),
+        (" 042", "malformed"),
         (" Rome 42;", "malformed"),
         ("", "malformed"),
     ],
