@@ -89,7 +89,10 @@ class ChatServer:
             else self.replies / f"{hashlib.sha256(self.url.encode() + body).hexdigest()}.json"
         )
         if kept is not None and kept.exists():
-            return json.loads(kept.read_text(encoding="utf-8"))["reply"]
+            try:
+                return json.loads(kept.read_bytes())["reply"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{kept} is no reply that was kept ({error}): remove it") from error
         text = self._asked(body, about)
         if kept is not None:
             write_bytes(kept, json.dumps({"model": self.model, "reply": text}).encode())

@@ -120,3 +120,7 @@ def test_replies_are_kept_by_request(judging, tmp_path):
     ChatServer(server.url, "other", None, QUICK, tmp_path).reply("a", "row")
     assert len(server.asked) == 3
     assert not any("secret" in file.read_text() for file in tmp_path.iterdir())
+    for file in tmp_path.iterdir():
+        file.write_text("{}")
+    with pytest.raises(ValueError, match=r"\.json is no reply that was kept .*: remove it"):
+        ChatServer(server.url, "m", None, QUICK, tmp_path).reply("a", "row")
