@@ -276,6 +276,9 @@ def test_labels(tmp_path, monkeypatch):
     for spec in ("V1/0.8=epoch=3.ckpt", "V1:0.8=CLIP-debug", "a/b=hf:meta/llama"):
         with pytest.raises(ValueError, match=r"^the label '.*' of .* has a '[/:]' in it: write it without / and :"):
             labelled(spec)
+    for label in ("", ".."):
+        with pytest.raises(ValueError, match="is no name: write LABEL="):
+            labelled(f"{label}=x.ckpt")
 
 
 def best_of(folder, best):

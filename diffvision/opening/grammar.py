@@ -109,11 +109,13 @@ def labelled(spec: str) -> tuple[str, str]:
     ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
 
     Raises:
-        ValueError: a label with `/` or `:`.
+        ValueError: a label with `/` or `:`, or one that is no name.
     """
     label, given, rest = spec.partition("=")
     if given and not Path(spec).exists():
         wrong = [mark for mark in "/:" if mark in label]
+        if label in ("", ".", ".."):  # labels name folders
+            raise ValueError(f"the label {label!r} of {rest} is no name: write LABEL={rest}, or leave the = out")
         if not wrong:
             return label, rest
         if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or _is_name(rest):

@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()
+    if settings.rounds < 2:
+        parser.error(f"--rounds is {settings.rounds}: quartiles need 2 or more")
     torch.set_num_threads(settings.threads)
     torch.manual_seed(0)
     print(describe_machine(environment("cpu")), end="\n\n")

@@ -16,6 +16,7 @@ import common_mode
 import controls
 import grid
 import language_grid
+import recall_seeds
 import scaling
 import small_language
 import vision
@@ -402,3 +403,18 @@ def test_tables_of_pruned_caches(capsys):
     assert "| plain, 0 | 12.3 | 0.500 |" in printed
     assert "plain: loss 2.000, needles 90% (later), 80% (before)" in printed
     assert "| snap | -0.001 | +0.010 | +0.200 | 25 | 25 | 25 | 100 | 100 | 100 | 0.75 |" in printed
+
+
+def test_recall_errors_of_seeds(tmp_path, monkeypatch, capsys):
+    models = {f"{name}-{seed}": {"2x1/correct": right, "2x1/distracted": 0.5, "2x1/fabricated": 0.5 - right}
+              | {"2x1/malformed": 0.0}
+              for name, rights in {"plain": (0.1, 0.2), "diff": (0.3, 0.4)}.items()
+              for seed, right in enumerate(rights)}  # fmt: skip
+    file = tmp_path / "recall_errors.json"
+    file.write_text(json.dumps({"models": models, "options": {"facts": [2]}}))
+    monkeypatch.setattr("sys.argv", ["recall_seeds.py", str(file)])
+    recall_seeds.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert "| correct | 2 | 15 (10, 20) | 35 (30, 40) | -10 to +50 |" in rows
+    assert any(row.startswith("| right of the copied | 2 | 23 (17, 29) |") for row in rows)
+    assert not any("malformed" in row for row in rows)

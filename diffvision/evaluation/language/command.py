@@ -74,8 +74,12 @@ def run(
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
     texts, rows, questions = _read(data, set(map(suite.reads, names)), options)
-    for _, spec in map(labelled, specs):
-        check_spec(spec)  # all of them, before the first is evaluated
+    labels: set[str] = set()
+    for label, spec in map(labelled, specs):  # all of them, before the first is evaluated
+        if label in labels:
+            raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")
+        labels.add(label)
+        check_spec(spec)
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
     many_shot_tasks = []
@@ -91,8 +95,6 @@ def run(
         replies = None if cache is None else Path(cache) / "replies"
         judges = open_judges(judge, rows, used_device, replies) if rows else []
         for label, spec in map(labelled, specs):
-            if label in results:
-                raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label] = {}

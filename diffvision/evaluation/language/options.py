@@ -132,6 +132,20 @@ class LanguageOptions:
                     f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1 (0, the whole "
                     "cache, is always measured, and 1 keeps nothing)"
                 )
+        for name in (
+            "lengths",
+            "depths",
+            "needles",
+            "facts",
+            "shots",
+            "bits",
+            "schemes",
+            "pruning_ratios",
+            "pruning_methods",
+        ):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name} is {list(given)}: give each value once, for it would count twice")
         if self.form not in FORMS:
             raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
         if "{question}" not in self.template:

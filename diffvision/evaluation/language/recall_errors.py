@@ -53,16 +53,20 @@ def recall_errors(
     classes: dict[tuple[int, int], list[Answer]] = {}
     units: dict[tuple[int, int], list[int]] = {}
     cells = [(count, length) for count in facts for length in lengths]
-    for count, length in progress(cells, "answers about one of N facts"):
-        drawn = [
+    # All contexts are drawn first, for one that cannot hold its facts is an error.
+    drawn = {
+        (count, length): [
             sample
             for depth in depths
             for sample in needle_samples(
                 model.tokenizer, length=length, depth=depth, needles=count, samples=samples, form=form, seed=seed
             )
         ]
-        classes[count, length] = [answer for _, answer in answers(model, drawn, form, batch_size)]
-        units[count, length] = [unit(sample.tokens) for sample in drawn]
+        for count, length in cells
+    }
+    for cell in progress(cells, "answers about one of N facts"):
+        classes[cell] = [answer for _, answer in answers(model, drawn[cell], form, batch_size)]
+        units[cell] = [unit(sample.tokens) for sample in drawn[cell]]
     results: dict[str, PerSample] = {}
     for answer in ANSWERS:
         results[answer] = _share(answer, cells, classes, units)
@@ -81,13 +85,13 @@ def classify(output: str, value: int, context: str, form: Form) -> Answer:
         output: what the model wrote after the city's name.
         value: the right number.
         context: the text with all facts.
-        form: how numbers are written: one outside of its range, or followed by a letter, is malformed.
+        form: how numbers are written: one outside of its range, or that goes on ("12a", "12,5"), is malformed.
 
     Returns:
         "correct"; "distracted", if it is another number of the context; "fabricated", if the number is nowhere in it;
         "malformed", if the output does not begin with a number of the form.
     """
-    number = re.match(r"\s*(\d+)(?!\w)", output)
+    number = re.match(r"\s*([1-9]\d*)(?!\w|[.,]\d)", output)
     if number is None or not form.lowest <= int(number[1]) <= form.highest:
         return "malformed"
     if int(number[1]) == value:

@@ -32,8 +32,8 @@ class Records:
         self._rows: dict[str, Row] = {}
         if path is not None and path.exists():
             _drop_unfinished(path)
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-                if line:
+            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+                if line.strip():
                     self._read(line, number)
 
     def get(self, id: str, of: str) -> Row | None:
@@ -66,7 +66,7 @@ class Records:
             file.flush()
             os.fsync(file.fileno())
 
-    def _read(self, line: str, number: int) -> None:
+    def _read(self, line: bytes, number: int) -> None:
         try:
             row = json.loads(line)
             id, _, settings = (row[key] for key in _KEYS)

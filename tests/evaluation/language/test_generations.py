@@ -101,6 +101,9 @@ def test_files_of_something_else_are_refused(model, tmp_path):
         generate_rows(model, other, **settings, settings="one")
     with pytest.raises(ValueError, match="two rows have the id 'row 1'"):
         generate_rows(model, [*prompts, prompts[1]], max_new_tokens=2)
+    file.write_bytes(b'{"id": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .*a\.jsonl is no row of an evaluation .*utf-8"):
+        generate_rows(model, prompts, **settings)
     file.write_text('{"id": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 of .*a\.jsonl is no row of an evaluation"):
         generate_rows(model, prompts, **settings)

@@ -12,6 +12,7 @@ from diffvision.data.made.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
 from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.needle import needle, needle_samples
+from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.recall_errors import ANSWERS, answers, classify, recall_errors
 from diffvision.models import language
 from diffvision.opening import Model
@@ -55,6 +56,8 @@ def answering(copier, words):
         (" 4", "malformed"),
         (" 423;", "malformed"),
         (" 42nd", "malformed"),
+        (" 42,500", "malformed"),
+        (" 042", "malformed"),
         (" Rome 42;", "malformed"),
         ("", "malformed"),
     ],
@@ -113,3 +116,13 @@ def test_lookback_ratios_are_of_the_tokens_that_were_written(words):
     rows = range(asked - 1 - sample.question, asked - 1 - sample.question + len(new))
     values = [ratio[head, row].item() for ratio in ratios.values() for head in range(len(ratio)) for row in rows]
     assert metrics[f"ratio/{answer}"] == pytest.approx(sum(values) / len(values), abs=1e-6)
+
+
+def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(answering, words, monkeypatch):
+    from diffvision.evaluation.language import recall_errors as module
+
+    with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value once"):
+        LanguageOptions(facts=(4, 4))
+    monkeypatch.setattr(module, "answers", lambda *_: pytest.fail("a model was asked"))
+    with pytest.raises(ValueError, match="too short for 40 needles"):
+        recall_errors(answering(), facts=(1, 40), lengths=(64,), samples=1, form="synthetic")

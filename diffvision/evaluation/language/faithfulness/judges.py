@@ -15,7 +15,7 @@ from diffvision.data.shards.remote import Patience
 from diffvision.evaluation.cache import model_digest
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.faithfulness.rows import Row
-from diffvision.evaluation.language.faithfulness.rules import Judgement, contains, grounded
+from diffvision.evaluation.language.faithfulness.rules import Judgement, contains, grounded, normalised
 from diffvision.evaluation.language.faithfulness.server import SYSTEM, ChatServer, NoReply
 from diffvision.evaluation.language.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
 from diffvision.evaluation.language.generations import continued
@@ -98,7 +98,8 @@ class Entailment:
     def _chunks(self, document: str) -> list[str]:
         ids = self.tokenizer.encode(document, add_special_tokens=False)
         size = min(CHUNK, 3 * self.limit // 4)
-        starts = range(0, max(1, len(ids) - OVERLAP), size - min(OVERLAP, size // 2))
+        overlap = min(OVERLAP, size // 2)
+        starts = range(0, max(1, len(ids) - overlap), size - overlap)
         return [self.tokenizer.decode(ids[start : start + size]) for start in starts]
 
     def _entailed(self, premise: str, hypothesis: str) -> float:
@@ -164,8 +165,14 @@ class InProcess:
         tokenizer = self.model.tokenizer
         chat: Any = getattr(tokenizer, "tokenizer", None)
         if getattr(chat, "chat_template", None):
+            from jinja2 import TemplateError
+
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-            return list(chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            settings: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
+            try:
+                return list(chat.apply_chat_template(messages, **settings))
+            except TemplateError:  # as some have no role of a system
+                return list(chat.apply_chat_template(messages[1:], **settings))
         return [*start_tokens(tokenizer), *tokenizer.encode(prompt)]
 
 
@@ -219,9 +226,12 @@ def open_judges(options: JudgeOptions, rows: Sequence[Row], device: str, replies
     for name in options.names:
         if name not in JUDGES:
             raise ValueError(f"judge.by has {name!r}: choose among {', '.join(JUDGES)}")
-    if "contains" in options.names and (bare := next((row for row in rows if not row.answers), None)):
+    if "contains" in options.names and (
+        bare := next((row for row in rows if not any(map(normalised, row.answers))), None)
+    ):
         raise ValueError(
-            f"row {bare.id!r} has no answers, which the judge contains looks for: give some, or take another judge"
+            f"row {bare.id!r} has no answers that the judge contains can look for (articles and marks do not count): "
+            "give some, or take another judge"
         )
     return [JUDGES[name](options, device, replies) for name in options.names]
 

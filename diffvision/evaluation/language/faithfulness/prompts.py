@@ -33,7 +33,7 @@ def read_templates(path: str | Path) -> dict[str, str]:
         FileNotFoundError; ValueError: no such object, or a text without {context}.
     """
     try:
-        templates = json.loads(Path(path).read_text(encoding="utf-8"))
+        templates = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"prompts is {path}, which is not JSON ({error})") from error
     if not isinstance(templates, dict) or not all(
@@ -56,9 +56,11 @@ def fit_prompt(
         templates: by dataset or kind; `TEMPLATES` has those that are missing.
 
     Raises:
-        ValueError: there is no room for the prompt without its document.
+        ValueError: there is no room for the prompt without its document; a template that leaves a question out.
     """
     template = templates.get(row.dataset or "") or templates.get(row.kind) or TEMPLATES[row.kind]
+    if row.question and "{input}" not in template:
+        raise ValueError(f"row {row.id!r} has a question, and its prompt has no {{input}}: write where it stands in it")
 
     def tokens_of(document: str) -> list[int]:
         filled = {"context": document, "input": row.question or ""}

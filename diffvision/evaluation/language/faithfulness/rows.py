@@ -61,7 +61,10 @@ def read_rows(sources: Sequence[str | Path], *, count: int | None = None, seed: 
     seen: set[str] = set()
     for row in rows:
         if row.id in seen:
-            raise ValueError(f"two rows of the data have the id {row.id!r}: give each another")
+            raise ValueError(
+                f"two rows of the data have the id {row.id!r}: give each another (one without has its "
+                "file's name and its line)"
+            )
         seen.add(row.id)
     if count is None or count >= len(rows):
         return rows
@@ -103,7 +106,7 @@ def _ours(record: Mapping[str, Any], id: str) -> Row:
     if kind not in ("summary", "qa"):
         raise ValueError(f"task is {kind!r}: write summary or qa")
     answers = tuple(_text({"answers": each}, "answers") for each in _list(record, "answers"))
-    question = _text(record, "question") if kind == "qa" else None
+    question = _question(record) if kind == "qa" else None
     reference = None if record.get("reference") is None else _text(record, "reference")
     return Row(_id(record, "id", id), kind, _text(record, "document"), question, answers, reference)
 
@@ -123,13 +126,15 @@ def _lookback_question(record: Mapping[str, Any], id: str) -> Row:
     """Return a question of Lookback Lens: a passage with the answer between two without, as its code takes them."""
     passages = {True: [], False: []}  # type: dict[bool, list[str]]
     for passage in _list(record, "ctxs"):
+        if not isinstance(passage, dict) or "hasanswer" not in passage:
+            raise ValueError(f"ctxs has {passage!r:.80}: write passages with text and hasanswer")
         passages[bool(passage["hasanswer"])].append(_text(passage, "text"))
     if not passages[True] or len(passages[False]) < 2:
         raise ValueError(
             f"ctxs has {len(passages[True])} passages with the answer and {len(passages[False])} without: one and two "
             "are needed; leave the line out"
         )
-    question = _text(record, "question")
+    question = _question(record)
     question = question[:1].upper() + question[1:] + ("" if question.endswith("?") else "?")
     answers = tuple(_text({"answers": each}, "answers") for each in _list(record, "answers"))
     document = "\n".join([passages[False][0], passages[True][0], passages[False][1]])
@@ -154,6 +159,13 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     if not isinstance(record.get(name), str):
         raise ValueError(f"{name} is {record.get(name)!r:.80}: write a text")
     return record[name]
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    question = _text(record, "question")
+    if not question.strip():
+        raise ValueError("question is empty: write one")
+    return question
 
 
 def _list(record: Mapping[str, Any], name: str) -> list[Any]:

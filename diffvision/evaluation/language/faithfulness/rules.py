@@ -17,9 +17,11 @@ class Judgement(NamedTuple):
     spans: tuple[str, ...] = ()  # of the output, that the judge finds unfaithful
 
 
-_WORD = re.compile(r"\d+(?:[.,]\d+)*(?!\w)|\w+")
-_NUMBER = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*(?!\w)")
-_CAPITALISED = re.compile(r"[A-Z][\w'’-]*(?: [A-Z][\w'’-]*)*")
+_DIGITS = r"\d+(?:,\d{3}(?!\d))*(?:\.\d+)*(?!\w)"  # a comma stands between thousands, or between two numbers
+_WORD = re.compile(rf"{_DIGITS}|\w+")
+_NUMBER = re.compile(rf"(?<!\w){_DIGITS}")
+_CAPITAL = "[" + "".join(filter(str.isupper, map(chr, range(0x530)))) + "]"  # Latin, Greek, Cyrillic
+_CAPITALISED = re.compile(rf"(?<!\w)(?!I\b){_CAPITAL}[\w'’-]*(?: (?!I\b){_CAPITAL}[\w'’-]*)*")
 _SENTENCE = re.compile(r"(?:^|[.!?:]\s+|\n\s*|[\"“(*-]\s*)$")
 
 

@@ -6,9 +6,11 @@ Only the standard library: any client of such a server would do, and none is a d
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +57,18 @@ class ChatServer:
     asked: int = 0
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"judge.url is {self.url!r}: give a URL that begins with http:// or https://")
+        if not _is_url(self.url):
+            raise ValueError(
+                f"judge.url is {self.url!r}: give a URL that begins with http:// or https://, such as "
+                "http://localhost:8000/v1"
+            )
+        if self.key is not None:
+            self.key = self.key.strip()
+            # The key itself must not be in a message, not even in that of the library that refuses it.
+            if not (self.key.isascii() and self.key.isprintable()):
+                raise ValueError(
+                    "the judge's key has characters that a key cannot have: see to the variable judge.key_env"
+                )
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def reply(self, prompt: str, about: str) -> str:
@@ -77,7 +89,10 @@ class ChatServer:
             else self.replies / f"{hashlib.sha256(self.url.encode() + body).hexdigest()}.json"
         )
         if kept is not None and kept.exists():
-            return json.loads(kept.read_text(encoding="utf-8"))["reply"]
+            try:
+                return json.loads(kept.read_bytes())["reply"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{kept} is no reply that was kept ({error}): remove it") from error
         text = self._asked(body, about)
         if kept is not None:
             write_bytes(kept, json.dumps({"model": self.model, "reply": text}).encode())
@@ -90,15 +105,15 @@ class ChatServer:
             try:
                 return self._answer(body)
             except urllib.error.HTTPError as error:
-                failure = f"HTTP {error.code}: {_excerpt(error.read(2000))}"
+                failure = f"HTTP {error.code}: {_read(error)}"
                 wanted = _seconds(error.headers.get("Retry-After"))
                 if error.code not in _AGAIN and error.code < 500:
                     raise NoReply(
                         f"the judge {self.model} at {self.url} refuses {about} ({failure}): see to judge.url, "
                         f"judge.llm and the key, or leave the row out; {_KEPT}"
                     ) from None
-            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-                failure = str(error) or type(error).__name__
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                failure = str(error).strip() or type(error).__name__
         raise NoReply(
             f"the judge {self.model} at {self.url} did not answer about {about} in {self.patience.tries} tries "
             f"({failure}): start the same command again when it does; {_KEPT}"
@@ -121,9 +136,26 @@ class ChatServer:
         return text
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        whole = bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # no number as a port
+        return False
+    return whole and parts.scheme in ("http", "https") and " " not in text and text.isprintable()
+
+
 def _seconds(retry_after: str | None) -> float:
     """Return the seconds that a server asks to wait, at most a minute; 0 for none, or a date."""
     return min(60.0, float(retry_after)) if retry_after and retry_after.isdecimal() else 0.0
+
+
+def _read(answer: urllib.error.HTTPError) -> str:
+    """Return what a failure says, or nothing where it breaks off."""
+    try:
+        return _excerpt(answer.read(2000))
+    except (OSError, http.client.HTTPException):
+        return "no text"
 
 
 def _excerpt(content: bytes) -> str:

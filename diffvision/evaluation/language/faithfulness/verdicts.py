@@ -28,7 +28,8 @@ _NAMES = {
     "qa": {"kind": "answer", "title": "Answer", "a_truth": "a question, its valid answers", "truth_name": "valid ones"},
 }
 _TRUTH_TITLE = {"summary": "Ground Truth Summary", "qa": "Ground Truth Answers (a list of valid answers)"}
-_MARK = re.compile(r"conclusion\W*:\W*([^\n]*?)(?:\*\*|\n|$)", re.IGNORECASE)
+_MARK = re.compile(r"conclusion\W*[:：]\W*([^\n]*?)(?:\*\*|\n|$)", re.IGNORECASE)
+_DENIED = re.compile(r"\b(?:not|neither|cannot|partly|partially|mostly)\b|n['’]t\b")
 _SPANS = re.compile(r"problematic spans\W*?:\W*?(\[.*?\])\s*(?:\*\*|\n|$)", re.IGNORECASE | re.DOTALL)
 
 
@@ -36,9 +37,12 @@ def read_prompt(path: str | Path) -> str:
     """Read a judge's prompt: a text with {document} and {output}, and {question} and {truth} where they are wanted.
 
     Raises:
-        FileNotFoundError; ValueError: one of the first two is missing.
+        FileNotFoundError; ValueError: one of the first two is missing; not UTF-8.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"judge.prompt is {path}, which is not UTF-8 ({error}): convert it") from error
     if missing := [name for name in ("{document}", "{output}") if name not in text]:
         raise ValueError(f"judge.prompt is {path}, which has no {missing[0]}: write where it stands in the prompt")
     return text
@@ -62,15 +66,15 @@ def verdict_of(reply: str) -> bool | None:
     """Return the verdict of a judge's reply; None if it has none, or both.
 
     It is what follows a mark "Conclusion:" up to the line's end, in whatever quotes and asterisks. A reply that repeats
-    both verdicts of the question, or denies one ("not true"), is undecided.
+    both verdicts of the question, or denies one ("not true", "partly true"), is undecided.
     """
     verdicts: set[bool] = set()
     for match in _MARK.finditer(reply):
-        words = set(re.findall(r"[a-z']+", match[1].lower()))
-        said = {"true": True, "false": False}
-        if {"not", "neither", "cannot"} & words and {"true", "false"} & words:
+        text = match[1].lower()
+        said = {word == "true" for word in re.findall(r"\b(?:true|false)\b", text)}
+        if said and _DENIED.search(text):
             return None
-        verdicts |= {said[word] for word in words & set(said)}
+        verdicts |= said
     return verdicts.pop() if len(verdicts) == 1 else None
 
 

@@ -58,6 +58,9 @@ def test_rows_are_drawn_by_the_seed(tmp_path):
         ([1], r"line 2 of .* has the fields of no object"),
         (OURS | {"id": "x", "task": "poem"}, "line 2 of .*: task is 'poem': write summary or qa"),
         (OURS | {"id": "x", "question": None}, "line 2 of .*: question is None: write a text"),
+        (OURS | {"id": "x", "question": " "}, "line 2 of .*: question is empty: write one"),
+        (QUESTION | {"ctxs": ["a"]}, "line 2 of .*: ctxs has 'a': write passages with text and hasanswer"),
+        (QUESTION | {"ctxs": [{"text": "a"}]}, "line 2 of .*: ctxs has .*: write passages with text and hasanswer"),
         (OURS | {"id": "x", "answers": "Oslo"}, "line 2 of .*: answers is 'Oslo': write a list"),
         (OURS | {"id": "x", "document": " "}, "line 2 of .* has an empty document: leave the line out"),
         (OURS | {"id": "x", "document": "\ud800"}, "line 2 of .*: text not UTF-8"),
@@ -76,6 +79,12 @@ def test_files_without_rows_are_refused(tmp_path):
     (tmp_path / "cut.jsonl").write_text('{"document": "a')
     with pytest.raises(ValueError, match=r"line 1 of .*cut\.jsonl is not JSON"):
         read_rows([tmp_path / "cut.jsonl"])
+
+
+def test_a_prompt_without_the_question_is_refused(words):
+    row = Row("r", "qa", "Ann has 5.", "How many?")
+    with pytest.raises(ValueError, match=r"row 'r' has a question, and its prompt has no \{input\}"):
+        fit_prompt(row, words, None, [0], {"qa": "{context}"})
 
 
 def test_prompts_are_whole_or_lose_the_end_or_the_middle_of_the_document(words):

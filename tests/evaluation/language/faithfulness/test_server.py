@@ -1,5 +1,6 @@
 """Replies of a server on the loopback: retried, refused, kept, and never with a key where it does not belong."""
 
+import socket
 import threading
 
 import pytest
@@ -70,6 +71,46 @@ def test_a_server_that_hangs_or_is_not_there(judging):
         ChatServer("file:///etc", "m")
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HELLO\r\n\r\n", "HELLO"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nFF\r\nab", "IncompleteRead"),
+        (b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\nFF\r\nab", "HTTP 500: no text"),
+    ],
+)
+def test_answers_that_break_off_are_asked_again(answer, message):
+    def serve(listener):
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with pytest.raises(NoReply, match=rf"about row 'a' in 2 tries \({message}"):
+            ChatServer(url, "m", None, Patience(read=5, tries=2, pause=0.01)).reply("?", "row 'a'")
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://localhost:port/v1", "http://local host/v1", "http://", "http://a/v1?b=c"])
+def test_what_is_no_url_is_refused_before_any_work(url):
+    with pytest.raises(ValueError, match=r"judge\.url is .*: give a URL that begins with http"):
+        ChatServer(url, "m")
+
+
+def test_a_key_is_in_no_message(judging):
+    server = judging(lambda prompt: "yes")
+    assert ChatServer(server.url, "m", "secret\r\n", QUICK).reply("?", "row 1") == "yes"
+    assert server.keys == ["Bearer secret"]
+    with pytest.raises(ValueError, match=r"see to the variable") as raised:
+        ChatServer(server.url, "m", "sec\nret")
+    assert "ret" not in str(raised.value)
+
+
 def test_replies_are_kept_by_request(judging, tmp_path):
     server = judging(lambda prompt: f"so {prompt}")
     for _ in range(2):
@@ -79,3 +120,7 @@ def test_replies_are_kept_by_request(judging, tmp_path):
     ChatServer(server.url, "other", None, QUICK, tmp_path).reply("a", "row")
     assert len(server.asked) == 3
     assert not any("secret" in file.read_text() for file in tmp_path.iterdir())
+    for file in tmp_path.iterdir():
+        file.write_text("{}")
+    with pytest.raises(ValueError, match=r"\.json is no reply that was kept .*: remove it"):
+        ChatServer(server.url, "m", None, QUICK, tmp_path).reply("a", "row")

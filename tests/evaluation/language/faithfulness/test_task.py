@@ -134,6 +134,8 @@ def test_entailment_is_the_least_sentence_by_its_best_chunk(home, tmp_path):
     chunks = judge._chunks(row.document)
     assert len(chunks) > 1
     assert all(len(tokenizer.encode(chunk)) <= 30 for chunk in chunks)
+    marked = [judge._chunks("ab " * count + "z") for count in range(30, 60)]
+    assert all("z" in chunks[-1] for chunks in marked)  # the end of a document is read
     ((_, judgement),) = judge.judge([(row, "It is so. Or not so.")])
     with torch.no_grad():
         scores = [
@@ -195,7 +197,7 @@ def test_bad_commands_are_one_sentence(home, settings, message, monkeypatch):
 
 
 def test_contains_needs_answers():
-    with pytest.raises(ValueError, match="row 's' has no answers, which the judge contains looks for: give some"):
+    with pytest.raises(ValueError, match=r"row 's' has no answers that the judge contains can look for .*: give some"):
         open_judges(JudgeOptions("contains"), [Row("s", "summary", "d")], "cpu")
     with pytest.raises(ValueError, match=r"judge\.tries is 0: give a number above 0"):
         JudgeOptions(tries=0)

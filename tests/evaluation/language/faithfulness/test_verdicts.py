@@ -34,11 +34,19 @@ def test_contains_looks_for_an_answer_as_squad_normalises_it(output, accurate):
         ("99 bridges", False, ("99",)),  # a part of 1999
         ("In 1997, 3.5 m. At B12", True, ()),
         ("It is 3.6 m, in the 5th year", False, ("3.6",)),
+        ("so the iBridge, at 2PM, in 3D, I think", None, ()),  # capitals inside of words, and a pronoun
+        ("by Östen Élan", False, ("Östen Élan",)),
     ],
 )
 def test_grounded_finds_invented_numbers_and_names(output, accurate, spans):
     judgement = grounded(ROW, output)
     assert (judgement.accurate, judgement.spans) == (accurate, spans)
+
+
+def test_a_comma_between_thousands_is_no_comma_between_numbers():
+    row = Row("r", "summary", "As in [1,2], of 1,999,000 people")
+    assert grounded(row, "it says 1, 2 and 1999000").accurate is True
+    assert grounded(row, "it says 12").spans == ("12",)
 
 
 def test_normalised():
@@ -57,6 +65,11 @@ def test_normalised():
         ("**Conclusion: True/False**", None),
         ("**Conclusion: Not true**", None),
         ("**Conclusion:** it cannot be decided", None),
+        ("**Conclusion: It isn't true**", None),
+        ("**Conclusion: It isn’t true**", None),
+        ("Conclusion: partially true", None),
+        ("Conclusion: 'True'", True),
+        ("Conclusion：False", False),
         ("All of it is true.", None),
         ("In conclusion, it is true", None),
         ("", None),
