@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
@@ -170,6 +171,15 @@ def _question(name: str, row: Row, where: str) -> Question:
         read = layout.read(row)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{where} has values of other types than rows of {name} have ({error})") from error
+    for name_of, value, kinds in (
+        ("question", read.text, str),
+        ("answer", read.answer, (str, int, float, NoneType)),
+        ("solution", read.solution, (str, NoneType)),
+        ("number of steps", read.steps, (int, NoneType)),
+        ("number of distractors", read.distractors, (int, NoneType)),
+    ):
+        if not isinstance(value, kinds) or isinstance(value, bool) or (name_of == "question" and not value.strip()):
+            raise ValueError(f"{where} has {value!r:.60} for its {name_of}, which rows of {name} do not: correct it")
     answer = "" if read.answer is None else str(read.answer).strip()
     if not answer or (layout.is_number and as_fraction(answer) is None):
         content = row.get("solution", row.get("answer", row.get("response", read.answer)))
@@ -197,7 +207,7 @@ def _layout(row: Row, where: str) -> str:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield where each row is, and the row."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
     if path.suffix == ".json":
