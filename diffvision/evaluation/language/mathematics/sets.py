@@ -140,9 +140,12 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file is not UTF-8, has no rows or another layout; a row lacks a key of its file's layout, or an
-            answer that can be read.
+        ValueError: a file is given twice, is not UTF-8, has no rows or another layout; a row lacks a key of its file's
+            layout, or an answer that can be read.
     """
+    paths = [Path(source).resolve() for source in sources]
+    if twice := [str(source) for source, path in zip(sources, paths, strict=True) if paths.count(path) > 1]:
+        raise ValueError(f"{twice[0]} is given twice: give each file once")
     questions: list[Question] = []
     for source in sources:
         read = list(_questions(Path(source)))

@@ -111,6 +111,12 @@ def test_a_byte_order_mark_and_line_ends_of_windows(tmp_path):
     assert [(one.text, one.answer) for one in read_questions([tmp_path / "x.jsonl"])] == [("a", "1")]
 
 
+def test_a_file_that_is_given_twice(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl is given twice: give each file once"):
+        read_questions([tmp_path / "x.jsonl", tmp_path / "." / "x.jsonl"])
+
+
 def test_what_is_no_json(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question"')
     with pytest.raises(ValueError, match=r"x.jsonl:2 is not JSON"):
