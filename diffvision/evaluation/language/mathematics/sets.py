@@ -181,7 +181,11 @@ def _question(name: str, row: Row, where: str) -> Question:
         ("number of steps", read.steps, (int, NoneType)),
         ("number of distractors", read.distractors, (int, NoneType)),
     ):
-        if not isinstance(value, kinds) or isinstance(value, bool) or (name_of == "question" and not value.strip()):
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or (name_of == "question" and not str(value).strip())
+        ):
             raise ValueError(f"{where} has {value!r:.60} for its {name_of}, which rows of {name} do not: correct it")
     answer = "" if read.answer is None else str(read.answer).strip()
     if not answer or (layout.is_number and as_fraction(answer) is None):
