@@ -210,7 +210,7 @@ def _summary(metrics: dict[str, float], methods: Sequence[str], ratios: Sequence
     for method in methods:
         for kind in kinds:
             curve = [metrics[f"{kind}/full"], *(metrics[f"{kind}/{method}/{ratio:g}"] for ratio in ratios)]
-            area = torch.trapezoid(torch.tensor(curve, dtype=torch.float64), torch.tensor([0.0, *ratios]).double())
+            area = torch.trapezoid(*torch.tensor([curve, [0.0, *ratios]], dtype=torch.float64))
             summary[f"area/{kind}/{method}"] = area.item() / ratios[-1]
         full, largest = metrics["nll/full"], 0.0
         losses = {ratio: metrics[f"nll/{method}/{ratio:g}"] for ratio in ratios}

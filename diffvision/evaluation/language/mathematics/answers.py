@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import string
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -19,22 +20,28 @@ RULES: tuple[Rule, ...] = ("boxed", "hashes", "answer is", "last number")
 
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d*)?|\.\d+"
 _LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/(?:{_NUMBER}))?")
-_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:)[\s:*]*", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer\s*(?:is|:)[\s:*]*(?:\\\[\s*|\$\$\s*)?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<![\s.])(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)\.(?:\s|$)")
 _PLAIN = re.compile(rf"([-+]?)({_NUMBER})(?:/({_NUMBER}))?")
 _FRACTION = re.compile(rf"([-+]?)(\d*)\\frac\{{([-+]?(?:{_NUMBER}))\}}\{{({_NUMBER})\}}")
 _LONGEST_NUMBER = 1000  # characters: Python refuses to read numbers of a few thousand
 _MIXED = re.compile(r"(?<!\d)([-+]?\d+) +(\d+)/(\d+)")
-# A unit is a word, not a product such as "3 a" or "3xy", nor a function.
+# Letters in the order of the alphabet are variables: "3abc", which has a vowel as words have.
+_PRODUCT = "?".join(string.ascii_lowercase) + "?"
+# A unit is a word, not a product such as "3 a" or "3xy", nor a function, nor what makes another number of it.
 _UNIT = re.compile(
     rf"((?<![\d.,])(?:{_NUMBER})\}}?) *"
-    r"(?!(?:and|or|to|if|when|where|(?:arc)?(?:sin|cos|tan|sec|csc|cot)|log|exp)(?![A-Za-z]))"
+    rf"(?!(?:(?<! ){_PRODUCT}|(?=[a-z]{{3}}(?![a-z])){_PRODUCT})(?![A-Za-z]))"
+    r"(?!(?:and|or|to|if|when|where|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?|log|exp|squared|cubed|base"
+    r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|tau|hundred|thousand|(?:m|b|tr)illion"
+    r"|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)(?![A-Za-z]))"
     r"(?:[ckm]m|[km]g|ml|ft|lbs?|oz|hrs?|mph|(?=[A-Za-z]*[aeiou])[A-Za-z]{3,})(?:[ /]+[A-Za-z]+)*(?:\^?[23])?$"
 )
 _TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}"
 _WITHOUT_MEANING = (
     (r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", ""),
-    (r"\\(?:[,;:!]| )", ""),
+    (r"(?<=\d)\\[,!](?=\d{3})|\\!", ""),
+    (r"\\(?:[,;:]| )", " "),
     (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:leq|le|leqslant)(?![a-zA-Z])", r"\\le "),
     (r"\\(?:geq|ge|geqslant)(?![a-zA-Z])", r"\\ge "),
@@ -43,7 +50,10 @@ _WITHOUT_MEANING = (
     (r"\\\(|\\\)|\\\[|\\\]|\\?\$|\\?%", ""),
     (r"(?<=\d)\{,\}(?=\d{3})", ","),
     (r"−", "-"),
+    (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),
 )
+# The name of what was asked for: x = 3, but not x = 3, y = 4.
+_NAME = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![a-zA-Z]))\s*(?=[^=]*$)")
 
 
 class Extracted(NamedTuple):
@@ -63,24 +73,32 @@ def extract(text: str, rules: tuple[Rule, ...] = RULES) -> Extracted | None:
 
 def boxed(text: str) -> str | None:
     r"""Return what the last `\boxed{}` or `\fbox{}` has in its braces, balanced, or after `\boxed` without braces."""
+    closed = _closing_braces(text)
     for match in reversed(list(re.finditer(r"\\f?boxed\s*(\{)?|\\fbox\s*(\{)", text))):
         if not (match[1] or match[2]):
-            word = re.match(r"[^\s$]+", text[match.end() :])
+            word = re.compile(r"[^\s$]+").match(text, match.end())
             return word[0] if word else None
-        depth = 1
-        for index in range(match.end(), len(text)):
-            # A brace after a backslash is part of the answer, such as a set's.
-            if text[index] in "{}" and text[index - 1] != "\\":
-                depth += 1 if text[index] == "{" else -1
-            if not depth:
-                return text[match.end() : index].strip() or None
+        if (end := closed.get(match.end() - 1)) is not None:
+            return text[match.end() : end].strip() or None
     return None
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return where each brace is closed. One after a backslash is part of an answer, such as a set's."""
+    opened: list[int] = []
+    closed: dict[int, int] = {}
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closed[opened.pop()] = brace.start()
+    return closed
 
 
 def after_hashes(text: str) -> str | None:
     """Return the rest of the line after the last `####`."""
     _, marker, rest = text.rpartition("####")
-    return (rest.strip().split("\n")[0].strip() or None) if marker else None
+    return (rest.strip().split("\n")[0].strip().strip("*").strip() or None) if marker else None
 
 
 def _after_words(text: str) -> str | None:
@@ -110,9 +128,10 @@ def normalised(answer: str) -> str:
     text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _UNIT.sub(r"\1", text)
-    # The name of what was asked for: x = 3.
-    text = re.sub(r"^[A-Za-z]\s*(?:=|\\in(?![a-zA-Z]))\s*", "", text)
-    compact = re.sub(r"\s+", "", text)
+    text = text[name.end() :] if (name := _NAME.match(text)) else text
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)
+    # Between digits a space matters, but before three of them: 12 is not 1 2.
+    compact = re.sub(r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))", "", " ".join(text.split()))
     return compact.casefold() if re.fullmatch(r"[A-Za-z ]{2,}", text) else compact
 
 
@@ -136,6 +155,9 @@ def as_fraction(answer: str) -> Fraction | None:
 
 def equal(gold: str, answer: str) -> bool:
     """Return whether two answers are equal as fractions, or as strings that are `normalised`."""
+    names = [match[1].casefold() for one in (gold, answer) if (match := _NAME.match(one.strip(" $\n")))]
+    if len(set(names)) > 1:  # the lines x = 3 and y = 3
+        return False
     fractions = as_fraction(gold), as_fraction(answer)
     if None not in fractions:
         return fractions[0] == fractions[1]

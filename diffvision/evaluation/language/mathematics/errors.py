@@ -8,8 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["correct", "distracted", "fabricated", "miscalculated", "malformed"]
 KINDS: tuple[Kind, ...] = ("correct", "distracted", "fabricated", "miscalculated", "malformed")
-_LINE = re.compile(r"\s*(?P<name>\w+): (?P<first>-?\d+) (?P<sign>[-+x]) (?P<second>-?\d+) = (?P<result>-?\d+)\s*")
-_ANSWER = re.compile(r"\s*#### (-?\d+)\s*")
+_NUMBER = r"-?\d{1,1000}"  # Python refuses to read numbers of a few thousand digits, which models do repeat
+_LINE = re.compile(
+    rf"\s*(?P<name>\w+): (?P<first>{_NUMBER}) (?P<sign>[-+x]) (?P<second>{_NUMBER}) = (?P<result>{_NUMBER})\s*"
+)
+_ANSWER = re.compile(rf"\s*#### ({_NUMBER})\s*")
 
 
 class Step(NamedTuple):

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
@@ -139,9 +140,12 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file is not UTF-8, has no rows or another layout; a row lacks a key of its file's layout, or an
-            answer that can be read.
+        ValueError: a file is given twice, is not UTF-8, has no rows or another layout; a row lacks a key of its file's
+            layout, or an answer that can be read.
     """
+    paths = [Path(source).resolve() for source in sources]
+    if twice := [str(source) for source, path in zip(sources, paths, strict=True) if paths.count(path) > 1]:
+        raise ValueError(f"{twice[0]} is given twice: give each file once")
     questions: list[Question] = []
     for source in sources:
         read = list(_questions(Path(source)))
@@ -170,6 +174,19 @@ def _question(name: str, row: Row, where: str) -> Question:
         read = layout.read(row)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{where} has values of other types than rows of {name} have ({error})") from error
+    for name_of, value, kinds in (
+        ("question", read.text, str),
+        ("answer", read.answer, (str, int, float, NoneType)),
+        ("solution", read.solution, (str, NoneType)),
+        ("number of steps", read.steps, (int, NoneType)),
+        ("number of distractors", read.distractors, (int, NoneType)),
+    ):
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or (name_of == "question" and not str(value).strip())
+        ):
+            raise ValueError(f"{where} has {value!r:.60} for its {name_of}, which rows of {name} do not: correct it")
     answer = "" if read.answer is None else str(read.answer).strip()
     if not answer or (layout.is_number and as_fraction(answer) is None):
         content = row.get("solution", row.get("answer", row.get("response", read.answer)))
@@ -197,7 +214,7 @@ def _layout(row: Row, where: str) -> str:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield where each row is, and the row."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
     if path.suffix == ".json":

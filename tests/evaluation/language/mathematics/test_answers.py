@@ -19,6 +19,8 @@ from diffvision.evaluation.language.mathematics.answers import as_fraction, equa
         ("**Answer:** Mrs. Hilt", "Mrs. Hilt", "answer is"),
         ("He pays 3-2=1 and then 1,200.50.", "1,200.50", "last number"),
         ("It is -3/4", "-3/4", "last number"),
+        ("The answer is:\n\\[\n5\n\\]", "5", "answer is"),
+        ("**#### 5**", "5", "hashes"),
         ("I do not know.", None, None),
         ("", None, None),
     ],
@@ -80,12 +82,31 @@ def test_numbers(answer, value):
         ("Yes", "yes.", True),
         ("A", "a", False),
         (r"\text{Monday}", "monday", True),
+        ("y^{2}", "y^2", True),
+        ("(B)", "B", True),
+        (r"10,\!000", "10 000", True),
+        # Another number, product or line, for all that looks like a unit, a space or a name.
+        ("12", "1 2", False),
+        ("56", r"5\text{ }6", False),
+        ("5", "5 million", False),
+        ("2", "2 thirds", False),
+        ("2", "2 theta", False),
+        ("2", "2 squared", False),
+        ("6abc", "6", False),
+        ("30abc^2", "30abc^3", False),
+        ("y=3", "x=3", False),
+        ("3,y=4", "x=3,y=4", False),
         # Equal only for one who computes.
         ("$10-4 n$", "-4n+10", False),
     ],
 )
 def test_equality(gold, answer, right):
     assert equal(gold, answer) is right
+
+
+def test_boxes_that_a_model_repeats_without_end_are_read_in_linear_time():
+    assert extract("x = 7 " + r"\boxed{" * 30_000) == ("7", "last number")
+    assert extract(r"\boxed{" * 30_000 + "8}").text == "8"
 
 
 @pytest.mark.skipif(not has_math_verify(), reason="needs math-verify")

@@ -32,6 +32,8 @@ RIGHT = "Taba: 14 + 3 = 17\nSeno: 17 x 2 = 34\n#### 34"
         ("Taba: 14 + 3 = 17\nSeno: 17 x 2 = 34", "malformed", 3),
         ("Taba has 17 pears.\n#### 17", "malformed", 1),
         ("", "malformed", 1),
+        # More digits than Python reads as a number.
+        ("Taba: 14 + 3 = " + "7" * 5000 + "\n#### " + "7" * 5000, "malformed", 1),
     ],
 )
 def test_the_first_wrong_step_decides(written, kind, first_wrong):

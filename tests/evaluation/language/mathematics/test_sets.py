@@ -93,6 +93,9 @@ def test_a_list_and_an_object_of_rows(tmp_path):
          "x.jsonl:2 has no answer, as the rows of questions have"),
         ([{"text": "a"}], "x.jsonl:1 has the keys text, which no layout has. The layouts are arithmetic: answer,"),
         ([{"problem": "a", "solution": 3}], "x.jsonl:1 has values of other types than rows of math have"),
+        ([{"question": ["a"], "answer": "1"}], r"x.jsonl:1 has \['a'\] for its question"),
+        ([{"question": "a", "answer": ["1"]}], r"x.jsonl:1 has \['1'\] for its answer"),
+        ([{"content": "a", "answer": "1", "steps": ["b"]}], r"x.jsonl:1 has \['b'\] for its solution"),
         ([3], "x.jsonl:1 is 3, no object"),
         ([], "x.jsonl has no rows"),
     ],
@@ -101,6 +104,17 @@ def test_what_cannot_be_read_is_named(rows, message, tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=message):
         read_questions([tmp_path / "x.jsonl"])
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "a", "answer": "1"}\r\n')
+    assert [(one.text, one.answer) for one in read_questions([tmp_path / "x.jsonl"])] == [("a", "1")]
+
+
+def test_a_file_that_is_given_twice(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl is given twice: give each file once"):
+        read_questions([tmp_path / "x.jsonl", tmp_path / "." / "x.jsonl"])
 
 
 def test_what_is_no_json(tmp_path):
