@@ -140,8 +140,9 @@ def emoji(tmp_path):
 @pytest.fixture
 def fashion(tmp_path):
     """Pictures of random pixels."""
-    images, labels = torch.randint(0, 256, (256, 28, 28), dtype=torch.uint8), torch.arange(256) % 10
-    torch.save(dict.fromkeys(("train", "validation", "test"), (images, labels)), tmp_path / "fashion.pt")
+    images, labels = torch.randint(0, 256, (128, 28, 28), dtype=torch.uint8), torch.arange(128) % 10
+    few = images[:20], labels[:20]
+    torch.save({"train": (images, labels), "validation": few, "test": few}, tmp_path / "fashion.pt")
     return tmp_path / "fashion.pt"
 
 
