@@ -239,7 +239,7 @@ class RunState(pl.Callback):
                 f"{origin}: {len(run['random'])} processes trained it and here are {trainer.world_size}: every sample "
                 "comes as it would have, random numbers (dropout) do not"
             )
-        if "settings" in run and (lines := list(_changed(run["settings"], self._described(trainer)))):
+        if "settings" in run and (lines := list(changed(run["settings"], self._described(trainer)))):
             rank_zero_warn(f"{origin}: it continues with other settings than before: {few(lines, limit=NAMED)}")
 
     def _described(self, trainer: pl.Trainer) -> dict[str, str]:
@@ -265,17 +265,22 @@ def flattened(settings: Any, name: str = "") -> dict[str, str]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
+def changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
     """Describe each setting that is not the same as when the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")
-        if _short(before) != _short(now):
+        if _comparable(before) != _comparable(now):
             yield f"{name} {now} (was {before})"
 
 
-def _short(value: str) -> str:
-    """Return a setting with our classes by their names alone: the module before them may be written in several ways."""
-    return re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
+def _comparable(value: str) -> str:
+    """Return a setting with our classes by their names alone, and a whole number without its decimals.
+
+    The module before a class may be written in several ways, and whether jsonargparse reads 3 as an integer or as a
+    float follows from what else was imported. 1.0 stays, for Lightning takes it as a share where 1 is a number.
+    """
+    value = re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
+    return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
 
 
 def _resume_callbacks(trainer: pl.Trainer) -> None:

@@ -15,7 +15,7 @@ from diffvision.training.durable import run_state
 from diffvision.training.durable.checkpoints import newest_valid, verify
 from diffvision.training.durable.random_state import captured, put_back
 from diffvision.training.durable.resume import compare
-from diffvision.training.durable.run_state import RunState, flattened
+from diffvision.training.durable.run_state import RunState, changed, flattened
 from diffvision.training.ema import EMA
 from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import Cut, Outcome, Setting, once, quietly
@@ -149,6 +149,8 @@ def test_a_warning_names_what_differs(root, kept, tmp_path):
 def test_settings_that_make_no_difference_are_not_compared():
     settings = {"model": {"lr": 0.1, "sizes": [1]}, "resume": "auto", "trainer": {"logger": {"x": 1}, "max_steps": 3}}
     assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
+    before, now = {"batches": "3", "share": "1"}, {"batches": "3.0", "share": "1.0"}
+    assert list(changed(before, now)) == ["share 1.0 (was 1)"]
 
 
 def test_generators_continue_where_they_were(tmp_path):
