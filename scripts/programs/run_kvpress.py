@@ -3,7 +3,7 @@
     python -m venv kv && kv/bin/pip install . kvpress==0.5.5 "transformers>=5.0,<5.3"
     kv/bin/python scripts/programs/run_kvpress.py [MODEL]    # a minute on one CPU core
 
-kvpress wants a transformers that is older than what is tested here: an environment of its own. MODEL is the folder of a
+kvpress wants a transformers that is older than what is tested here: a separate environment. MODEL is the folder of a
 plain language model of ours; without it, weights are random, and two query heads read a key/value head. Prints a table;
 exit status 1 if anything in it failed.
 """

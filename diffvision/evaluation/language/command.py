@@ -60,12 +60,14 @@ def run(
     from diffvision.evaluation.language.faithfulness.judges import open_judges
     from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.language.table import show
-    from diffvision.evaluation.language.tasks import synthetic_mappings
+    from diffvision.evaluation.language.tasks import low_bit_settings, synthetic_mappings
     from diffvision.evaluation.output import check_folder, listed
     from diffvision.opening import check_spec, labelled, open_model
 
     names = list(dict.fromkeys(listed(tasks)))
     suite.check(names, has_data=data is not None)
+    if "low_bit" in names:
+        low_bit_settings(options)
     if output is not None:
         check_folder(output)
     if cache is not None:

@@ -161,11 +161,6 @@ class LanguageOptions:
             from diffvision.data.text.documents import TextMember  # imports PyTorch, which the defaults do not need
 
             TextMember(self.text_key)
-        if self.schemes is not None or self.recent < 0:
-            from diffvision.evaluation.language import low_bit
-
-            low_bit.check_schemes(self.schemes or ())
-            low_bit.Settings(recent=self.recent)
         Limits(self.max_bad_fraction)
 
 

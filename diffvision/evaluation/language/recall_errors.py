@@ -85,7 +85,7 @@ def classify(output: str, value: int, context: str, form: Form) -> Answer:
         output: what the model wrote after the city's name.
         value: the right number.
         context: the text with all facts.
-        form: how numbers are written: one outside of its range, or that goes on ("12a", "12,5"), is malformed.
+        form: how numbers are written: one outside of its range, or with more behind it ("12a", "12,5"), is malformed.
 
     Returns:
         "correct"; "distracted", if it is another number of the context; "fabricated", if the number is nowhere in it;

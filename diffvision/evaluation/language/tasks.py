@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.task import faithfulness
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.lookback import lookback
-from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings, check_schemes, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.mathematics.sets import Question, read_questions
 from diffvision.evaluation.language.mathematics.task import Prompting, mathematics
@@ -98,6 +99,18 @@ class Work:
             form, haystack=sentences_of("\n".join(read_texts([self.options.haystack], reading_of(self.options))))
         )
 
+    @property
+    def contexts(self) -> dict[str, Any]:
+        """What all evaluations on contexts with needles or facts are called with."""
+        options = self.options
+        return {
+            "depths": options.depths,
+            "samples": options.samples,
+            "form": self.form,
+            "seed": options.seed,
+            "progress": self.progress,
+        }
+
 
 class LanguageEvaluation(NamedTuple):
     """One evaluation in the table `LANGUAGE_EVALUATIONS`."""
@@ -156,14 +169,10 @@ def _needle(work: Work) -> dict[str, float]:
             work.model.module,
             work.model.tokenizer,
             lengths=work.lengths,
-            depths=work.options.depths,
             needles=needles,
             queries=queries,
-            samples=work.options.samples,
-            form=work.form,
-            seed=work.options.seed,
             batch_size=work.options.batch_size,
-            progress=work.progress,
+            **work.contexts,
         )
         metrics |= {f"{pair}/{metric}": value for metric, value in accuracy.items()}
     return metrics
@@ -174,12 +183,8 @@ def _recall_errors(work: Work) -> dict[str, PerSample]:
         work.model,
         facts=work.options.facts,
         lengths=work.lengths,
-        depths=work.options.depths,
-        samples=work.options.samples,
-        form=work.form,
-        seed=work.options.seed,
         batch_size=work.options.batch_size,
-        progress=work.progress,
+        **work.contexts,
     )
 
 
@@ -188,12 +193,8 @@ def _lookback(work: Work) -> dict[str, float]:
         work.model,
         facts=work.options.facts,
         length=min(work.lengths),
-        depths=work.options.depths,
-        samples=work.options.samples,
-        form=work.form,
-        seed=work.options.seed,
         batch_size=work.options.batch_size,
-        progress=work.progress,
+        **work.contexts,
     )
 
 
@@ -238,13 +239,9 @@ def _attention_mass(work: Work) -> dict[str, float]:
         work.model.module,
         work.model.tokenizer,
         length=min(work.lengths),
-        depths=work.options.depths,
         needles=needles,
         queries=queries,
-        samples=work.options.samples,
-        form=work.form,
-        seed=work.options.seed,
-        progress=work.progress,
+        **work.contexts,
     )
 
 
@@ -286,7 +283,7 @@ def _needle_accuracy(work: Work) -> dict[str, Callable[[Any], float]] | None:
     def accuracy(model: Any) -> float:
         options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
         metrics = _needle(dataclasses.replace(work, options=options, progress=unseen))
-        return _mean([value for key, value in metrics.items() if key.endswith("/accuracy")])
+        return statistics.fmean([value for key, value in metrics.items() if key.endswith("/accuracy")])
 
     return {"needle_accuracy": accuracy}
 
@@ -303,12 +300,18 @@ def _quantization(work: Work) -> dict[str, float]:
     )
 
 
+def low_bit_settings(options: LanguageOptions) -> Settings:
+    """Return the settings of low_bit; ValueError for an unknown scheme or a negative number of tokens."""
+    check_schemes(options.schemes or ())
+    return Settings(options.granularity, options.recent)
+
+
 def _low_bit(work: Work) -> dict[str, float]:
     return low_bit(
         work.model.module,
         rows_of(work.documents, work.window),
         schemes=work.options.schemes or tuple(SCHEMES),
-        settings=Settings(work.options.granularity, work.options.recent),
+        settings=low_bit_settings(work.options),
         also=_needle_accuracy(work),
         batch_size=work.options.batch_size,
         progress=work.progress,
@@ -373,6 +376,7 @@ LANGUAGE_EVALUATIONS = {
 
 
 def reading_of(options: LanguageOptions) -> Reading:
+    """Return how files of text are read."""
     return Reading(options.text_key, Limits(options.max_bad_fraction))
 
 
@@ -384,7 +388,3 @@ def model_identity(model: Model) -> dict[str, Any]:
         "tokenizer": None if tokenizer is None else [tokenizer.vocab_size, tokenizer.encode(PROBE)],
         "max_length": model.max_length,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

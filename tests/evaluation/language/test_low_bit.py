@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import Call, captured
+from diffvision.evaluation.language.command import run
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
     Settings,
@@ -148,7 +149,7 @@ def test_dint_has_no_cache_to_round(tiny_of):
 )
 def test_settings_are_refused_before_a_model_is_opened(settings, message):
     with pytest.raises(ValueError, match=message):
-        LanguageOptions(**settings)
+        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(**settings))
 
 
 # loading on a common part, bias -> errors of a plain and of a differential head under qk_int8, qk_int8_smooth, logits_4

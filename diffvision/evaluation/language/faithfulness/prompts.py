@@ -16,7 +16,7 @@ from diffvision.evaluation.language.faithfulness.rows import Kind, Row
 from diffvision.evaluation.language.generations import Prompt
 
 STOPS = ("#Document#:", "#Question#:", "#Article#:", "Q:", "\\end{code}")
-"""What ends an output, as in Lookback Lens: a base model goes on with another example."""
+"""What ends an output, as in Lookback Lens: a base model continues with another example."""
 TEMPLATES: dict[Kind, str] = {
     "summary": ("Generate a summary based on the information in the document.\n\n#Document#: {context}\n#Summary#:"),
     "qa": (
