@@ -33,6 +33,7 @@ COMMANDS = {
     ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "match": Command("diffvision.models.matching", "match", "heads and MLP of V1, V2 and grouped for a Transformer"),
+    "tune": Command("diffvision.tuning.command", "tune", "find the fastest attention backends of this machine"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
@@ -58,7 +59,7 @@ COMMANDS = {
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
     "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
-TABLES = ("models", "match", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
+TABLES = ("models", "match", "tune", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
 JSON = "--json"
@@ -156,7 +157,7 @@ def _command(name: str, args: list[str]) -> Any:
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
     """Join several leading models into one argument, a list; raise a ValueError for a model after `--model`."""
     first = next(iter(inspect.signature(command).parameters.values()), None)
-    if first is not None and first.name in ("model", "models"):
+    if first is not None and first.name in ("model", "models") and first.kind is not first.KEYWORD_ONLY:
         if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
             raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
         count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))

@@ -50,8 +50,8 @@ def names() -> dict[str, list[str]]:
     return {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
 
 
-def counted(host: str, name: str) -> int:
-    """Return the number of parameters of a model, built on the meta device."""
+def built(host: str, name: str) -> Any:
+    """Return a model of a host's table on the meta device, where it takes no memory."""
     import open_clip
     import timm
     import torch
@@ -60,12 +60,15 @@ def counted(host: str, name: str) -> int:
 
     with torch.device("meta"), _quiet():
         if host == "timm":
-            model: Any = timm.create_model(name)
-        elif host == "OpenCLIP":
-            model = open_clip.create_model(name, device="meta")
-        else:
-            model = language.create(name)
-    return sum(parameter.numel() for parameter in model.parameters())
+            return timm.create_model(name)
+        if host == "OpenCLIP":
+            return open_clip.create_model(name, device="meta")
+        return language.create(name)
+
+
+def counted(host: str, name: str) -> int:
+    """Return the number of parameters of a model."""
+    return sum(parameter.numel() for parameter in built(host, name).parameters())
 
 
 def write() -> None:

@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmark import Way
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import BACKENDS, supported_backends
+from diffvision.ops.attention import BACKENDS, Problem, supported_backends
 from diffvision.ops.attention.problem import describe
+from diffvision.tuning.inputs import Inputs
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -76,26 +77,22 @@ class Shape(NamedTuple):
         return f"{self.batch} x {heads} x {length} x {self.head_dim}{' causal' if self.causal else ''}"
 
 
-class Inputs(NamedTuple):
-    """q, k, v and lambda as `diff_attention` takes them, with the strides that a layer's projections give them."""
-
-    q: Tensor  # [B, H, 2, M, D], from [B, M, H, 2, D]
-    k: Tensor  # [B, Hk, 2 or 1, N, D]
-    v: Tensor  # [B, Hk, N, V]
-    lam: Tensor  # V1: [1]; V2: [B, H, M, 1]; float32
-
-    @classmethod
-    def of(cls, shape: Shape, device: str, dtype: torch.dtype, grad: bool) -> "Inputs":
-        b, h, kv, d = shape.batch, shape.heads, shape.kv_heads, shape.head_dim
-        made = partial(torch.randn, device=device, dtype=dtype)
-        q = made(b, shape.queries, h, 2, d).permute(0, 2, 3, 1, 4)
-        k = made(b, shape.keys, kv, 2 if shape.variant == "v1" else 1, d).permute(0, 2, 3, 1, 4)
-        v = made(b, shape.keys, kv, shape.value_dim).transpose(1, 2)
-        if shape.variant == "v1":
-            lam = torch.full((1,), 0.5, device=device)
-        else:
-            lam = torch.rand(b, shape.queries, h, device=device).transpose(1, 2).unsqueeze(-1)
-        return cls(*(t.requires_grad_(grad) for t in (q, k, v, lam)))
+def inputs_of(shape: Shape, device: str, dtype: torch.dtype, grad: bool) -> Inputs:
+    """Return random inputs of a shape."""
+    problem = Problem(
+        batch=shape.batch,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        queries=shape.queries,
+        keys=shape.keys,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        shared_keys=shape.variant == "v2",
+        dtype=dtype,
+        device=device,
+        grad=grad,
+    )
+    return Inputs.random(problem, torch.Generator().manual_seed(0))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -236,7 +233,7 @@ def by_kernel(group: str, role: str, call: Callable[[], Any], device: str) -> li
 
 def operation_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -> list[Way]:
     """Return all ways to compute the operation at a shape, plain attention first, `auto` last."""
-    inputs = Inputs.of(shape, device, dtype, backward)
+    inputs = inputs_of(shape, device, dtype, backward)
     # One query attends to the whole cache.
     causal = shape.causal and shape.queries > 1
 

@@ -11,11 +11,9 @@ it is timed, so that nothing is compiled or chosen while the clock runs.
 import argparse
 import json
 import math
-import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -193,34 +191,6 @@ def fastest(results: dict[str, dict[str, Any]], group: str | None = None, role: 
         if "median_ms" in result and group in (None, result["group"]) and role in (None, result["role"])
     ]
     return min(timed, key=lambda result: result["median_ms"], default=None)
-
-
-def peak_memory(call: Callable[[], Any], device: str) -> int:
-    """Return the peak bytes that a call holds beyond what was held before it.
-
-    Exact for what goes through torch's allocator: on CUDA its result counter, elsewhere the running sum over the
-    allocations and frees in the profiler's record. What a library allocates for itself is not in it.
-    """
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    # It would complain of the absent GPU.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    with tempfile.TemporaryDirectory() as scratch:
-        trace = Path(scratch) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
 
 
 def matrix_product(device: str, dtype: torch.dtype) -> tuple[Way, float]:

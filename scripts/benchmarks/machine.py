@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from diffvision.ops.attention.tuned import device_name
+
 PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", "flash-attn", "numpy")
 
 
@@ -52,22 +54,13 @@ def command(given: list[str]) -> str:
 def hardware(device: str) -> dict[str, Any]:
     import torch
 
-    machine: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine: dict[str, Any] = {"cpu": device_name("cpu"), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(0)
         machine |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
         machine["capability"] = f"{properties.major}.{properties.minor}"
         machine["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return machine
-
-
-def cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str:

@@ -22,7 +22,7 @@ import bench_step
 import benchmark
 import int8_cache
 import machine
-from attention_ways import Inputs, Shape
+from attention_ways import Shape, inputs_of
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
@@ -142,7 +142,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_every_formulation_computes_the_same(shape):
-    inputs = Inputs.of(shape, "cpu", torch.float64, grad=False)
+    inputs = inputs_of(shape, "cpu", torch.float64, grad=False)
     causal = shape.causal and shape.queries > 1
     expected = attention_ways.ours(*inputs, causal=causal, backend="eager")
     swapped = inputs._replace(q=attention_ways.half_split(inputs.q), k=attention_ways.half_split(inputs.k))

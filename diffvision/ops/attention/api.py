@@ -112,7 +112,9 @@ def diff_attention_varlen(
     if max_seqlen_k is None:
         max_seqlen_k = int(cu_seqlens_k.diff().max()) if len(cu_seqlens) > 1 else 0
     problem = describe(*packed, lam, causal=causal, mask=None, dropout=0.0)
-    module = choose(backend, problem._replace(queries=max_seqlen, keys=max_seqlen_k))
+    sequences = len(cu_seqlens) - 1
+    problem = problem._replace(batch=sequences, queries=max_seqlen, keys=max_seqlen_k, packed=True)
+    module = choose(backend, problem)
     if hasattr(module, "diff_attention_varlen"):
         lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
         return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)

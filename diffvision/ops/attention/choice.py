@@ -1,4 +1,4 @@
-"""The table of backends, and the choice of `backend="auto"`: the fastest measured for device, dtype and shape."""
+"""The table of backends, and the choice of `backend="auto"`: what was measured on this machine, else a rule."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, single, triton
+from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, single, triton, tuned
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -26,6 +26,7 @@ BACKENDS: dict[str, ModuleType] = {
 EAGER_MAX_KEYS_CPU = 80
 
 _preferred = "auto"
+_seen: list[Problem] | None = None
 
 
 @contextmanager
@@ -47,6 +48,17 @@ def attention_backend(name: str) -> Iterator[None]:
         _preferred = before
 
 
+@contextmanager
+def problems_seen() -> Iterator[list[Problem]]:
+    """Yield the list of all calls in the context, in their order; it holds for the process."""
+    global _seen
+    before, _seen = _seen, []
+    try:
+        yield _seen
+    finally:
+        _seen = before
+
+
 def choose(backend: str, problem: Problem) -> ModuleType:
     """Return the module of a backend by name; "auto" is the one of `attention_backend`, or else the fastest.
 
@@ -54,9 +66,11 @@ def choose(backend: str, problem: Problem) -> ModuleType:
         ValueError: the name is unknown, or the backend of that name cannot take the call.
     """
     _known(backend)
+    if _seen is not None:
+        _seen.append(problem)
     name = _preferred if backend == "auto" else backend
     if name == "auto":
-        return BACKENDS[_fastest(problem)[0]]
+        return BACKENDS[_fastest(problem)]
     if (reason := BACKENDS[name].limit(problem)) is not None:
         raise ValueError(f"backend {name!r} cannot take this call: {reason}; use another, or backend='auto'")
     return BACKENDS[name]
@@ -68,19 +82,53 @@ def supported_backends(problem: Problem) -> dict[str, str]:
     Returns:
         backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
     """
-    chosen, why = _fastest(problem)
+    chosen = _fastest(problem)
+    why = _why(problem, chosen)
+    tuning = tuned.tuning_of(problem.device)
+    excluded = {} if tuning is None else tuning.excluded
     reasons = {chosen: f"chosen: {why}"}
     for name, module in BACKENDS.items():
-        if name != chosen:
-            reason = module.limit(problem)
-            reasons[name] = f"cannot: {reason}" if reason else f"passed over: {chosen} was chosen, {why}"
+        if name == chosen:
+            continue
+        if (reason := module.limit(problem)) is not None:
+            reasons[name] = f"cannot: {reason}"
+        elif tuning is not None and name in excluded:
+            reasons[name] = f"passed over: excluded here on {tuning.date}: {excluded[name]}"
+        else:
+            reasons[name] = f"passed over: {chosen} was chosen, {why}"
     return reasons
 
 
-def _fastest(problem: Problem) -> tuple[str, str]:
-    """Return (backend, reason)."""
+def _fastest(problem: Problem) -> str:
+    """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
+    usual, _ = rule(problem)
+    if torch.compiler.is_exporting() or problem.dropout:
+        return usual
+    compiled = torch.compiler.is_compiling()
+    if not compiled and tuned.tuning_of(problem.device) is None:
+        return usual
+    kind = tuned.kind_of(problem, compiled=compiled)
+    name = tuned.measured(problem.device, usual, *kind)
+    return name if name in BACKENDS and BACKENDS[name].limit(problem) is None else usual
+
+
+def _why(problem: Problem, chosen: str) -> str:
+    """Return why a backend was chosen."""
+    usual, why = rule(problem)
+    tuning = tuned.tuning_of(problem.device)
+    if tuning is None or problem.dropout:
+        return why
+    choice = tuning.choices.get(tuned.kind_of(problem, compiled=False))
+    if choice is not None and choice.backend == chosen:
+        faster = "none was faster" if chosen == choice.than else f"{choice.faster:.2f}x faster than {choice.than}"
+        return f"measured here on {tuning.date}, {faster}"
+    return why if chosen == usual else f"{usual} was excluded here on {tuning.date}: {tuning.excluded[usual]}"
+
+
+def rule(problem: Problem) -> tuple[str, str]:
+    """Return (backend, reason) where nothing was measured on this machine."""
     if problem.device != "cpu":
-        return "sdpa", f"nothing else was measured on {problem.device} yet (name another to use it)"
+        return "sdpa", f"no other is known to be right and faster here: run `diffvision tune --device {problem.device}`"
     if problem.dropout:
         return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
     if torch.compiler.is_exporting():

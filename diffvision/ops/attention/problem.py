@@ -26,6 +26,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     grad: bool = True  # gradients are needed
+    packed: bool = False  # sequences of unequal length without padding; queries and keys are the longest one's
 
 
 def describe(

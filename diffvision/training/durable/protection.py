@@ -14,6 +14,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from diffvision.ops.attention import tuned
 from diffvision.training.durable import lightning_internals
 from diffvision.training.durable.checkpoints import DurableCheckpointIO
 from diffvision.training.durable.equal_steps import EvenRanks
@@ -70,6 +71,7 @@ def protect(
     warn_of_old_last(callbacks)
     callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
     with (
+        tuned.kept(),
         watched_launcher(),
         peers.errors_reported(),
         forwarded(trainer),

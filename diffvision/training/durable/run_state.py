@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import ShardLoader
-from diffvision.training.durable import lightning_internals, loops
+from diffvision.training.durable import backends, lightning_internals, loops
 from diffvision.training.durable.finite import gathered
 from diffvision.training.durable.layout import RUN_KEY
 from diffvision.training.durable.random_state import captured, put_back
@@ -110,6 +110,7 @@ class RunState(pl.Callback):
             },
             "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
             "settings": self._described(trainer),
+            "tuning": backends.kept(trainer),
         }
         if unfinished and not self._warned:
             self._warned = True
@@ -177,11 +178,12 @@ class RunState(pl.Callback):
             loops.settle(state, run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that the optimizers are of the kinds whose states will be loaded.
+        """Agree on backends of attention, and check that optimizers are of the kinds whose states will be loaded.
 
         Raises:
             ValueError: they are of others.
         """
+        backends.agree(trainer, pl_module, self._run)
         if self._run is not None and "place" in self._run:
             self._beginning.enter_context(loops.one_more(trainer))
         if self.path is None:

@@ -1,0 +1,163 @@
+"""The calls that are tuned: the usual ones, or those of a model."""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from diffvision.ops.attention import Problem
+from diffvision.ops.attention.choice import problems_seen
+from diffvision.ops.attention.tuned import Kind, kind_of
+
+
+class Case(NamedTuple):
+    """A call with its name for people; `compiled`: within torch.compile."""
+
+    name: str
+    problem: Problem
+    compiled: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of call that it stands for."""
+        return kind_of(self.problem, compiled=self.compiled)
+
+    @property
+    def passes(self) -> str:
+        """What is timed."""
+        words = "forward + backward" if self.problem.grad else "forward"
+        return f"{words}, compiled" if self.compiled else words
+
+
+class _Shape(NamedTuple):
+    name: str
+    batch: dict[str, int]  # by device
+    heads: int  # differential ones
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    v2: bool = False
+    causal: bool = False
+    masked: bool = False
+    packed: bool = False
+    decoding: bool = False
+
+
+# In the order of their importance, for the time may end before all are measured.
+USUAL = (
+    _Shape("ViT-B/16 at 224, V1", {"cpu": 8, "cuda": 256}, 6, 6, 197, 64),
+    _Shape("CLIP's text, V1", {"cpu": 16, "cuda": 1024}, 4, 4, 77, 64, causal=True),
+    _Shape("language, 1024 tokens, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True),
+    _Shape("ViT-B/16 at 224, V2", {"cpu": 8, "cuda": 256}, 12, 12, 197, 64, v2=True),
+    _Shape("ViT-B/16 at 384, V1", {"cpu": 2, "cuda": 64}, 6, 6, 577, 64),
+    _Shape("language, 4096 tokens, V1", {"cpu": 1, "cuda": 4}, 12, 12, 4096, 128, causal=True),
+    _Shape("language, 4096 tokens, V2", {"cpu": 1, "cuda": 4}, 24, 6, 4096, 128, v2=True, causal=True),
+    _Shape("decoding at 1024 tokens, V1", {"cpu": 1, "cuda": 32}, 6, 6, 1024, 64, decoding=True),
+    _Shape("decoding at 4096 tokens, V2", {"cpu": 1, "cuda": 32}, 24, 6, 4096, 128, v2=True, decoding=True),
+    _Shape("text of 512, padded, V1", {"cpu": 4, "cuda": 64}, 6, 6, 512, 64, masked=True),
+    _Shape("packed, 1024 tokens, V1", {"cpu": 4, "cuda": 16}, 6, 6, 1024, 64, causal=True, packed=True),
+)
+
+
+def usual(device: str, dtype: torch.dtype) -> list[Case]:
+    """Return the usual calls, of training and of inference, on "cpu" or "cuda"."""
+    cases = []
+    for shape in USUAL:
+        problem = Problem(
+            batch=shape.batch[device],
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            queries=1 if shape.decoding else shape.tokens,
+            keys=shape.tokens,
+            head_dim=shape.head_dim,
+            value_dim=shape.head_dim * (1 if shape.v2 else 2),
+            shared_keys=shape.v2,
+            causal=shape.causal,
+            masked=shape.masked,
+            packed=shape.packed,
+            dtype=dtype,
+            device=device,
+        )
+        cases += [
+            Case(shape.name, problem._replace(grad=grad)) for grad in ([False] if shape.decoding else [True, False])
+        ]
+    return cases
+
+
+def of_model(spec: str, batch: int, tokens: int | None, device: str, dtype: torch.dtype) -> list[Case]:
+    """Return the calls of a model, of training and of inference, each kind of them once.
+
+    Args:
+        spec: one of our models' names, which is built without memory for its weights, or what `open_model` takes.
+        batch: samples.
+        tokens: of a row, for a language model; at most its maximum, which is the default.
+        device: "cpu" or "cuda", which the model need not fit on.
+        dtype: of the queries.
+
+    Raises:
+        ValueError: the model has no differential attention, or reads fewer tokens.
+    """
+    seen = []
+    for part, problems in _calls(spec, tokens).items():
+        for problem in problems:
+            problem = problem._replace(batch=problem.batch * batch, device=device, dtype=dtype)
+            if part == "decoding":
+                seen.append(Case(f"{spec}, {part}", problem._replace(queries=1, causal=False, grad=False)))
+            else:
+                seen += [Case(f"{spec}, {part}", problem._replace(grad=grad)) for grad in (True, False)]
+    if not seen:
+        raise ValueError(f"{spec} has no differential attention to tune: give one of `diffvision models`")
+    return list({case.kind: case for case in seen}.values())
+
+
+def _calls(spec: str, tokens: int | None) -> dict[str, list[Problem]]:
+    """Return the calls of each part of a model for one sample."""
+    module, tokens = _built(spec, tokens)
+    device = next(module.parameters()).device
+    parts: dict[str, list[Problem]] = {}
+
+    def record(part: str, function: Any, *shape: int, integers: bool = False) -> None:
+        given = torch.zeros(*shape, device=device, dtype=torch.long if integers else None)
+        with problems_seen() as seen, torch.no_grad():
+            function(given)
+        parts[part] = list(dict.fromkeys(seen))
+
+    if tokens is not None:
+        record("language", module, 1, tokens, integers=True)
+        seen = parts["language"]
+        parts["decoding"] = [problem._replace(masked=masked) for problem in seen for masked in (False, True)]
+        return parts
+    image = _image_size(module)
+    if hasattr(module, "encode_text"):
+        record("images", module.encode_image, 1, 3, *image)
+        record("text", module.encode_text, 1, cast(Any, module).context_length, integers=True)
+    else:
+        record("images", module, 1, *image)
+    return parts
+
+
+def _image_size(module: Any) -> tuple[int, ...]:
+    if hasattr(module, "encode_text"):
+        size = module.visual.image_size
+        return (size, size) if isinstance(size, int) else tuple(size)
+    return tuple(module.pretrained_cfg["input_size"])
+
+
+def _built(spec: str, tokens: int | None) -> tuple[nn.Module, int | None]:
+    """Return a model in evaluation mode, and for a language model the tokens of a row."""
+    from diffvision.models import parameters
+    from diffvision.opening import open_model
+
+    host = next((host for host, names in parameters.recorded().items() if spec in names), None)
+    if host is not None:
+        module, longest = parameters.built(host, spec).eval(), None
+        if host == "text":
+            longest = module.config.max_length
+    else:
+        model = open_model(spec)
+        module, longest = model.module, model.max_length if model.is_language else None
+        if model.is_language and longest is None and tokens is None:
+            raise ValueError(f"{spec} does not say how many tokens it reads: give --tokens")
+    if tokens is not None and longest is not None and tokens > longest:
+        raise ValueError(f"{spec} reads at most {longest} tokens, not {tokens}: give --tokens up to that")
+    return module, tokens or longest

@@ -1,0 +1,49 @@
+"""Backends that are broken, each in its way, for a process that adds them to the table."""
+
+import os
+import time
+from types import SimpleNamespace
+
+from diffvision.ops.attention import BACKENDS, eager
+
+
+def _backend(change, **more):
+    def diff_attention(*tensors, **settings):
+        return change(eager.diff_attention(*tensors, **settings))
+
+    return SimpleNamespace(limit=lambda problem: None, diff_attention=diff_attention, **more)
+
+
+def _crash(out):
+    os.abort()
+
+
+def _raise(out):
+    raise RuntimeError("out of resources: shared memory\nRequired: 300000")
+
+
+def _hang(out):
+    time.sleep(600)
+
+
+def _nan(out):
+    out = out.clone()
+    out[..., -1, 0] = float("nan")
+    return out
+
+
+BROKEN = {
+    "wrong": _backend(lambda out: out * 1.0001),
+    "wrong_backward": _backend(
+        lambda out: out.detach() * 1.001 + 1.001 * (out - 1.0 * out.detach()) - 0.001 * out.detach()
+    ),
+    "crashing": _backend(_crash),
+    "raising": _backend(_raise),
+    "hanging": _backend(_hang),
+    "nan": _backend(_nan),
+}
+
+
+def register():
+    """Add them to the table."""
+    BACKENDS.update(BROKEN)

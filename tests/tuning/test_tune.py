@@ -1,0 +1,258 @@
+"""`diffvision tune`: backends are compared with the formula, timed in turns, and broken ones survived."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import broken_backends
+from broken_backends import BROKEN
+from diffvision.cli import main
+from diffvision.ops import diff_attention, supported_backends
+from diffvision.ops.attention import BACKENDS, Problem, tuned
+from diffvision.tuning import cases, timing, worker
+from diffvision.tuning.cases import Case
+from diffvision.tuning.inputs import Inputs
+from diffvision.tuning.proof import mistake
+from diffvision.tuning.timing import in_turns, peak_memory
+from diffvision.tuning.ways import backends_for, call_of
+from diffvision.tuning.worker import try_backend
+
+SMALL = Problem(batch=2, heads=2, kv_heads=1, queries=19, keys=19, head_dim=8, value_dim=16)
+FORMS = {
+    "V1": {},
+    "causal": {"causal": True},
+    "mask": {"masked": True},
+    "causal mask": {"causal": True, "masked": True},
+    "V2": {"shared_keys": True, "value_dim": 8},
+    "decoding": {"queries": 1, "grad": False},
+    "decoding with a mask": {"queries": 1, "grad": False, "masked": True},
+    "forward": {"grad": False},
+    "packed": {"packed": True, "causal": True},
+    "packed V2": {"packed": True, "shared_keys": True, "value_dim": 8},
+    "cross": {"queries": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def _process(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFVISION_TUNING", str(tmp_path / "tuning.json"))
+    with tuned.kept():
+        tuned.forget()
+        yield
+
+
+@pytest.fixture
+def with_broken(tmp_path, monkeypatch):
+    """Add the broken backends to the table of this process and of those that it starts."""
+    folder = Path(broken_backends.__file__).parent
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\nimport broken_backends\nbroken_backends.register()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
+    for name, backend in BROKEN.items():
+        monkeypatch.setitem(BACKENDS, name, backend)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_our_backends_are_right(form):
+    problem = SMALL._replace(**FORMS[form])
+    able = [backend for backend in backends_for(problem) if backend != "flex"]  # seconds to compile: test_flex.py
+    assert "blocked" in able or "triton" in able
+    for backend in able:
+        assert mistake(backend, problem) is None, backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_compared_by_their_own_rounding(dtype):
+    for backend in ("eager", "blocked", "sdpa"):
+        assert mistake(backend, SMALL._replace(dtype=dtype, causal=True)) is None
+
+
+def test_long_rows_are_compared_in_part(monkeypatch):
+    monkeypatch.setattr("diffvision.tuning.proof.MAP_BYTES", 16 * 2 * 2 * 300 * 9)
+    assert mistake("blocked", SMALL._replace(queries=300, keys=300, causal=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("wrong", "its output is off by"),
+        ("wrong_backward", "its gradient of q is off by"),
+        ("nan", "its output is off by nan"),
+    ],
+)
+def test_a_wrong_backend_is_found(with_broken, backend, message):
+    assert mistake(backend, SMALL).startswith(message)
+    if backend == "wrong_backward":
+        assert mistake(backend, SMALL._replace(grad=False)) is None
+
+
+def test_a_mask_that_is_ignored_is_found(monkeypatch):
+    whole = BACKENDS["eager"].diff_attention
+    deaf = SimpleNamespace(limit=lambda _: None, diff_attention=lambda *t, mask, **more: whole(*t, mask=None, **more))
+    monkeypatch.setitem(BACKENDS, "deaf", deaf)
+    assert mistake("deaf", SMALL) is None
+    assert mistake("deaf", SMALL._replace(masked=True)).startswith("its output is off by")
+
+
+def news_of(backend, *problems, compiled=False):
+    said = []
+    worker.run(backend, [Case("", problem, compiled) for problem in problems], said.append)
+    return [news for news in said if "begun" not in news]
+
+
+def test_what_the_process_says(with_broken, monkeypatch):
+    first, second = news_of("blocked", SMALL, SMALL._replace(causal=True))
+    assert (first["case"], second["case"]) == (0, 1)
+    assert 0 < second["seconds"] < 5
+    [wrong] = news_of("raising", SMALL, SMALL)
+    assert wrong["case"] == 0
+    words = "2 x 2 heads of 8, 19 queries, 19 keys, forward and backward"
+    assert wrong["wrong"] == f"RuntimeError: out of resources: shared memory ({words})"
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(BACKENDS["raising"], "diff_attention", no_memory)
+    one, two = news_of("raising", SMALL, SMALL)
+    assert one["cannot"] == two["cannot"] == "CUDA out of memory. Tried to allocate 20 GiB"
+
+
+def calls_that_sleep(**seconds):
+    return {name: lambda value=value: time.sleep(value) for name, value in seconds.items()}
+
+
+def test_turns_end_when_the_order_is_certain(monkeypatch):
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.001)
+    start = time.perf_counter()
+    timed = in_turns(calls_that_sleep(slow=0.006, fast=0.002), "cpu", start + 30)
+    assert timed.leader == "fast"
+    assert timed.is_slower("slow", "fast")
+    assert not timed.is_slower("fast", "slow")
+    assert len(timed.seconds["slow"]) < timing.MOST_ROUNDS
+    assert timed.median("slow") / timed.median("fast") == pytest.approx(3, rel=0.5)
+
+
+def test_turns_end_with_the_time():
+    timed = in_turns(calls_that_sleep(a=0.02, b=0.02), "cpu", time.perf_counter())
+    assert [len(seconds) for seconds in timed.seconds.values()] == [1, 1]
+    assert not timed.is_slower("a", "b")  # one round says nothing
+    assert not timed.is_slower("b", "a")
+    assert timed.difference("a", "b")[1] == math.inf
+
+
+def test_the_peak_is_of_what_the_call_makes():
+    assert peak_memory(lambda: torch.ones(1 << 20).add(1), "cpu") == pytest.approx(2 * (4 << 20), rel=1e-3)
+
+
+def test_a_model_s_calls(capsys):
+    found = cases.of_model("DiffCLIP-debug", 16, None, "cpu", torch.float32)
+    assert [(case.name, case.passes) for case in found] == [
+        ("DiffCLIP-debug, images", "forward + backward"),
+        ("DiffCLIP-debug, images", "forward"),
+        ("DiffCLIP-debug, text", "forward + backward"),
+        ("DiffCLIP-debug, text", "forward"),
+    ]
+    images, text = found[0].problem, found[2].problem
+    assert (images.batch, images.causal, text.causal) == (16, False, True)
+    assert images.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "minutes must be above 0"),
+        (["--batch", "8"], "batch is of a model: give --model too"),
+        (["--model", "diff_vit_debug"], "give --batch too"),
+        (["--model", "diff_vit_debug", "--batch", "0"], "batch must be 1 or more, got 0"),
+        (["--model", "plain_vit_debug", "--batch", "8"], "plain_vit_debug has no differential attention to tune"),
+        (["--model", "nonsense", "--batch", "8"], "no such file or folder"),
+        (["--device", "cuda:7"], "device 'cuda:7' is not here"),
+    ],
+)
+def test_bad_settings_are_one_line(arguments, message, capsys):
+    assert main(["tune", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (
+            "crashing",
+            "its process ended at 2 x 2 heads of 8, 19 queries, 19 keys, forward and backward with signal SIGABRT",
+        ),
+        ("raising", "RuntimeError: out of resources"),
+        ("hanging", "it did not end within 8 s at 2 x 2 heads"),
+        ("blocked", None),
+    ],
+)
+def test_a_backend_runs_in_its_process(with_broken, backend, message, monkeypatch):
+    monkeypatch.setattr(worker, "STUCK", 8.0)
+    tried = try_backend(backend, [Case("", SMALL), Case("", SMALL._replace(grad=False))], time.perf_counter() + 120)
+    if message is None:
+        assert tried.excluded is None
+        assert set(tried.seconds) == {0, 1}
+    else:
+        assert tried.excluded.startswith(message)
+
+
+@pytest.mark.slow
+def test_the_time_that_is_up_excludes_nothing(with_broken):
+    tried = try_backend("hanging", [Case("", SMALL)], time.perf_counter() + 6)
+    assert tried == ({}, {}, None)
+
+
+@pytest.mark.slow
+def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
+    shapes = [
+        cases._Shape("one", {"cpu": 2}, 2, 2, 40, 8),
+        cases._Shape("two", {"cpu": 2}, 2, 1, 24, 8, v2=True, causal=True),
+        cases._Shape("three", {"cpu": 1}, 2, 2, 24, 8, decoding=True),
+        cases._Shape("four", {"cpu": 2}, 2, 2, 24, 8, packed=True),
+    ]
+    monkeypatch.setattr(cases, "USUAL", shapes)
+    for name in ("hanging", "nan", "flex"):  # FlexAttention takes long to compile
+        monkeypatch.delitem(BACKENDS, name)
+    assert main(["tune", "--device", "cpu", "--minutes", "3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["case"] for row in printed["measured"]] == ["one", "one", "two", "two", "three", "four", "four"]
+    assert set(printed["excluded"]) == {"wrong", "wrong_backward", "crashing", "raising"}
+    assert printed["left_out"] == []
+    assert printed["file"] == str(tmp_path / "tuning.json")
+    for row in printed["measured"]:
+        assert row["backend"] in row["milliseconds"]
+        assert row["faster"] >= 1.0
+    [entry] = tuned.read(tmp_path / "tuning.json")
+    assert len(entry.choices) == 7
+    tuned.forget()
+    problem = next(iter(cases.usual("cpu", torch.float32))).problem
+    chosen, why = next(iter(supported_backends(problem).items()))
+    assert chosen == printed["measured"][0]["backend"]
+    assert why.startswith(f"chosen: measured here on {entry.date}, ")
+    assert supported_backends(problem)["crashing"].startswith(
+        f"passed over: excluded here on {entry.date}: its process ended"
+    )
+    q, k, v, lam = Inputs.random(problem, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(diff_attention(q, k, v, lam), diff_attention(q, k, v, lam, backend="eager"))
+    # What is excluded is not tried again.
+    monkeypatch.setattr(cases, "USUAL", shapes[:1])
+    assert main(["tune", "--device", "cpu", "--minutes", "3"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "crashing is never chosen here: its process ended" in out
+    assert len(tuned.read(tmp_path / "tuning.json")[0].choices) == 7
+
+
+def test_the_calls_that_are_timed_need_what_the_problem_says():
+    forward = call_of("blocked", Case("", SMALL._replace(grad=False, masked=True)))()
+    assert not forward.requires_grad
+    grads = call_of("blocked", Case("", SMALL._replace(masked=True)))()
+    assert [tuple(grad.shape) for grad in grads] == [(2, 2, 2, 19, 8), (2, 1, 2, 19, 8), (2, 1, 19, 16), (1,)]
