@@ -113,7 +113,9 @@ def devices() -> list[str]:
     """Return a line for each device."""
     import torch
 
-    lines = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
+    from diffvision.ops.attention import tuned
+
+    lines = [f"cpu: {tuned.device_name('cpu')}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
@@ -122,7 +124,24 @@ def devices() -> list[str]:
         )
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
+    if (file := tuned.tuning_file()) is None:
+        return [*lines, f"attention backends: {tuned.VARIABLE} is off, so measurements are not used"]
+    for device in tuned.DEVICES if torch.cuda.is_available() else ("cpu",):
+        tuning = tuned.tuning_of(device)
+        what = "not measured: `diffvision tune`" if tuning is None else f"measured on {tuning.date}, in {file}"
+        lines.append(f"attention backends on {device}: {what}")
     return lines
+
+
+def flash() -> list[Finding]:
+    """Return a finding where there is a GPU and no library of flash attention that suits it."""
+    import torch
+
+    from diffvision.ops.attention.flash import find_library
+
+    if not torch.cuda.is_available() or not isinstance(reason := find_library(), str):
+        return []
+    return [Finding(False, f"backend flash cannot be used here, and need not be: {reason}")]
 
 
 def backends() -> list[tuple[str, str, str, str]]:
@@ -237,6 +256,7 @@ def doctor() -> int:
     if packages and not any(installed[name] is None for name, need in packages.items() if need.extra is None):
         try:
             attention = Attention.measured()
+            findings += flash()
         except Exception as error:  # whatever a broken package raises when it is imported
             findings.append(Finding(True, f"a package is installed and cannot be imported: {error!r}"))
     broken = any(finding.broken for finding in findings)

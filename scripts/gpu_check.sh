@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The check of a machine with a GPU in under nine minutes: the GPU tests and both benchmarks.
+# The check of a machine with a GPU in under nine minutes: the GPU tests, `diffvision tune`, short trainings, benchmarks.
 #
 #     scripts/gpu_check.sh OUT              writes OUT/gpu_check.json, the benchmarks' pages and pictures, one log
 #     WHEELS=folder scripts/gpu_check.sh OUT       puts the wheels of a folder on the path first (nothing is downloaded)
@@ -25,10 +25,10 @@ out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 DIFFVISION_TUNING=$work/tuning.json
 : >"$out/gpu_check.log"
 
-TOTAL=520 MODULE=60 MODELS=140 # seconds: of all, and kept for the last two parts
+TOTAL=520 FITS=110 OPERATION=60 MODELS=80 # seconds: of all, and kept for the parts after tuning
 minutes() { awk -v seconds="$1" 'BEGIN { print (seconds - 20) / 60 }'; }
 
 # part NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
@@ -55,17 +55,19 @@ if [ -n "${QUICK:-}" ]; then
     tests=(-m "not slow" tests/ops/test_rotary.py) # none of the GPU tests can run on a CPU
     [ "$device" = cpu ] || tests=(-m gpu tests)
     part tests 120 INT "${pytest[@]}" "${tests[@]}"
+    part tune 90 TERM "$python" -m diffvision tune --model diff_vit_debug --batch 4 --device "$device" --minutes 1 --json
+    part fits 90 TERM "$python" scripts/benchmarks/gpu_fits.py --device "$device" --output "$work" --steps 6 --minutes 0.1
     part attention-op 60 TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --quick --rounds 3 --minutes 0.1
-    part attention-module 60 TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --quick --rounds 3 --minutes 0.1
     part models 60 TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
 else
     # What a part leaves of its time goes to those after it; a benchmark starts nothing new in its last 20 seconds.
     part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
-    left=$((TOTAL - SECONDS - MODULE - MODELS))
-    part attention-op $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $left)"
+    left=$((TOTAL - SECONDS - FITS - OPERATION - MODELS))
+    part tune $left TERM "$python" -m diffvision tune --device "$device" --minutes "$(minutes $left)" --json
+    left=$((TOTAL - SECONDS - OPERATION - MODELS))
+    part fits $left TERM "$python" scripts/benchmarks/gpu_fits.py "${bench[@]:0:2}" --output "$work" --minutes "$(minutes $left)"
     left=$((TOTAL - SECONDS - MODELS))
-    part attention-module $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --level module --rounds 7 \
-        --minutes "$(minutes $left)"
+    part attention-op $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $left)"
     left=$((TOTAL - SECONDS))
     part models $left TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $left)"
 fi
