@@ -62,7 +62,9 @@ def tune(
             raise ValueError(f"{name} is of a model: give --model too")
     if model is not None and batch is None:
         raise ValueError("give --batch too, the samples on one device: which backend is the fastest depends on it")
-    device = torch.device(resolve_device(device)).type
+    if torch.device(resolved := resolve_device(device)).index is not None:
+        raise ValueError(f"device {device}: give cuda, and choose the GPU with CUDA_VISIBLE_DEVICES")
+    device = torch.device(resolved).type
     if device not in tuned.DEVICES:
         raise ValueError(f"device {device}: only cpu and cuda have several backends")
     kind = precision or ("bf16" if device == "cuda" else "fp32")
@@ -78,13 +80,15 @@ def tune(
     before = store.known(file, machine)
     if compile:
         wanted += [case._replace(compiled=True) for case in wanted]
-    measured = _Measuring(wanted, before.excluded, end)
-    measured.run()
-    choices, left = measured.choices(), measured.left_out()
     today = datetime.now(UTC).date().isoformat()
-    kinds = {case.kind: choice for case, choice in choices.items()}
-    tuning = store.save(file, tuned.Tuning(machine, today, kinds, measured.excluded))
+    choices: dict[Case, Choice] = {}
+    measured = _Measuring(wanted, before.excluded, end)
+    for case, choice in measured.run():  # kept one by one, for whatever ends this early
+        choices[case] = choice
+        store.save(file, tuned.Tuning(machine, today, {case.kind: choice}, measured.excluded))
+    tuning = store.save(file, tuned.Tuning(machine, today, {}, measured.excluded))
     tuned.use(device, tuning)
+    left = [f"{case.name} ({case.passes})" for case in wanted if case not in choices]
     data = {
         "file": str(file),
         "machine": machine,
@@ -100,31 +104,24 @@ class _Measuring:
 
     Attributes:
         excluded: backend -> why.
-        chosen: case -> the choice for it; None where the time ended before, or no backend can compute it.
     """
 
     def __init__(self, cases: list[Case], excluded: dict[str, str], end: float) -> None:
         self.cases, self.end = cases, end
         self.excluded = dict(excluded)
-        self.chosen: dict[Case, Choice | None] = {}
 
-    def run(self) -> None:
-        """Try every backend in a separate process, then time those that are right in turns."""
-        from diffvision.progress import bar
+    def run(self) -> Iterator[tuple[Case, Choice]]:
+        """Try every backend in a separate process, time those that are right in turns, and yield each case's choice.
+
+        A case is left out where the time ends before, or no backend can compute it.
+        """
+        from diffvision.progress import track
 
         tried = self._tried(self._able())
-        with bar("timing", len(self.cases)) as advance:
-            for index, case in enumerate(self.cases):
-                self.chosen[case] = self._timed(case, self._ways(index, tried), len(self.cases) - index)
-                advance(1)
-
-    def choices(self) -> dict[Case, Choice]:
-        """Return the cases for which a backend was chosen."""
-        return {case: choice for case, choice in self.chosen.items() if choice is not None}
-
-    def left_out(self) -> list[str]:
-        """Return the names of the others."""
-        return [f"{case.name} ({case.passes})" for case, choice in self.chosen.items() if choice is None]
+        for index, case in enumerate(track(self.cases, "timing")):
+            choice = self._timed(case, self._ways(index, tried), len(self.cases) - index)
+            if choice is not None:
+                yield case, choice
 
     def _able(self) -> dict[str, list[int]]:
         """Return backend -> the indices of its cases."""
@@ -158,7 +155,7 @@ class _Measuring:
         return tried
 
     def _ways(self, index: int, tried: dict[str, Tried]) -> list[str]:
-        """Return the backends that are worth timing for a case, the rule's first if it is among them."""
+        """Return the backends that are worth timing for a case, the rule's first; none where that was not tried."""
         from diffvision.ops.attention.choice import rule
 
         seconds = {
@@ -166,27 +163,31 @@ class _Measuring:
             for name, result in tried.items()
             if index in result.seconds and name not in self.excluded
         }
-        if not seconds:
-            return []
         usual, _ = rule(self.cases[index].problem)
+        if not seconds or (usual not in seconds and usual not in self.excluded):
+            return []
         limit = HOPELESS * min(seconds.values())
         ways = [name for name, value in seconds.items() if value <= limit or name == usual]
         return sorted(ways, key=lambda name: name != usual)
 
     def _timed(self, case: Case, ways: list[str], cases_left: int) -> Choice | None:
-        """Return the choice for a case; None if the time is up, or nothing can be chosen from."""
+        """Return the choice for a case; None if the time is up, there is no memory, or nothing to choose from."""
+        import torch
+
         from diffvision.ops.attention.tuned import Choice
         from diffvision.tuning.timing import in_turns, peak_memory
-        from diffvision.tuning.ways import call_of
+        from diffvision.tuning.ways import calls_of
 
         now, device = time.perf_counter(), case.problem.device
         if not ways or now > self.end:
             return None
-        calls, peaks = {}, {}
-        for name in ways:
-            call = call_of(name, case)
-            call()
-            calls[name], peaks[name] = call, peak_memory(call, device)
+        try:
+            calls = calls_of(case, ways)
+            for call in calls.values():
+                call()
+            peaks = {name: peak_memory(call, device) for name, call in calls.items()}
+        except torch.OutOfMemoryError:  # in its own process there was enough
+            return None
         timed = in_turns(calls, device, now + 2 * (self.end - now) / cases_left)
         usual, fastest = next(iter(calls)), timed.leader
         faster = 1.0

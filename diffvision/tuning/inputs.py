@@ -81,8 +81,7 @@ class Packed(NamedTuple):
 
 
 def attending(compiled: bool) -> Callable[..., Tensor]:
-    """Return `attend`, compiled anew if asked."""
-    torch.compiler.reset()
+    """Return `attend`, compiled if asked."""
     return torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
 
 

@@ -48,6 +48,8 @@ def mistake(backend: str, problem: Problem, *, compiled: bool = False, seed: int
     It is asked for the problem itself, with two samples and two key/value heads at most, and for an odd length next to
     it; with a mask, for one of keys and one of any pairs, in which a row has no key.
     """
+    if compiled:
+        torch.compiler.reset()  # it keeps a few graphs of one function, and then refuses
     generator = torch.Generator().manual_seed(seed)
     for case in _sizes(problem, generator):
         if case.packed:

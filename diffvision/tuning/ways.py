@@ -1,6 +1,7 @@
 """The backends that can compute a problem, and the call of each that is timed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,32 +29,34 @@ def backends_for(problem: Problem) -> list[str]:
     return sorted(able, key=lambda name: name != usual)
 
 
-def call_of(backend: str, case: Case) -> Callable[[], Any]:
-    """Return what one timing runs: the attention of random inputs by a backend, and all gradients if needed."""
-    problem = case.problem
-    generator = torch.Generator().manual_seed(0)
+def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """Return what one timing of each backend runs: the attention of the same random inputs, and gradients if needed.
+
+    Args:
+        case: what is timed.
+        backends: the names, of backends that can compute it.
+    """
+    problem, generator = case.problem, torch.Generator().manual_seed(0)
     given: Inputs | Packed
     if problem.packed:
         given, mask, longest = Packed.random(problem, generator), None, problem.queries
-        if not hasattr(BACKENDS[backend], "diff_attention_varlen"):
-            backend = "auto"  # one sequence after another, each by the backend for its length
     else:
         given, mask, longest = Inputs.random(problem, generator), padding(problem, generator), None
     leaves = [t for t in given if t.requires_grad]
-
+    weight: list[torch.Tensor] = []
+    if case.compiled:
+        torch.compiler.reset()  # it keeps a few graphs of one function, and then refuses
     attend = attending(case.compiled)
 
-    def forward() -> torch.Tensor:
-        return attend(given, backend, causal=problem.causal, mask=mask, longest=longest)
-
-    if not problem.grad:
-        return torch.no_grad()(forward)
-    weight: list[torch.Tensor] = []
-
-    def both() -> tuple[torch.Tensor, ...]:
-        out = forward()
+    def call(backend: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if not problem.grad:
+            with torch.no_grad():
+                return attend(given, backend, causal=problem.causal, mask=mask, longest=longest)
+        out = attend(given, backend, causal=problem.causal, mask=mask, longest=longest)
         if not weight:  # random, since some kernels have another path for the gradient of a sum
             weight.append(torch.randn(out.shape, generator=generator).to(out))
         return torch.autograd.grad(out, leaves, weight[0])
 
-    return both
+    # Without a function for packed sequences, one is taken after another, each by the backend for its length.
+    single = {name for name in backends if problem.packed and not hasattr(BACKENDS[name], "diff_attention_varlen")}
+    return {name: partial(call, "auto" if name in single else name) for name in backends}

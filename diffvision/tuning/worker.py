@@ -21,7 +21,7 @@ from diffvision.ops.attention import BACKENDS, Problem
 from diffvision.tuning.cases import Case
 from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import seconds_of
-from diffvision.tuning.ways import call_of
+from diffvision.tuning.ways import calls_of
 
 STUCK = 180.0  # seconds of one case, after which a backend hangs
 
@@ -136,7 +136,7 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
         try:
             wrong = mistake(backend, case.problem, compiled=case.compiled, seed=index)
             if wrong is None:
-                call = call_of(backend, case)
+                call = calls_of(case, [backend])[backend]
                 call()
                 say({"case": index, "seconds": seconds_of(call, case.problem.device)})
                 continue

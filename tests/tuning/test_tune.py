@@ -19,7 +19,7 @@ from diffvision.tuning.cases import Case
 from diffvision.tuning.inputs import Inputs
 from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import in_turns, peak_memory
-from diffvision.tuning.ways import backends_for, call_of
+from diffvision.tuning.ways import backends_for, calls_of
 from diffvision.tuning.worker import try_backend
 
 SMALL = Problem(batch=2, heads=2, kv_heads=1, queries=19, keys=19, head_dim=8, value_dim=16)
@@ -252,7 +252,9 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
 
 
 def test_the_calls_that_are_timed_need_what_the_problem_says():
-    forward = call_of("blocked", Case("", SMALL._replace(grad=False, masked=True)))()
-    assert not forward.requires_grad
-    grads = call_of("blocked", Case("", SMALL._replace(masked=True)))()
+    calls = calls_of(Case("", SMALL._replace(grad=False, masked=True)), ["blocked", "eager"])
+    outputs = [call() for call in calls.values()]
+    torch.testing.assert_close(*outputs)  # of the same inputs
+    assert not outputs[0].requires_grad
+    grads = calls_of(Case("", SMALL._replace(masked=True)), ["blocked"])["blocked"]()
     assert [tuple(grad.shape) for grad in grads] == [(2, 2, 2, 19, 8), (2, 1, 2, 19, 8), (2, 1, 19, 16), (1,)]

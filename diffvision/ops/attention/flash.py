@@ -29,8 +29,8 @@ from diffvision.ops.attention.problem import Problem
 DTYPES = (torch.float16, torch.bfloat16)
 KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
 INSTALL = (
-    "`pip install 'diffvision[flash-attn]' --no-build-isolation` builds flash-attn 2 (Ampere and later; it needs nvcc), "
-    "`pip install 'diffvision[flash]'` installs FlashAttention-4 (Hopper and later)"
+    "`pip install 'diffvision[flash-attn]' --no-build-isolation` builds flash-attn 2 (from Ampere on; it needs nvcc), "
+    "`pip install 'diffvision[flash]'` installs FlashAttention-4 (from Hopper on)"
 )
 
 
