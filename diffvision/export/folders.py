@@ -45,15 +45,15 @@ def save_folder(
         config: the configuration that the host builds the model from. OpenCLIP: its model_cfg. timm: the arguments of
             `create_model` without the name, which is `architecture` here or `model.pretrained_cfg["architecture"]`.
         preprocess: of images: OpenCLIP's mean, std, interpolation and resize_mode; timm's data configuration. By
-            default the model's.
+            default the model's, which an OpenCLIP model has if `open_clip.create_model` built it.
         tokenizer: an OpenCLIP tokenizer, written if the model_cfg names one of Hugging Face; the built-in tokenizer of
             OpenCLIP needs no file.
         card: the text of README.md.
         more: further keys of the configuration file, such as timm's label_names; the hosts ignore unknown keys.
 
     Raises:
-        ValueError: the directory exists, weights are not finite, or the configuration is not JSON or does not build
-            this model.
+        ValueError: the directory exists, weights are not finite, mean and std are not known, or the configuration is
+            not JSON or does not build this model.
     """
     target = Path(directory)
     check_free(target)
@@ -117,7 +117,13 @@ def _save_open_clip(
     model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any, more: dict
 ) -> None:
     clip: Any = model
-    values = {"model_cfg": config, "preprocess_cfg": {**clip.visual.preprocess_cfg, **preprocess}, **more}
+    preprocess = {**getattr(clip.visual, "preprocess_cfg", {}), **preprocess}
+    if missing := [name for name in ("mean", "std") if name not in preprocess]:
+        raise ValueError(
+            f"the {' and '.join(missing)} of its images are not known, for a model built by its class holds no "
+            "preprocessing: give preprocess={'mean': ..., 'std': ...}"
+        )
+    values = {"model_cfg": config, "preprocess_cfg": preprocess, **more}
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))

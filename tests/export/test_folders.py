@@ -118,6 +118,18 @@ def test_bad_input_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+def test_a_clip_built_by_its_class_needs_its_preprocessing(tmp_path):
+    config = open_clip.get_model_config("CLIP-debug")
+    model = open_clip.CLIP(**config)
+    with pytest.raises(ValueError, match=r"the mean and std of its images are not known.*give preprocess="):
+        save_folder(model, tmp_path / "new", config=config)
+    assert not list(tmp_path.iterdir())
+    given = {"mean": [0.3, 0.3, 0.3], "std": [0.2, 0.2, 0.2]}
+    save_folder(model, tmp_path / "new", config=config, preprocess=given)
+    again = open_clip.create_model(f"local-dir:{tmp_path / 'new'}")
+    assert list(again.visual.preprocess_cfg["mean"]) == given["mean"]
+
+
 def test_folders_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
         open_model(f"local-dir:{tmp_path / 'nothing'}")

@@ -229,6 +229,11 @@ def _damaged(folder):
     return "x.safetensors", "is damaged or no safetensors file"
 
 
+def _onnx(folder):
+    (folder / "x.onnx").write_bytes(b"graph")
+    return "x.onnx", "is an ONNX graph, which names few of its weights"
+
+
 def _no_pickle(folder):
     (folder / "x.pt").write_bytes(b"nothing")
     return "x.pt", "is damaged or no checkpoint"
@@ -254,7 +259,8 @@ def _other_layout(folder):
 
 
 @pytest.mark.parametrize(
-    "make", [_foreign, _infinite, _none, _empty, _damaged, _no_pickle, _bare_folder, _other_model, _other_layout]
+    "make",
+    [_foreign, _infinite, _none, _empty, _damaged, _onnx, _no_pickle, _bare_folder, _other_model, _other_layout],
 )
 def test_one_error_and_nothing_left(make, tmp_path, capsys):
     name, words = make(tmp_path)
