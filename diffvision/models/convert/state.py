@@ -131,7 +131,7 @@ def _bare(name: str, prefixes: tuple[str, ...]) -> str:
 
 def _content(path: Path) -> Any:
     if path.suffix == ".onnx":
-        raise ValueError(f"{path} is an ONNX graph, which names few of its weights: give the file that it was made from")
+        raise ValueError(f"{path} is an ONNX graph, which names few of its weights: give the weights it was made from")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
