@@ -177,13 +177,23 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
     assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
 
 
-def test_pictures_are_moved_and_corrupted_as_they_say():
+def test_half_of_the_pictures_are_mirrored():
     images = torch.zeros(64, 1, 28, 28)
     images[:, :, 10:12, 10] = 1
-    moved = vision.shifted(images, torch.Generator().manual_seed(0))
-    assert torch.equal(moved.sum((1, 2, 3)), torch.full((64,), 2.0))
-    assert moved.sum(0)[0].nonzero().amin(0).tolist() == [8, 8]
-    assert {int(one[0].nonzero()[0, 0]) for one in moved} == {8, 9, 10, 11, 12}
+    columns = vision.mirrored(images, torch.Generator().manual_seed(0)).sum((0, 1, 2)).nonzero().flatten()
+    assert columns.tolist() == [10, 17]
+
+
+def test_the_families_of_images_differ_by_their_attention_alone():
+    models = {family: vision.create(family) for family in vision.FAMILIES}
+    sizes = {family: sum(p.numel() for p in model.parameters()) for family, model in models.items()}
+    assert max(sizes.values()) < 1.01 * min(sizes.values())
+    assert all(model(torch.zeros(2, 1, 28, 28)).shape == (2, 10) for model in models.values())
+
+
+def test_pictures_are_corrupted_as_they_say():
+    images = torch.zeros(64, 1, 28, 28)
+    images[:, :, 10:12, 10] = 1
     covered = vision.corrupted(torch.zeros(16, 1, 28, 28), "occlusion", 9)
     assert torch.equal(covered.sum((1, 2, 3)), torch.full((16,), 0.5 * 81))
     assert vision.corrupted(images, "noise", 0.3).std() > 0.1
