@@ -4,7 +4,7 @@
     python scripts/studies/clip.py grid                       # the runs, and what they cost
     python scripts/studies/clip.py tune                       # five learning rates a family, one seed
     python scripts/studies/clip.py train                      # fresh seeds
-    python scripts/studies/clip.py report
+    python scripts/studies/clip.py report --images docs/images
 
 Towers are CLIP-debug's at 64 pixels with patches of 8, and their differential twins of equal parameters. `tune` and
 `train` leave out what is done; each run is one JSON. Learning rates are chosen on emoji that are in no test, in Noto's
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.evaluation.pairs import pair_scores, scores_of
 from diffvision.evaluation.retrieval import recalls
 from grid import Grid, Run, run_study
@@ -197,6 +198,36 @@ def report(grid: Grid) -> None:
     print(grid.means(SECONDARY))
 
 
+def draw(grid: Grid, folder: Path) -> None:
+    """Draw what was learned over learning rates and over epochs."""
+    draw_learning(grid).savefig(folder / "clip-learning.svg", facecolor="white", metadata={"Date": None})
+
+
+@styled
+def draw_learning(grid: Grid) -> Any:
+    """Return two panels with a line for each family: R@1 on validation data over learning rates, and over epochs."""
+    figure, (rates, epochs) = panels(2, width=3.6, height=3.0)
+    colours = colours_of(FAMILIES)
+    for family in FAMILIES:
+        line = {"color": colours[family], "linewidth": 1.4, "markersize": 3}
+        tried = {rate: grid.numbers(Run(family, rate, grid.tuning_seed)) for rate in grid.rates}
+        scores = {rate: one["learned"] for rate, one in tried.items() if one and not one["diverged"]}
+        rates.plot(list(scores), [100 * list(learned.values())[-1] for learned in scores.values()], "o-", **line)
+        runs = [grid.numbers(run) for run in grid.confirming() if run.family == family]
+        learned = [list(one["learned"].values()) for one in runs if one and not one["diverged"]]
+        if learned:
+            means = 100 * np.mean(learned, axis=0)
+            deviations = 100 * np.std(learned, axis=0, ddof=1) if len(learned) > 1 else np.zeros_like(means)
+            steps = range(1, len(means) + 1)
+            epochs.plot(steps, means, label=family, **line)
+            epochs.fill_between(steps, means - deviations, means + deviations, color=colours[family], alpha=0.15)
+    rates.set(xscale="log", xlabel="learning rate", ylabel="image R@1 on validation, %", title="one tuning seed")
+    rates.set_xticks(grid.rates, [f"{rate:g}" for rate in grid.rates])
+    rates.minorticks_off()
+    epochs.set(xlabel="epoch", title="five fresh seeds, ± standard deviation")
+    return legend_below(figure, epochs, columns=4)
+
+
 def trainer(file: Path, epochs: int) -> Callable[[Run], dict[str, Any]]:
     """Return the function that trains a run on the data of a file."""
     data = Data(file)
@@ -204,4 +235,4 @@ def trainer(file: Path, epochs: int) -> Callable[[Run], dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_study(GRID, __doc__, make_data=make_data, trainer=trainer, report=report)
+    run_study(GRID, __doc__, make_data=make_data, trainer=trainer, report=report, draw=draw)
