@@ -128,7 +128,8 @@ def devices() -> list[str]:
         return [*lines, f"attention backends: {tuned.VARIABLE} is off, so measurements are not used"]
     for device in tuned.DEVICES if torch.cuda.is_available() else ("cpu",):
         tuning = tuned.tuning_of(device)
-        what = "not measured: `diffvision tune`" if tuning is None else f"measured on {tuning.date}, in {file}"
+        date = "" if tuning is None else tuning.date
+        what = f"measured on {date}, in {file}" if date else "not measured: `diffvision tune`"
         lines.append(f"attention backends on {device}: {what}")
     return lines
 

@@ -55,6 +55,7 @@ USUAL = (
     _Shape("decoding at 1024 tokens, V1", {"cpu": 1, "cuda": 32}, 6, 6, 1024, 64, decoding=True),
     _Shape("decoding at 4096 tokens, V2", {"cpu": 1, "cuda": 32}, 24, 6, 4096, 128, v2=True, decoding=True),
     _Shape("text of 512, padded, V1", {"cpu": 4, "cuda": 64}, 6, 6, 512, 64, masked=True),
+    _Shape("documents in a row of 1024, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True, masked=True),
     _Shape("packed, 1024 tokens, V1", {"cpu": 4, "cuda": 16}, 6, 6, 1024, 64, causal=True, packed=True),
 )
 
@@ -110,9 +111,9 @@ def of_model(spec: str, batch: int, tokens: int | None, device: str, dtype: torc
     return list({case.kind: case for case in seen}.values())
 
 
-def _calls(spec: str, tokens: int | None) -> dict[str, list[Problem]]:
+def _calls(spec: str, asked: int | None) -> dict[str, list[Problem]]:
     """Return the calls of each part of a model for one sample."""
-    module, tokens = _built(spec, tokens)
+    module, tokens = _built(spec, asked)
     device = next(module.parameters()).device
     parts: dict[str, list[Problem]] = {}
 
@@ -125,8 +126,11 @@ def _calls(spec: str, tokens: int | None) -> dict[str, list[Problem]]:
     if tokens is not None:
         record("language", module, 1, tokens, integers=True)
         seen = parts["language"]
+        parts["documents in a row"] = [problem._replace(masked=True) for problem in seen]
         parts["decoding"] = [problem._replace(masked=masked) for problem in seen for masked in (False, True)]
         return parts
+    if asked is not None:
+        raise ValueError(f"{spec} is a model of images: leave out --tokens, which is of a language model's rows")
     image = _image_size(module)
     if hasattr(module, "encode_text"):
         record("images", module.encode_image, 1, 3, *image)
@@ -150,14 +154,13 @@ def _built(spec: str, tokens: int | None) -> tuple[nn.Module, int | None]:
 
     host = next((host for host, names in parameters.recorded().items() if spec in names), None)
     if host is not None:
-        module, longest = parameters.built(host, spec).eval(), None
-        if host == "text":
-            longest = module.config.max_length
+        module, is_language = parameters.built(host, spec).eval(), host == "text"
+        longest = module.config.max_length if is_language else None
     else:
         model = open_model(spec)
-        module, longest = model.module, model.max_length if model.is_language else None
-        if model.is_language and longest is None and tokens is None:
+        module, is_language, longest = model.module, model.is_language, model.max_length
+        if is_language and longest is None and tokens is None:
             raise ValueError(f"{spec} does not say how many tokens it reads: give --tokens")
-    if tokens is not None and longest is not None and tokens > longest:
+    if is_language and tokens is not None and longest is not None and tokens > longest:
         raise ValueError(f"{spec} reads at most {longest} tokens, not {tokens}: give --tokens up to that")
-    return module, tokens or longest
+    return module, (tokens or longest) if is_language else None

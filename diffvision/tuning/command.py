@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from diffvision.ops.attention.tuned import Choice, Tuning
     from diffvision.tuning.cases import Case
@@ -31,7 +36,7 @@ def tune(
     """Compare every backend of differential attention with the formula here, time them, and keep the fastest.
 
     From then on backend="auto" takes it for calls of that kind, on this device with these versions. A backend that is
-    wrong, fails or crashes is never taken. Without a model the usual shapes are measured.
+    wrong, fails, hangs or crashes is never taken. Without a model the usual shapes are measured.
 
     Args:
         model: a name of ours (see `diffvision models`), a checkpoint, or a folder.
@@ -43,8 +48,9 @@ def tune(
         compile: measure for models within torch.compile, too; that takes minutes more.
 
     Raises:
-        ValueError: a setting is out of its range, the model has no differential attention, or the file of measurements
-            cannot be written.
+        ValueError: a setting is out of its range, the model has no differential attention, the file of measurements
+            cannot be written, or nothing was measured in time.
+        ChildProcessError: no separate process could be started.
     """
     import torch
 
@@ -70,23 +76,27 @@ def tune(
     kind = precision or ("bf16" if device == "cuda" else "fp32")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     file = store.file_to_write()
-    tuned.use(device, None)  # what is timed is compared with the rule
-    if model is None:
-        wanted = cases.usual(device, dtype)
-    else:
-        wanted = cases.of_model(model, batch or 1, tokens, device, dtype)
-    end = time.perf_counter() + 60 * minutes
-    machine = tuned.machine_of(device)
-    before = store.known(file, machine)
-    if compile:
-        wanted += [case._replace(compiled=True) for case in wanted]
-    today = datetime.now(UTC).date().isoformat()
+    machine, today = tuned.machine_of(device), datetime.now(UTC).date().isoformat()
     choices: dict[Case, Choice] = {}
-    measured = _Measuring(wanted, before.excluded, end)
-    for case, choice in measured.run():  # kept one by one, for whatever ends this early
-        choices[case] = choice
-        store.save(file, tuned.Tuning(machine, today, {case.kind: choice}, measured.excluded))
-    tuning = store.save(file, tuned.Tuning(machine, today, {}, measured.excluded))
+    with tuned.kept(), _ended_by_sigterm():
+        tuned.use(device, None)  # what is timed is compared with the rule
+        if model is None:
+            wanted = cases.usual(device, dtype)
+        else:
+            wanted = cases.of_model(model, batch or 1, tokens, device, dtype)
+        if compile:
+            wanted += [case._replace(compiled=True) for case in wanted]
+        measured = _Measuring(wanted, store.known(file, machine).excluded, 60 * minutes, today)
+        try:
+            for case, choice in measured.run():  # kept one by one, for whatever ends this early
+                choices[case] = choice
+                store.save(file, tuned.Tuning(machine, {case.kind: choice}, measured.excluded))
+        finally:
+            if measured.excluded:
+                store.save(file, tuned.Tuning(machine, {}, measured.excluded))
+    tuning = store.known(file, machine)
+    if not choices:
+        raise ValueError("; ".join([f"nothing was measured in {minutes:g} minutes: give more", *_excluded(tuning)]))
     tuned.use(device, tuning)
     left = [f"{case.name} ({case.passes})" for case in wanted if case not in choices]
     data = {
@@ -99,6 +109,19 @@ def tune(
     show(*_report(tuning, choices, left, str(file)), data=data)
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the context as Ctrl-C does, so that no process is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _Measuring:
     """One tuning.
 
@@ -106,8 +129,9 @@ class _Measuring:
         excluded: backend -> why.
     """
 
-    def __init__(self, cases: list[Case], excluded: dict[str, str], end: float) -> None:
-        self.cases, self.end = cases, end
+    def __init__(self, cases: list[Case], excluded: dict[str, str], seconds: float, today: str) -> None:
+        self.cases, self.today = cases, today
+        self.end, self.proving = time.perf_counter() + seconds, PROVING * seconds
         self.excluded = dict(excluded)
 
     def run(self) -> Iterator[tuple[Case, Choice]]:
@@ -139,20 +163,23 @@ class _Measuring:
         from diffvision.tuning.worker import try_backend
 
         tried: dict[str, Tried] = {}
-        start = time.perf_counter()
-        proving = start + PROVING * (self.end - start)
+        left = self.proving
         with bar("comparing with the formula", sum(map(len, able.values()))) as advance:
             for number, (name, indices) in enumerate(able.items()):
-                now = time.perf_counter()
-                until = now + max(1.0, proving - now) / (len(able) - number)
-                result = try_backend(name, [self.cases[index] for index in indices], until, advance)
-                tried[name] = result._replace(
-                    seconds={indices[at]: seconds for at, seconds in result.seconds.items()},
-                    cannot={indices[at]: reason for at, reason in result.cannot.items()},
+                start = time.perf_counter()
+                result = try_backend(
+                    name, [self.cases[index] for index in indices], left / (len(able) - number), advance
                 )
+                left = max(1.0, left - (time.perf_counter() - start))
+                tried[name] = result._replace(seconds={indices[at]: value for at, value in result.seconds.items()})
                 if result.excluded is not None:
-                    self.excluded[name] = result.excluded
+                    self._exclude(name, result.excluded)
         return tried
+
+    def _exclude(self, name: str, reason: str) -> None:
+        """Never choose a backend again, unless it is the formula itself, which is what others are compared with."""
+        if name != "eager":
+            self.excluded[name] = f"{self.today}: {reason}"
 
     def _ways(self, index: int, tried: dict[str, Tried]) -> list[str]:
         """Return the backends that are worth timing for a case, the rule's first; none where that was not tried."""
@@ -181,26 +208,37 @@ class _Measuring:
         now, device = time.perf_counter(), case.problem.device
         if not ways or now > self.end:
             return None
-        try:
-            calls = calls_of(case, ways)
-            for call in calls.values():
-                call()
-            peaks = {name: peak_memory(call, device) for name, call in calls.items()}
-        except torch.OutOfMemoryError:  # in its own process there was enough
-            return None
-        timed = in_turns(calls, device, now + 2 * (self.end - now) / cases_left)
-        usual, fastest = next(iter(calls)), timed.leader
+        calls, peaks = calls_of(case, ways), dict[str, int]()
+        for name in ways:
+            try:
+                calls[name]()
+                peaks[name] = peak_memory(calls[name], device)
+            except Exception as error:  # next to others it fails, which it did not by itself
+                del calls[name]
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._exclude(name, f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+                    if device == "cuda":
+                        raise  # its context may be broken, and would break the others
+        if next(iter(calls), None) != ways[0]:
+            return None  # the rule's has no memory
+        timed = in_turns(calls, device, now + (self.end - now) / cases_left)
+        usual, fastest = ways[0], timed.leader
         faster = 1.0
         if timed.is_slower(usual, fastest):
             faster = timed.median(usual) / timed.median(fastest)
         else:
             fastest = usual
         milliseconds = {name: round(1e3 * timed.median(name), 4) for name in calls}
-        return Choice(fastest, usual, round(faster, 3), milliseconds, peaks)
+        return Choice(fastest, usual, round(faster, 3), self.today, milliseconds, peaks)
 
 
-def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: str) -> Iterator[Table | str]:
+def _excluded(tuning: Tuning) -> list[str]:
+    return [f"{name} is never chosen here: {reason}" for name, reason in tuning.excluded.items()]
+
+
+def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: str) -> Iterator[Table | Text]:
     from rich.table import Table
+    from rich.text import Text
 
     machine = tuning.machine
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "diffvision"))
@@ -213,8 +251,7 @@ def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: 
         than = "as without tuning" if same else f"{choice.than}, {choice.faster:.2f}x"
         table.add_row(case.name, case.passes, choice.backend, than, memory)
     yield table
-    for name, reason in tuning.excluded.items():
-        yield f"{name} is never chosen here: {reason}"
+    yield from map(Text, _excluded(tuning))
     if left:
-        yield f"not measured in the time given, or by no backend: {', '.join(left)}"
-    yield f"kept in {file}"
+        yield Text(f"not measured, for time or memory: {', '.join(left)}")
+    yield Text(f"kept in {file}; remove it to begin anew")

@@ -45,8 +45,9 @@ class Error(NamedTuple):
 def mistake(backend: str, problem: Problem, *, compiled: bool = False, seed: int = 0) -> str | None:
     """Return what is wrong with a backend's numbers for a problem, None if nothing is.
 
-    It is asked for the problem itself, with two samples and two key/value heads at most, and for an odd length next to
-    it; with a mask, for one of keys and one of any pairs, in which a row has no key.
+    It is asked for the problem itself, of which samples, heads and rows at both ends are compared, and for an odd
+    length next to it, with two samples and key/value heads at most; with a mask, for one of keys and one of any pairs,
+    in which a row has no key.
     """
     if compiled:
         torch.compiler.reset()  # it keeps a few graphs of one function, and then refuses
@@ -77,40 +78,43 @@ def errors(
 ) -> Iterator[Error]:
     """Yield a backend's errors: of its output and, where inputs need gradients, of the gradient of each.
 
-    Of long sequences only some rows are compared, those whose maps the formula can keep; gradients are those of a
-    random number for each element of these rows. All rows are computed by the backend.
+    The first and last samples and key/value heads are compared, and of long sequences only some rows, whose maps the
+    formula can keep; gradients are those of a random number for each of these outputs. The backend computes all.
 
     Args:
         backend: its name.
-        given: inputs of any dtype.
+        given: inputs of any dtype; a lambda or mask has four axes, or is one number.
         generator: chooses the rows and the numbers.
         causal: as in `diff_attention`.
         mask: as in `diff_attention`, with four axes.
         compiled: within torch.compile.
     """
     q, k = given.q, given.k
-    batch, heads, _, queries, _ = q.shape
-    keys, device = k.shape[3], q.device
-    count = max(LEAST_ROWS, MAP_BYTES // (16 * batch * heads * max(1, keys)))
+    (batch, heads, _, queries, _), (kv_heads, keys, device) = q.shape, (k.shape[1], k.shape[3], q.device)
+    group = heads // kv_heads
+    some = _Part(
+        _ends(batch, device),
+        (_ends(kv_heads, device)[:, None] * group + torch.arange(group, device=device)).flatten(),
+        _ends(kv_heads, device),
+    )
+    count = max(LEAST_ROWS, MAP_BYTES // (16 * len(some.samples) * len(some.heads) * max(1, keys)))
     rows = torch.randperm(queries, generator=generator)[:count].sort().values.to(device)
-    allowed = mask
+    allowed = None if mask is None else _picked(some.of_heads(mask), 2, rows)
     if causal:
-        below = torch.arange(keys, device=device) <= (rows + keys - queries)[:, None]
-        allowed = below[None, None] if mask is None else below & _of_rows(mask, rows, axis=2)
-    elif mask is not None:
-        allowed = _of_rows(mask, rows, axis=2)
+        below = (torch.arange(keys, device=device) <= (rows + keys - queries)[:, None])[None, None]
+        allowed = below if allowed is None else below & allowed
 
     out = attending(compiled)(given, backend, causal=causal, mask=mask)
-    chosen = out[:, :, rows]
+    chosen = some.of_heads(out)[:, :, rows]
     weight = torch.randn(chosen.shape, generator=generator).to(device, out.dtype)
     wanted = [t for t in given if t.requires_grad]
     grads = torch.autograd.grad(chosen, wanted, weight) if wanted else ()
 
-    exact = [t.detach().double() for t in given]
-    first, lam_rows = exact[0][:, :, :, rows], _of_rows(exact[3], rows, axis=2)
-    leaves = [t.requires_grad_(bool(wanted)) for t in (first, exact[1], exact[2], lam_rows)]
+    few = [some.of_heads(q), some.of_keys(k), some.of_keys(given.v), some.of_heads(given.lam)]
+    first, lam = few[0][:, :, :, rows], _picked(few[3], 2, rows)
+    leaves = [t.detach().double().requires_grad_(bool(wanted)) for t in (first, few[1], few[2], lam)]
     true = diff_attention(*leaves, mask=allowed, backend="eager")
-    plain, plain_grads = _plain_errors([given.q[:, :, :, rows], given.k, given.v], weight, allowed, grad=bool(wanted))
+    plain, plain_grads = _plain_errors([first, few[1], few[2]], weight, allowed, grad=bool(wanted))
     size = _largest(chosen, true)
     yield Error("output", size, 2.5 * plain + rounding(q.dtype, true), _ratio(size, plain))
     if not wanted:
@@ -120,15 +124,40 @@ def errors(
         # Where P (dP - rowsum(P dP)) cancels, in rows of one key for instance, it rounds as its terms do.
         largest_weight = attention_maps(leaves[0], leaves[1], mask=allowed).amax((2, 4))
         floor = rounding(q.dtype, largest_weight * (weight.double() * true).abs().sum(-1))
-    for name, got, want, base in zip("qkv", grads, true_grads, plain_grads, strict=False):
-        if name == "q":
-            want = torch.zeros_like(exact[0]).index_copy(3, rows, want)
-        size = _largest(got, want)
+    got = [some.of_heads(grads[0]), some.of_keys(grads[1]), some.of_keys(grads[2])]
+    whole = torch.zeros_like(got[0], dtype=torch.float64).index_copy(3, rows, true_grads[0])
+    for name, one, want, base in zip("qkv", got, (whole, *true_grads[1:3]), plain_grads, strict=True):
+        size = _largest(one, want)
         yield Error(f"gradient of {name}", size, 3 * base + 2 * floor, _ratio(size, base))
     # lambda's gradient sums over every row and column: relative to the sum of what it adds up.
     terms = (weight.double().abs() * (true.abs() + 1)).sum().item()
-    got = _of_rows(grads[3], rows, axis=2)
-    yield Error("gradient of lambda", _largest(got, true_grads[3]), 4 * _unit(q.dtype) * terms)
+    size = _largest(_picked(some.of_heads(grads[3]), 2, rows), true_grads[3])
+    yield Error("gradient of lambda", size, 4 * _unit(q.dtype) * terms)
+
+
+class _Part(NamedTuple):
+    """The samples, heads and key/value heads that are compared: those at both ends."""
+
+    samples: Tensor
+    heads: Tensor
+    kv_heads: Tensor
+
+    def of_heads(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor [B, H, ...], or of one that is broadcast to it."""
+        return _picked(_picked(tensor, 0, self.samples), 1, self.heads)
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor [B, Hk, ...]."""
+        return _picked(_picked(tensor, 0, self.samples), 1, self.kv_heads)
+
+
+def _ends(count: int, device: torch.device) -> Tensor:
+    return torch.tensor(sorted({0, count - 1}), device=device)
+
+
+def _picked(tensor: Tensor, axis: int, indices: Tensor) -> Tensor:
+    """Return a part of a tensor of four axes or more along one of them, unless it is broadcast there."""
+    return tensor.index_select(axis, indices) if tensor.dim() > 3 and tensor.shape[axis] > 1 else tensor
 
 
 def rounding(dtype: torch.dtype, like: Tensor) -> float:
@@ -183,10 +212,10 @@ def _packed_errors(backend: str, problem: Problem, generator: torch.Generator, *
 
 
 def _sizes(problem: Problem, generator: torch.Generator) -> Iterator[Problem]:
-    """Yield a problem with few samples and heads, and one of an odd length in the same range."""
+    """Yield a problem, and one of an odd length in the same range with few samples and heads."""
     group, kv_heads = problem.heads // problem.kv_heads, min(problem.kv_heads, 2)
     few = problem._replace(batch=min(problem.batch, 2), kv_heads=kv_heads, heads=group * kv_heads)
-    yield few
+    yield few if problem.packed else problem
     if problem.keys > 2:
         low = problem.keys // 2
         odd = low + int(torch.randint(0, problem.keys - low, (1,), generator=generator)) | 1
@@ -202,11 +231,6 @@ def _masks(problem: Problem, generator: torch.Generator) -> Iterator[Tensor | No
     pairs = torch.rand(shape, generator=generator) > 1 / 3
     pairs[0, :, 0] = False
     yield from (keys.to(problem.device), pairs.to(problem.device))
-
-
-def _of_rows(tensor: Tensor, rows: Tensor, axis: int) -> Tensor:
-    """Return some rows of a tensor that may be broadcast over them."""
-    return tensor.index_select(axis, rows) if tensor.dim() > axis and tensor.shape[axis] > 1 else tensor
 
 
 def _largest(a: Tensor, b: Tensor) -> float:

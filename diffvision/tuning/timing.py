@@ -26,10 +26,12 @@ class Timed:
 
     Attributes:
         seconds: way -> seconds of a call in each round.
+        running: the ways that are not certainly slower than another.
     """
 
     def __init__(self, ways: Sequence[str]) -> None:
         self.seconds: dict[str, list[float]] = {way: [] for way in ways}
+        self.running = list(ways)
 
     def median(self, way: str) -> float:
         """Return the median of a way's seconds."""
@@ -37,8 +39,8 @@ class Timed:
 
     @property
     def leader(self) -> str:
-        """The way with the least median."""
-        return min(self.seconds, key=self.median)
+        """The way with the least median, of those that are not certainly slower than another."""
+        return min(self.running, key=self.median)
 
     def difference(self, way: str, other: str) -> tuple[float, float]:
         """Return the logarithm of the ratio of two ways' times, the mean over rounds, and half of its interval."""
@@ -66,18 +68,18 @@ def in_turns(calls: dict[str, Call], device: str, until: float) -> Timed:
     """
     timed = Timed(list(calls))
     repeats = {name: _repeats(call, device) for name, call in calls.items()}
-    running = list(calls)
     for turn in range(MOST_ROUNDS):
         if time.perf_counter() > until and turn:
             break
-        for name in running[turn % len(running) :] + running[: turn % len(running)]:
+        first = turn % len(timed.running)
+        for name in timed.running[first:] + timed.running[:first]:
             timed.seconds[name].append(seconds_of(calls[name], device, repeats[name]))
         if turn + 1 < LEAST_ROUNDS:
             continue
         leader = timed.leader
-        running = [name for name in running if name == leader or not timed.is_slower(name, leader)]
-        others = [timed.difference(name, leader) for name in running if name != leader]
-        if leader not in running or all(abs(mean) + width < EQUAL for mean, width in others):
+        timed.running = [name for name in timed.running if not timed.is_slower(name, leader)]
+        others = [timed.difference(name, leader) for name in timed.running if name != leader]
+        if all(abs(mean) + width < EQUAL for mean, width in others):
             break
     return timed
 

@@ -6,6 +6,7 @@ It prints a line of JSON for each case when it begins and when it has been compa
 """
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -13,17 +14,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
 
+import diffvision
 from diffvision.ops.attention import BACKENDS, Problem
 from diffvision.tuning.cases import Case
 from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import seconds_of
 from diffvision.tuning.ways import calls_of
 
-STUCK = 180.0  # seconds of one case, after which a backend hangs
+STUCK = 120.0  # seconds of one case, after which a backend hangs
+POLL = 0.5
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class Tried(NamedTuple):
@@ -31,83 +37,117 @@ class Tried(NamedTuple):
 
     Attributes:
         seconds: index of a case -> seconds of a call, of those that it computed as the formula does.
-        cannot: index of a case -> why not: memory did not suffice, or torch.compile does not take it.
         excluded: why it is never to be chosen; None if nothing is against it.
     """
 
     seconds: dict[int, float]
-    cannot: dict[int, str]
     excluded: str | None = None
 
 
 def try_backend(
-    backend: str, cases: Sequence[Case], until: float, advance: Callable[[int], None] = lambda _: None
+    backend: str, cases: Sequence[Case], seconds: float, advance: Callable[[int], None] = lambda _: None
 ) -> Tried:
     """Run a backend in a separate process on all cases, compare it with the formula there, and time it.
 
     Args:
         backend: its name.
         cases: those that it says it can compute.
-        until: the value of `time.perf_counter` at which the process is stopped.
+        seconds: after which no case begins, counted from when the process is ready.
         advance: is called with 1 when a case is done.
+
+    Raises:
+        ChildProcessError: the process does not even start, which is no fault of the backend.
     """
+    folder = str(Path(diffvision.__file__).parent.parent)  # the same code as here, whatever is installed
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [sys.executable, "-m", "diffvision.tuning.worker", backend],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # so that whatever it starts ends with it
     )
-    errors: list[str | None] = []
-    lines: queue.Queue[str | None] = queue.Queue()
-    for pipe, target in ((process.stdout, lines.put), (process.stderr, errors.append)):
-        threading.Thread(target=_read, args=(cast(IO[str], pipe), target), daemon=True).start()
+    errors: list[str] = []
+    lines: queue.Queue[str] = queue.Queue()
+    readers = [
+        threading.Thread(target=_read, args=(cast(IO[str], pipe), target), daemon=True)
+        for pipe, target in ((process.stdout, lines.put), (process.stderr, errors.append))
+    ]
+    for reader in readers:
+        reader.start()
     try:
-        with cast(IO[str], process.stdin) as pipe:
-            json.dump({"threads": torch.get_num_threads(), "cases": [_plain(case) for case in cases]}, pipe)
-    except BrokenPipeError:
-        pass  # it ended at once, which its exit status says
+        with suppress(BrokenPipeError):  # it ended at once, which its exit status says
+            given = cast(IO[str], process.stdin)  # it stays open: its end is this process's
+            given.write(json.dumps({"threads": torch.get_num_threads(), "cases": list(map(_plain, cases))}) + "\n")
+            given.flush()
+        heard = _heard(process, lines, cases, seconds, advance)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    if isinstance(heard, Tried):
+        return heard
+    readers[1].join(timeout=1.0)
+    last = next((text.strip() for text in reversed(errors) if text.strip()), "")
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    if heard.current is None:
+        raise ChildProcessError(f"the process that tries backends ended when it started, with {how}: {last}")
+    if status == -signal.SIGKILL or any(text in last for text in NO_MEMORY):
+        return Tried(heard.seconds)  # as the system does where memory is short
+    at = _words(cases[heard.current].problem)
+    return Tried(heard.seconds, f"its process ended at {at} with {how}{f': {last}' if last else ''}")
+
+
+class _Ended(NamedTuple):
+    """What was heard of a process that ended before its cases did; `current` is the case that it was at."""
+
+    seconds: dict[int, float]
+    current: int | None
+
+
+def _heard(
+    process: "subprocess.Popen[str]",
+    lines: "queue.Queue[str]",
+    cases: Sequence[Case],
+    limit: float,
+    advance: Callable[[int], None],
+) -> Tried | _Ended:
     seconds: dict[int, float] = {}
-    cannot: dict[int, str] = {}
-    current, began = None, time.perf_counter()
-    try:
-        while True:
-            stuck = began + STUCK
-            try:
-                line = lines.get(timeout=max(0.0, min(until, stuck) - time.perf_counter()))
-            except queue.Empty:
-                if time.perf_counter() < stuck:
-                    return Tried(seconds, cannot)
-                where = "while it started" if current is None else f"at {_words(cases[current].problem)}"
-                return Tried(seconds, cannot, f"it did not end within {STUCK:.0f} s {where}")
-            if line is None:
-                break
-            news = json.loads(line)
-            current, began = news["case"], time.perf_counter()
-            if "begun" in news:
-                continue
+    current: int | None = None
+    began, until = time.perf_counter(), float("inf")
+    while True:
+        try:
+            line = lines.get(timeout=POLL)
+        except queue.Empty:
+            if process.poll() is not None and lines.empty():
+                return _Ended(seconds, current)
+            if time.perf_counter() - began > STUCK:
+                at = "before its first case" if current is None else f"at {_words(cases[current].problem)}"
+                return Tried(seconds, f"it did not end within {STUCK:.0f} s {at}")
+            continue
+        news, now = json.loads(line), time.perf_counter()
+        began = now
+        if "ready" in news:
+            until = now + limit
+        elif "begun" in news:
+            current = news["case"]
+            if now > until:
+                return Tried(seconds)
+        else:
             advance(1)
             if "wrong" in news:
-                return Tried(seconds, cannot, news["wrong"])
-            if "cannot" in news:
-                cannot[current] = news["cannot"]
-            else:
-                seconds[current] = news["seconds"]
-    finally:
-        process.kill()
-        status = process.wait()
-    if len(seconds) + len(cannot) == len(cases):
-        return Tried(seconds, cannot)
-    where = "when it started" if current is None else f"at {_words(cases[current].problem)}"
-    last = next((text.strip() for text in reversed(errors) if text and text.strip()), "")
-    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return Tried(seconds, cannot, f"its process ended {where} with {how}{f': {last}' if last else ''}")
+                return Tried(seconds, news["wrong"])
+            if "seconds" in news:
+                seconds[news["case"]] = news["seconds"]
+            if news["case"] == len(cases) - 1:
+                return Tried(seconds)
 
 
-def _read(pipe: IO[str], target: Callable[[Any], None]) -> None:
+def _read(pipe: IO[str], target: Callable[[str], None]) -> None:
     for line in pipe:
         target(line)
-    target(None)
 
 
 def _plain(case: Case) -> dict[str, Any]:
@@ -133,6 +173,7 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
     """Compare a backend with the formula on cases, and time it."""
     for index, case in enumerate(cases):
         say({"case": index, "begun": True})
+        wrong = None
         try:
             wrong = mistake(backend, case.problem, compiled=case.compiled, seed=index)
             if wrong is None:
@@ -140,33 +181,38 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
                 call()
                 say({"case": index, "seconds": seconds_of(call, case.problem.device)})
                 continue
-        except torch.OutOfMemoryError as error:
-            say({"case": index, "cannot": f"{error}".splitlines()[0]})
-            torch.cuda.empty_cache()
-            continue
         except Exception as error:  # whatever a kernel may raise is the result
             lines = str(error).strip().splitlines()
-            wrong = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-            if case.compiled:  # the compiler may not take what is right without it
-                say({"case": index, "cannot": wrong})
+            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+            # Memory, and what the compiler does not take, say nothing against a backend.
+            if case.compiled or isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in NO_MEMORY):
+                say({"case": index, "cannot": reason})
                 continue
+            wrong = reason
         say({"case": index, "wrong": f"{wrong} ({_words(case.problem)})"})
         return
 
 
 def main() -> None:
     """Read the cases from standard input, and print a line of JSON for each."""
-    given = json.load(sys.stdin)
-    torch.set_num_threads(given["threads"])
     [backend] = sys.argv[1:]
     assert backend in BACKENDS, backend
-    out = sys.stdout
-    sys.stdout = sys.stderr  # what a kernel may print is no line of ours
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no line of ours
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(given["threads"])
 
     def say(news: dict[str, Any]) -> None:
         print(json.dumps(news), file=out, flush=True)
 
+    say({"ready": True})
     run(backend, [_case(one) for one in given["cases"]], say)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # until it is closed
+    os._exit(1)
 
 
 if __name__ == "__main__":

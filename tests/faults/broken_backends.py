@@ -1,6 +1,8 @@
 """Backends that are broken, each in its way, for a process that adds them to the table."""
 
 import os
+import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -26,6 +28,20 @@ def _hang(out):
     time.sleep(600)
 
 
+def _orphan(out):
+    subprocess.Popen(["sleep", "60"])  # which holds the pipes open
+    os.abort()
+
+
+def _kill(out):
+    os.kill(os.getpid(), signal.SIGKILL)  # as the system does where memory is short
+
+
+def _talk(out):
+    os.write(1, b"a library says something\n")
+    return out
+
+
 def _nan(out):
     out = out.clone()
     out[..., -1, 0] = float("nan")
@@ -41,6 +57,9 @@ BROKEN = {
     "raising": _backend(_raise),
     "hanging": _backend(_hang),
     "nan": _backend(_nan),
+    "orphaned": _backend(_orphan),
+    "killed": _backend(_kill),
+    "talking": _backend(_talk),
 }
 
 

@@ -14,7 +14,7 @@ from broken_backends import BROKEN
 from diffvision.cli import main
 from diffvision.ops import diff_attention, supported_backends
 from diffvision.ops.attention import BACKENDS, Problem, tuned
-from diffvision.tuning import cases, timing, worker
+from diffvision.tuning import cases, store, timing, worker
 from diffvision.tuning.cases import Case
 from diffvision.tuning.inputs import Inputs
 from diffvision.tuning.proof import mistake
@@ -120,7 +120,7 @@ def test_what_the_process_says(with_broken, monkeypatch):
 
     monkeypatch.setattr(BACKENDS["raising"], "diff_attention", no_memory)
     one, two = news_of("raising", SMALL, SMALL)
-    assert one["cannot"] == two["cannot"] == "CUDA out of memory. Tried to allocate 20 GiB"
+    assert one["cannot"] == two["cannot"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"
 
 
 def calls_that_sleep(**seconds):
@@ -161,6 +161,13 @@ def test_a_model_s_calls(capsys):
     images, text = found[0].problem, found[2].problem
     assert (images.batch, images.causal, text.causal) == (16, False, True)
     assert images.dtype == torch.float32
+    found = cases.of_model("diff-debug", 4, 32, "cpu", torch.bfloat16)
+    assert {(case.problem.queries, case.problem.masked, case.problem.causal) for case in found} == {
+        (32, False, True),
+        (32, True, True),
+        (1, False, False),
+        (1, True, False),
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,6 +180,7 @@ def test_a_model_s_calls(capsys):
         (["--model", "plain_vit_debug", "--batch", "8"], "plain_vit_debug has no differential attention to tune"),
         (["--model", "nonsense", "--batch", "8"], "no such file or folder"),
         (["--device", "cuda:7"], "device 'cuda:7' is not here"),
+        (["--model", "diff_vit_debug", "--batch", "8", "--tokens", "9"], "is a model of images: leave out --tokens"),
     ],
 )
 def test_bad_settings_are_one_line(arguments, message, capsys):
@@ -192,23 +200,34 @@ def test_bad_settings_are_one_line(arguments, message, capsys):
         ),
         ("raising", "RuntimeError: out of resources"),
         ("hanging", "it did not end within 8 s at 2 x 2 heads"),
+        ("orphaned", "its process ended at 2 x 2 heads of 8"),
+        ("killed", None),
+        ("talking", None),
         ("blocked", None),
     ],
 )
 def test_a_backend_runs_in_its_process(with_broken, backend, message, monkeypatch):
     monkeypatch.setattr(worker, "STUCK", 8.0)
-    tried = try_backend(backend, [Case("", SMALL), Case("", SMALL._replace(grad=False))], time.perf_counter() + 120)
+    tried = try_backend(backend, [Case("", SMALL), Case("", SMALL._replace(grad=False))], 120)
     if message is None:
         assert tried.excluded is None
-        assert set(tried.seconds) == {0, 1}
+        assert set(tried.seconds) == (set() if backend == "killed" else {0, 1})
     else:
         assert tried.excluded.startswith(message)
 
 
 @pytest.mark.slow
+def test_a_time_too_short_for_anything_is_an_error_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.delitem(BACKENDS, "flex")
+    assert main(["tune", "--model", "diff_vit_debug", "--batch", "8", "--minutes", "1e-9"]) == 1
+    assert "nothing was measured in 1e-09 minutes: give more" in capsys.readouterr().err
+    assert not (tmp_path / "tuning.json").exists()
+
+
+@pytest.mark.slow
 def test_the_time_that_is_up_excludes_nothing(with_broken):
-    tried = try_backend("hanging", [Case("", SMALL)], time.perf_counter() + 6)
-    assert tried == ({}, {}, None)
+    tried = try_backend("blocked", [Case("", SMALL), Case("", SMALL)], 0)
+    assert tried == ({}, None)
 
 
 @pytest.mark.slow
@@ -220,7 +239,7 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
         cases._Shape("four", {"cpu": 2}, 2, 2, 24, 8, packed=True),
     ]
     monkeypatch.setattr(cases, "USUAL", shapes)
-    for name in ("hanging", "nan", "flex"):  # FlexAttention takes long to compile
+    for name in ("hanging", "nan", "orphaned", "killed", "talking", "flex"):  # FlexAttention takes long to compile
         monkeypatch.delitem(BACKENDS, name)
     assert main(["tune", "--device", "cpu", "--minutes", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -231,7 +250,7 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     for row in printed["measured"]:
         assert row["backend"] in row["milliseconds"]
         assert row["faster"] >= 1.0
-    [entry] = tuned.read(tmp_path / "tuning.json")
+    entry = store.known(tmp_path / "tuning.json", tuned.machine_of("cpu"))
     assert len(entry.choices) == 7
     tuned.forget()
     problem = next(iter(cases.usual("cpu", torch.float32))).problem
@@ -239,7 +258,7 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     assert chosen == printed["measured"][0]["backend"]
     assert why.startswith(f"chosen: measured here on {entry.date}, ")
     assert supported_backends(problem)["crashing"].startswith(
-        f"passed over: excluded here on {entry.date}: its process ended"
+        f"passed over: excluded here, {entry.date}: its process ended"
     )
     q, k, v, lam = Inputs.random(problem, torch.Generator().manual_seed(0))
     torch.testing.assert_close(diff_attention(q, k, v, lam), diff_attention(q, k, v, lam, backend="eager"))
@@ -247,8 +266,8 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cases, "USUAL", shapes[:1])
     assert main(["tune", "--device", "cpu", "--minutes", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "crashing is never chosen here: its process ended" in out
-    assert len(tuned.read(tmp_path / "tuning.json")[0].choices) == 7
+    assert f"crashing is never chosen here: {entry.date}: its process ended" in out
+    assert len(store.known(tmp_path / "tuning.json", tuned.machine_of("cpu")).choices) == 7
 
 
 def test_the_calls_that_are_timed_need_what_the_problem_says():

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from filelock import FileLock
 
 from diffvision.ops import attention_backend, diff_attention, supported_backends
 from diffvision.ops.attention import Problem, tuned
@@ -31,11 +32,11 @@ def file(tmp_path, monkeypatch):
 def a_tuning(choices=(("blocked", PROBLEM),), excluded=(), compiled=False, **machine):
     rows = {
         tuned.kind_of(problem, compiled=compiled): tuned.Choice(
-            name, "eager", 1.31, {"eager": 1.31, name: 1.0}, {name: 8}
+            name, "eager", 1.31, "2026-11-23", {"eager": 1.31, name: 1.0}, {name: 8}
         )
         for name, problem in choices
     }
-    return tuned.Tuning(tuned.machine_of("cpu") | machine, "2026-11-23", rows, dict(excluded))
+    return tuned.Tuning(tuned.machine_of("cpu") | machine, rows, dict(excluded))
 
 
 def chosen(problem=PROBLEM):
@@ -102,16 +103,17 @@ def test_a_compiled_graph_takes_the_choice_that_was_measured_compiled(file, dyna
 
 
 def test_what_was_excluded_is_never_chosen(file):
-    store.save(file, a_tuning(excluded=[("eager", "its output is off by 1")]))
-    store.save(
-        file, a_tuning(excluded=[("blocked", "it crashed")])
-    )  # its choice goes with it, the other stays excluded
+    store.save(file, a_tuning(excluded=[("sdpa", "2026-11-23: its output is off by 1")]))
+    store.save(file, a_tuning([], excluded=[("blocked", "2026-11-24: it crashed")]))  # its choice goes with it
     tuned.forget()
     reasons = supported_backends(PROBLEM._replace(keys=100, queries=100))
     assert next(iter(reasons)) == "eager"  # the formula stays where nothing else is left by the rule
-    assert reasons["eager"] == "chosen: blocked was excluded here on 2026-11-23: it crashed"
-    assert reasons["blocked"] == "passed over: excluded here on 2026-11-23: it crashed"
+    assert reasons["eager"] == "chosen: blocked was excluded here, 2026-11-24: it crashed"
+    assert reasons["blocked"] == "passed over: excluded here, 2026-11-24: it crashed"
+    assert reasons["sdpa"] == "passed over: excluded here, 2026-11-23: its output is off by 1"
     assert chosen()[0] == "eager"
+    dropout = PROBLEM._replace(keys=100, queries=100, dropout=0.1)
+    assert chosen(dropout) == ("eager", "chosen: sdpa was excluded here, 2026-11-23: its output is off by 1")
 
 
 @pytest.mark.parametrize(
@@ -122,16 +124,66 @@ def test_what_was_excluded_is_never_chosen(file):
         "[]",
         "null",
         '{"machines": 3}',
-        '{"machines": [{"machine": {}}]}',
+        '{"machines": [{"machine": 3}]}',
         '{"machines": [{"choices": [[]]}]}',
+        "[" * 200_000,
         "\x00\xff",
     ],
 )
 def test_a_damaged_file_is_one_warning(file, content):
     file.write_text(content, encoding="latin-1")
-    with pytest.warns(UserWarning, match=r"is no file of `diffvision tune` .*; remove it, and tune again"):
+    with pytest.warns(UserWarning, match=r"measurements .* are not used: .*tuning.json.*: remove it, and tune again"):
         assert chosen()[0] == "eager"
     assert chosen()[0] == "eager"  # without another warning, which would be an error here
+
+
+@pytest.mark.parametrize("change", [{"backend": ["x"]}, {"faster": "2"}, {"calls": {}}, {"date": None}])
+def test_an_entry_with_other_values_is_one_warning(file, change):
+    plain = a_tuning().to_json()
+    plain["choices"][0] |= change
+    file.write_text(json.dumps({"machines": [plain]}))
+    with pytest.warns(UserWarning, match="remove it, and tune again"):
+        assert chosen()[0] == "eager"
+    other = {"machine": {"device": "cpu"}, "of a later version": 1}
+    file.write_text(json.dumps({"machines": [other]}))
+    store.save(file, a_tuning())
+    assert tuned.entries_of(file)[0] == other  # what others wrote stays
+    tuned.forget()
+    assert chosen()[0] == "blocked"
+
+
+def test_a_file_of_something_else_is_not_overwritten(file):
+    file.write_text("notes")
+    with pytest.raises(ValueError, match=r"no file of `diffvision tune` .* and would be lost: name another"):
+        store.file_to_write()
+    assert file.read_text() == "notes"
+    file.write_text("")  # as mktemp makes one
+    assert store.file_to_write() == file
+
+
+def test_a_lock_that_is_held_is_an_error_and_no_waiting_for_ever(file, monkeypatch):
+    monkeypatch.setattr(store, "SECONDS", 0.1)
+    with (
+        FileLock(f"{file}.lock"),
+        pytest.raises(ValueError, match=r"tuning.json.lock cannot be locked for 0 s: name another file"),
+    ):
+        store.file_to_write()
+
+
+def test_without_choices_one_graph_is_for_all_lengths(file):
+    store.save(file, a_tuning([], excluded=[("flex", "2026-11-23: it crashed")]))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *t: diff_attention(*t, 0.5), fullgraph=True, backend=backend, dynamic=True)
+    for length in (81, 100, 200, 300, 600):
+        compiled(torch.randn(1, 2, 2, length, 16), torch.randn(1, 2, 2, length, 16), torch.randn(1, 2, length, 32))
+    torch.compiler.reset()
+    assert len(graphs) == 1
 
 
 def test_a_choice_of_an_unknown_backend_is_not_taken(file):
@@ -143,14 +195,12 @@ def test_a_choice_of_an_unknown_backend_is_not_taken(file):
 
 def test_measurements_of_other_versions_or_machines_are_not_used(file):
     store.save(file, a_tuning(torch="1.0", threads="96"))
-    with pytest.warns(
-        UserWarning, match=r"no measurements for this machine \(threads 1, .*with 96; torch .* with 1.0\)"
-    ):
+    with pytest.warns(UserWarning, match=r"has none for this machine \(threads 1, .*with 96; torch .* with 1.0\)"):
         assert chosen()[0] == "eager"
     store.save(file, a_tuning())
     tuned.forget()
     assert chosen()[0] == "blocked"
-    assert len(tuned.read(file)) == 2
+    assert len(tuned.entries_of(file)) == 2
 
 
 def test_the_variable_switches_it_off_and_names_a_file(file, monkeypatch, tmp_path):
@@ -187,8 +237,8 @@ def test_two_that_tune_at_once_both_stay(file):
         thread.start()
     for thread in threads:
         thread.join()
-    [entry] = tuned.read(file)
-    assert {kind.keys for kind in entry.choices} == set(sizes)
+    [entry] = tuned.entries_of(file)
+    assert {kind.keys for kind in tuned.Tuning.from_json(entry).choices} == set(sizes)
     assert sorted(path.name for path in file.parent.iterdir()) == ["tuning.json", "tuning.json.lock"]
 
 
@@ -196,4 +246,4 @@ def test_a_damaged_file_is_written_anew(file):
     file.write_text("{")
     with pytest.warns(UserWarning, match="it is written anew"):
         store.save(file, a_tuning())
-    assert len(tuned.read(file)) == 1
+    assert len(tuned.entries_of(file)) == 1

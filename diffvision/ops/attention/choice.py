@@ -92,8 +92,8 @@ def supported_backends(problem: Problem) -> dict[str, str]:
             continue
         if (reason := module.limit(problem)) is not None:
             reasons[name] = f"cannot: {reason}"
-        elif tuning is not None and name in excluded:
-            reasons[name] = f"passed over: excluded here on {tuning.date}: {excluded[name]}"
+        elif name in excluded:
+            reasons[name] = f"passed over: excluded here, {excluded[name]}"
         else:
             reasons[name] = f"passed over: {chosen} was chosen, {why}"
     return reasons
@@ -102,27 +102,28 @@ def supported_backends(problem: Problem) -> dict[str, str]:
 def _fastest(problem: Problem) -> str:
     """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
     usual, _ = rule(problem)
-    if torch.compiler.is_exporting() or problem.dropout:
+    if torch.compiler.is_exporting():
         return usual
     compiled = torch.compiler.is_compiling()
-    if not compiled and tuned.tuning_of(problem.device) is None:
-        return usual
-    kind = tuned.kind_of(problem, compiled=compiled)
-    name = tuned.measured(problem.device, usual, *kind)
-    return name if name in BACKENDS and BACKENDS[name].limit(problem) is None else usual
+    # Without choices no size is looked at, so that a graph of any length stays one.
+    if not problem.dropout and tuned.has_choices(problem.device, compiled):
+        name = tuned.measured(problem.device, *tuned.kind_of(problem, compiled=compiled))
+        if name in BACKENDS and BACKENDS[name].limit(problem) is None:
+            return name
+    return tuned.allowed(problem.device, usual)
 
 
 def _why(problem: Problem, chosen: str) -> str:
     """Return why a backend was chosen."""
     usual, why = rule(problem)
     tuning = tuned.tuning_of(problem.device)
-    if tuning is None or problem.dropout:
+    if tuning is None:
         return why
-    choice = tuning.choices.get(tuned.kind_of(problem, compiled=False))
+    choice = None if problem.dropout else tuning.choices.get(tuned.kind_of(problem, compiled=False))
     if choice is not None and choice.backend == chosen:
         faster = "none was faster" if chosen == choice.than else f"{choice.faster:.2f}x faster than {choice.than}"
-        return f"measured here on {tuning.date}, {faster}"
-    return why if chosen == usual else f"{usual} was excluded here on {tuning.date}: {tuning.excluded[usual]}"
+        return f"measured here on {choice.date}, {faster}"
+    return why if chosen == usual else f"{usual} was excluded here, {tuning.excluded[usual]}"
 
 
 def rule(problem: Problem) -> tuple[str, str]:

@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar, get_origin
 
 import platformdirs
 import torch
@@ -49,6 +50,7 @@ class Choice(NamedTuple):
         backend: its name.
         than: the backend that is taken without measurements.
         faster: how many times as fast as that, 1 where it is the same.
+        date: of the measurement, as YYYY-MM-DD.
         milliseconds: of each backend that was timed, the median.
         peak_bytes: of each, beyond its inputs.
     """
@@ -56,6 +58,7 @@ class Choice(NamedTuple):
     backend: str
     than: str
     faster: float
+    date: str
     milliseconds: dict[str, float]
     peak_bytes: dict[str, int]
 
@@ -66,30 +69,57 @@ class Tuning:
 
     Attributes:
         machine: what they hold for (`machine_of`).
-        date: of the last measurement, as YYYY-MM-DD.
         choices: of each kind of call.
-        excluded: backend -> why it is never chosen: it crashed, failed or was wrong.
+        excluded: backend -> when and why it was excluded: it crashed, failed or was wrong, and is never chosen.
     """
 
     machine: dict[str, str]
-    date: str
     choices: dict[Kind, Choice] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def date(self) -> str:
+        """The day of the last measurement; "" where there is none."""
+        return max((choice.date for choice in self.choices.values()), default="")
+
+    @cached_property
+    def passes(self) -> frozenset[bool]:
+        """Whether choices are for graphs of torch.compile, for calls outside, or both."""
+        return frozenset(kind.compiled for kind in self.choices)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         choices = [{"calls": kind._asdict(), **choice._asdict()} for kind, choice in self.choices.items()]
-        return {"machine": self.machine, "date": self.date, "excluded": self.excluded, "choices": choices}
+        return {"machine": self.machine, "excluded": self.excluded, "choices": choices}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Return what `to_json` gave; a KeyError, TypeError, ValueError or AttributeError says that it was not that."""
-        choices = {}
-        for row in data["choices"]:
-            choice = Choice(**{name: row[name] for name in Choice._fields})
-            choices[Kind(**row["calls"])] = choice._replace(faster=float(choice.faster))
-        excluded = {str(name): str(reason) for name, reason in data["excluded"].items()}
-        return cls(dict(data["machine"]), str(data["date"]), choices, excluded)
+    def from_json(cls, data: Any) -> Self:
+        """Return what `to_json` gave.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            rows = {_of(Kind, row["calls"]): _of(Choice, {**row, "calls": None}) for row in data["choices"]}
+            texts = [*data["machine"].items(), *data["excluded"].items()]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no measurements: {error!r:.100}") from error
+        if not all(isinstance(text, str) for pair in texts for text in pair):
+            raise ValueError("a machine and reasons are texts")
+        return cls(dict(data["machine"]), rows, dict(data["excluded"]))
+
+
+Row = TypeVar("Row", Kind, Choice)
+
+
+def _of(cls: type[Row], values: dict[str, Any]) -> Row:
+    """Return a row of plain values; raise a TypeError where one is missing or of another type."""
+    row = cls(**{name: values[name] for name in cls._fields})
+    for name, value in row._asdict().items():
+        expected = get_origin(cls.__annotations__[name]) or cls.__annotations__[name]
+        if type(value) is not expected:
+            raise TypeError(f"{name} is {value!r:.40}")
+    return row
 
 
 def kind_of(problem: Problem, *, compiled: bool) -> Kind:
@@ -182,24 +212,26 @@ def _version(package: str) -> str:
 def tuning_file() -> Path | None:
     """Return the file of measurements: DIFFVISION_TUNING, or one in the user's cache folder; None if that is "off"."""
     setting = os.environ.get(VARIABLE, "")
-    if setting == "off":
+    if setting.lower() == "off":
         return None
-    return Path(setting) if setting else Path(platformdirs.user_cache_dir("diffvision"), "tuning.json")
+    return Path(setting).expanduser() if setting else Path(platformdirs.user_cache_dir("diffvision"), "tuning.json")
 
 
-def read(file: Path) -> list[Tuning]:
-    """Return what a file holds, of all machines.
+def entries_of(file: Path) -> list[dict[str, Any]]:
+    """Return what a file holds, an entry for each machine as `Tuning.from_json` takes it.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it cannot be read, or is not one of ours.
     """
     try:
-        return [Tuning.from_json(entry) for entry in json.loads(file.read_text(encoding="utf-8"))["machines"]]
+        entries = json.loads(file.read_text(encoding="utf-8"))["machines"]
+        machines = [dict(entry["machine"]) for entry in entries]
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no file of `diffvision tune` ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no file of `diffvision tune` ({error!r:.100})") from error
+    return [{**entry, "machine": machine} for entry, machine in zip(entries, machines, strict=True)]
 
 
 _used: dict[str, Tuning | None] = {}  # by device, what this process has read, or was given
@@ -212,22 +244,29 @@ def tuning_of(device: str) -> Tuning | None:
     return _used[device]
 
 
-@torch.compiler.assume_constant_result  # it may read a file, which torch.compile cannot trace
-def measured(device: str, usual: str, *kind: Any) -> str:
-    """Return the name of the backend that was measured to be the fastest on a device.
+# What torch.compile takes as constants of a graph: they may read a file, which it cannot trace.
 
-    Args:
-        device: "cpu" or "cuda".
-        usual: the backend to return where nothing was measured.
-        kind: of the call, a `Kind`.
-    """
+
+@torch.compiler.assume_constant_result
+def has_choices(device: str, compiled: bool) -> bool:
+    """Return whether anything was measured on a device, within torch.compile or outside."""
     tuning = tuning_of(device)
-    if tuning is None:
-        return usual
-    choice = tuning.choices.get(Kind(*kind))
-    if choice is not None and choice.backend not in tuning.excluded:
-        return choice.backend
-    return "eager" if usual in tuning.excluded else usual
+    return tuning is not None and compiled in tuning.passes
+
+
+@torch.compiler.assume_constant_result
+def measured(device: str, *kind: Any) -> str:
+    """Return the backend that was measured to be the fastest for a `Kind` of call on a device; "" where none was."""
+    tuning = tuning_of(device)
+    choice = None if tuning is None else tuning.choices.get(Kind(*kind))
+    return "" if tuning is None or choice is None or choice.backend in tuning.excluded else choice.backend
+
+
+@torch.compiler.assume_constant_result
+def allowed(device: str, backend: str) -> str:
+    """Return a backend; "eager", the formula, where that was excluded on a device."""
+    tuning = tuning_of(device)
+    return "eager" if tuning is not None and backend in tuning.excluded else backend
 
 
 def use(device: str, tuning: Tuning | None) -> None:
@@ -257,32 +296,32 @@ def forget() -> None:
 def _read(device: str) -> Tuning | None:
     if device not in DEVICES or (file := tuning_file()) is None:
         return None
+    is_named, here = bool(os.environ.get(VARIABLE)), machine_of(device)
     try:
-        entries = read(file)
+        entries = entries_of(file)
+        for entry in entries:
+            if entry["machine"] == here:
+                return Tuning.from_json(entry)
     except FileNotFoundError as error:
-        if os.environ.get(VARIABLE):
-            warnings.warn(f"{VARIABLE}: {error}; backends are chosen as without measurements", stacklevel=2)
+        if is_named:
+            _warn(f"{VARIABLE}: {error}")
         return None
     except ValueError as error:
-        warnings.warn(f"{error}: backends are chosen as without it; remove it, and tune again", stacklevel=2)
+        _warn(f"{file}: {error}: remove it, and tune again")
         return None
-    here = machine_of(device)
-    for entry in entries:
-        if entry.machine == here:
-            return entry
     # Of this device with other versions, or in a file that was named: the user counts on it.
-    near = [entry for entry in entries if entry.machine.get("name") == here["name"]]
-    if near or (os.environ.get(VARIABLE) and all(entry.machine.get("device") != device for entry in entries)):
-        others = near or entries
-        differs = _difference(others[-1].machine, here) if others else "it is empty"
-        warnings.warn(
-            f"{file} has no measurements for this machine ({differs}): backends are chosen as without it; "
-            f"`diffvision tune --device {device}` measures them",
-            stacklevel=2,
-        )
+    machines = [entry["machine"] for entry in entries]
+    near = [machine for machine in machines if machine.get("name") == here["name"]]
+    if near or (is_named and all(machine.get("device") != device for machine in machines)):
+        differs = _difference((near or machines)[-1], here) if machines else "it is empty"
+        _warn(f"{file} has none for this machine ({differs}): `diffvision tune --device {device}` measures them")
     return None
 
 
-def _difference(theirs: dict[str, str], here: dict[str, str]) -> str:
+def _warn(text: str) -> None:
+    warnings.warn(f"measurements of attention backends are not used: {text}", stacklevel=4)
+
+
+def _difference(theirs: dict[str, Any], here: dict[str, str]) -> str:
     names = [name for name in here if theirs.get(name) != here[name]]
     return "; ".join(f"{name} {here[name]}, measured with {theirs.get(name, 'none')}" for name in names)

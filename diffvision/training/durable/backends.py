@@ -35,7 +35,7 @@ def agree(trainer: pl.Trainer, module: pl.LightningModule, run: dict[str, Any] |
     tuning = tuned.tuning_of(device)
     if run is not None:
         tuning = _of_run(run, tuning, device, str(trainer.ckpt_path))
-    elif tuning is None and device == "cuda" and any(isinstance(part, AttentionLayer) for part in module.modules()):
+    elif device == "cuda" and _is_unmeasured(tuning, module):
         rank_zero_info(
             f"backends of attention were not measured on {tuned.device_name(device)}: `diffvision tune` finds the "
             "fastest in minutes, for this machine's runs from then on"
@@ -44,15 +44,24 @@ def agree(trainer: pl.Trainer, module: pl.LightningModule, run: dict[str, Any] |
     tuned.use(device, None if plain is None else tuned.Tuning.from_json(plain))
 
 
+def _is_unmeasured(tuning: tuned.Tuning | None, module: pl.LightningModule) -> bool:
+    """Return whether a module has attention of ours, and its backends could be measured."""
+    if (tuning is not None and tuning.choices) or tuned.tuning_file() is None:
+        return False
+    return any(isinstance(part, AttentionLayer) for part in module.modules())
+
+
 def _of_run(run: dict[str, Any], current: tuned.Tuning | None, device: str, origin: str) -> tuned.Tuning | None:
     """Return the choices of the run that wrote a checkpoint; on another machine the current ones."""
+    if run.get("tuning") == "":  # it was of a device with one backend
+        return current
     if "tuning" not in run:
         return None if "place" in run else current  # a version before there were choices, or another program
     try:
         saved = json.loads(run["tuning"])
         machine, plain = saved["machine"], saved["tuning"]
         before = None if plain is None else tuned.Tuning.from_json(plain)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         rank_zero_warn(f"resumed from {origin}: its choices of attention backends cannot be read; those of now count")
         return current
     here = tuned.machine_of(device)

@@ -27,9 +27,9 @@ def _process():
 
 
 def measured(backend, problems=(PROBLEM,), **machine):
-    choice = tuned.Choice(backend, "eager", 1.5, {}, {})
+    choice = tuned.Choice(backend, "eager", 1.5, "2026-11-23", {}, {})
     kinds = {tuned.kind_of(problem, compiled=False): choice for problem in problems}
-    return tuned.Tuning(tuned.machine_of("cpu") | machine, "2026-11-23", kinds)
+    return tuned.Tuning(tuned.machine_of("cpu") | machine, kinds)
 
 
 def trainer(of_rank_0="mine"):
@@ -77,8 +77,10 @@ def test_a_run_without_measurements_stays_without():
     assert tuned.tuning_of("cpu") is None
 
 
-@pytest.mark.parametrize(("run", "is_kept"), [({"place": "step"}, False), ({}, True)])
-def test_a_checkpoint_of_an_earlier_version_had_none_and_another_program_s_says_nothing(run, is_kept):
+@pytest.mark.parametrize(
+    ("run", "is_kept"), [({"place": "step"}, False), ({}, True), ({"place": "step", "tuning": ""}, True)]
+)
+def test_earlier_versions_had_no_choices_and_other_programs_and_devices_say_nothing(run, is_kept):
     tuned.use("cpu", measured("blocked"))
     backends.agree(trainer(), torch.nn.Identity(), run)
     assert (tuned.tuning_of("cpu") is not None) == is_kept
@@ -98,7 +100,7 @@ def test_on_another_machine_the_choices_are_taken_anew_with_one_warning():
     assert choice.backend == "blocked"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"machine": 1}', '{"machine": {}, "tuning": {}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"machine": 1}', '{"machine": {}, "tuning": {}}'])
 def test_choices_that_cannot_be_read_are_taken_anew(text):
     tuned.use("cpu", measured("blocked"))
     with pytest.warns(UserWarning, match=r"its choices of attention backends cannot be read"):
@@ -122,11 +124,15 @@ def test_a_gpu_that_was_not_measured_is_named_once_with_the_command(module, is_s
     said = []
     monkeypatch.setattr(backends, "rank_zero_info", said.append)
     monkeypatch.setattr(tuned, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setenv("DIFFVISION_TUNING", "tuning.json")
     tuned.use("cuda", None)
     gpu = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda:0"), broadcast=lambda plain: plain))
     backends.agree(gpu, module, None)
     assert len(said) == is_said
     assert all("not measured on NVIDIA H200: `diffvision tune`" in text for text in said)
+    monkeypatch.setenv("DIFFVISION_TUNING", "off")
+    backends.agree(gpu, module, None)
+    assert len(said) == is_said
 
 
 def test_every_backend_s_name_can_be_kept():
