@@ -189,7 +189,7 @@ def _plain_errors(
 
 
 def _packed_errors(backend: str, problem: Problem, generator: torch.Generator, *, compiled: bool) -> Iterator[Error]:
-    """Yield errors of packed sequences, each against the formula alone, in multiples of its own rounding."""
+    """Yield errors of packed sequences, each compared with the formula; limits are multiples of one rounding."""
     given = Packed.random(problem, generator)
     out = attending(compiled)(given, backend, causal=problem.causal, longest=problem.queries)
     weight = torch.randn(out.shape, generator=generator).to(out)

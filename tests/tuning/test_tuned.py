@@ -80,14 +80,9 @@ def test_layers_take_the_choice_and_a_context_still_decides(file):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_graph_takes_the_choice_that_was_measured_compiled(file, dynamic, monkeypatch):
+def test_a_compiled_graph_takes_the_choice_that_was_measured_compiled(file, dynamic):
     problem = PROBLEM._replace(grad=False)
     store.save(file, a_tuning([("sdpa", problem)], compiled=True))
-    taken = []
-    real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        "torch.nn.functional.scaled_dot_product_attention", lambda *a, **k: taken.append(1) or real(*a, **k)
-    )
     q, k, v = torch.randn(2, 2, 2, 33, 16), torch.randn(2, 2, 2, 33, 16), torch.randn(2, 2, 33, 32)
     seen = []
 
@@ -98,7 +93,7 @@ def test_a_compiled_graph_takes_the_choice_that_was_measured_compiled(file, dyna
     torch.compiler.reset()
     compiled = torch.compile(lambda *t: diff_attention(*t, 0.5), fullgraph=True, backend=backend, dynamic=dynamic)
     torch.testing.assert_close(compiled(q, k, v), diff_attention(q, k, v, 0.5, backend="eager"))
-    assert "scaled_dot_product_attention" in seen[0] or taken
+    assert "scaled_dot_product_attention" in seen[0]
     torch.compiler.reset()
 
 
@@ -132,7 +127,7 @@ def test_what_was_excluded_is_never_chosen(file):
 )
 def test_a_damaged_file_is_one_warning(file, content):
     file.write_text(content, encoding="latin-1")
-    with pytest.warns(UserWarning, match=r"measurements .* are not used: .*tuning.json.*: remove it, and tune again"):
+    with pytest.warns(UserWarning, match=r"measurements .* are not used: .*: remove .*tuning.json, and tune again"):
         assert chosen()[0] == "eager"
     assert chosen()[0] == "eager"  # without another warning, which would be an error here
 
@@ -142,7 +137,7 @@ def test_an_entry_with_other_values_is_one_warning(file, change):
     plain = a_tuning().to_json()
     plain["choices"][0] |= change
     file.write_text(json.dumps({"machines": [plain]}))
-    with pytest.warns(UserWarning, match="remove it, and tune again"):
+    with pytest.warns(UserWarning, match="tuning.json, and tune again"):
         assert chosen()[0] == "eager"
     other = {"machine": {"device": "cpu"}, "of a later version": 1}
     file.write_text(json.dumps({"machines": [other]}))

@@ -299,15 +299,15 @@ def _read(device: str) -> Tuning | None:
     is_named, here = bool(os.environ.get(VARIABLE)), machine_of(device)
     try:
         entries = entries_of(file)
-        for entry in entries:
-            if entry["machine"] == here:
-                return Tuning.from_json(entry)
+        mine = next((entry for entry in entries if entry["machine"] == here), None)
+        if mine is not None:
+            return Tuning.from_json(mine)
     except FileNotFoundError as error:
         if is_named:
             _warn(f"{VARIABLE}: {error}")
         return None
     except ValueError as error:
-        _warn(f"{file}: {error}: remove it, and tune again")
+        _warn(f"{error}: remove {file}, and tune again")
         return None
     # Of this device with other versions, or in a file that was named: the user counts on it.
     machines = [entry["machine"] for entry in entries]
