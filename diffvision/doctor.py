@@ -24,15 +24,6 @@ DEVELOPMENT = ("dev", "docs")  # extras of contributors
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"  # of a clone
 MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")
 
-# name -> (heads, kv heads, tokens, D, V, shared keys, causal); heads are differential ones
-USUAL_SHAPES = {
-    "ViT-B/16 at 224, V1": (6, 6, 197, 64, 128, False, False),
-    "ViT-B/16 at 384, V1": (6, 6, 577, 64, 128, False, False),
-    "ViT-B/16 at 224, V2": (12, 12, 197, 64, 64, True, False),
-    "CLIP text, V1": (4, 4, 77, 64, 128, False, True),
-    "language model, 4096 tokens, V1": (12, 12, 4096, 128, 256, False, True),
-}
-
 
 class Need(NamedTuple):
     """A package that diffvision needs, or that one of its extras does."""
@@ -146,30 +137,20 @@ def flash() -> list[Finding]:
 
 
 def backends() -> list[tuple[str, str, str, str]]:
-    """Return (shape, device and dtype, chosen backend, why) of the usual shapes on the devices of this machine."""
+    """Return (shape, device and dtype, chosen backend, why) of usual trainings on the devices of this machine."""
     import torch
 
-    from diffvision.ops.attention import Problem, supported_backends
+    from diffvision.ops.attention import supported_backends
+    from diffvision.tuning.cases import usual
 
     kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
     rows = []
     for device, dtype in kinds:
-        for name, (heads, kv_heads, tokens, head_dim, value_dim, shared, causal) in USUAL_SHAPES.items():
-            problem = Problem(
-                batch=32,
-                heads=heads,
-                kv_heads=kv_heads,
-                queries=tokens,
-                keys=tokens,
-                head_dim=head_dim,
-                value_dim=value_dim,
-                shared_keys=shared,
-                causal=causal,
-                dtype=dtype,
-                device=device,
-            )
-            chosen, why = next(iter(supported_backends(problem).items()))
-            rows.append((name, f"{device}, {str(dtype).removeprefix('torch.')}", chosen, why.removeprefix("chosen: ")))
+        for case in usual(device, dtype):
+            if case.problem.grad:
+                chosen, why = next(iter(supported_backends(case.problem).items()))
+                kind = f"{device}, {str(dtype).removeprefix('torch.')}"
+                rows.append((case.name, kind, chosen, why.removeprefix("chosen: ")))
     return rows
 
 

@@ -21,7 +21,7 @@ def generate_text(
     device: str = "auto",
     compile: bool = False,
     compress: str | None = None,
-    compress_ratio: float = 0.5,
+    compress_ratio: float | None = None,
 ) -> str:
     """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
@@ -41,7 +41,7 @@ def generate_text(
         compile: compile the decoding step; pays for long texts.
         compress: prune the prompt's keys and values by a method: window, random, knorm, h2o, snap, tova or snap_value,
             and of differential models also diff, diff_value, map1 or sum.
-        compress_ratio: the share of the prompt's tokens that are dropped, 0 to below 1.
+        compress_ratio: the share of the prompt's tokens that are dropped, 0 to below 1; with compress 0.5 by default.
 
     Returns:
         The continuation.
@@ -66,7 +66,9 @@ def generate_text(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded
-    pruning = None if compress is None else Compress(compress, compress_ratio)
+    if compress is None and compress_ratio is not None:
+        raise ValueError(f"compress_ratio is {compress_ratio}, and no method of pruning is given: give compress too")
+    pruning = None if compress is None else Compress(compress, 0.5 if compress_ratio is None else compress_ratio)
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":

@@ -129,6 +129,8 @@ def test_a_pruned_prompt(checkpoint, capsys):
     capsys.readouterr()
     with pytest.raises(ValueError, match=r"ratio is 1.0: .* 1 keeps nothing"):
         generate_text(checkpoint, **settings, compress="diff", compress_ratio=1.0)
+    with pytest.raises(ValueError, match=r"compress_ratio is 0.5, and no method .* is given: give compress too"):
+        generate_text(checkpoint, **settings, compress_ratio=0.5)
     with pytest.raises(ValueError, match="unknown method 'best' of pruning"):
         generate_text(checkpoint, **settings, compress="best")
     assert capsys.readouterr().out == ""

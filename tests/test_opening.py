@@ -368,6 +368,17 @@ def test_what_names_no_model_is_one_sentence(spec, settings, error, message, hou
         open_model(spec, **settings)
 
 
+def test_a_tag_that_is_not_downloaded_is_one_sentence(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    remedy = (
+        "could not load the weights augreg_in21k of vit_tiny_patch16_224 .*: connect to the Hub, or download the file"
+    )
+    with pytest.raises(FileNotFoundError, match=remedy):
+        open_model("vit_tiny_patch16_224.augreg_in21k")
+
+
 def test_models_of_the_other_kind_are_refused(house):
     text, clip = open_model(house / "text"), open_model(house / "clip")
     assert text.for_text() is text

@@ -145,7 +145,7 @@ class Compress:
 
     def count(self, tokens: int) -> int:
         """Return how many of a prompt's tokens are kept."""
-        return tokens - math.floor(round(self.ratio * tokens, 9))  # rounded, since 0.29 * 100 is below 29
+        return max(1, tokens - math.floor(round(self.ratio * tokens, 9)))  # rounded, since 0.29 * 100 is below 29
 
     @torch.no_grad()
     def prefill(

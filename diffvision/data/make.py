@@ -282,12 +282,15 @@ def tokenize(
             "file with the name .jsonl"
         )
     loaded = load_tokenizer(tokenizer)
+    turns = None if chat is None else open_chat(chat, loaded, tokenizer)
+    if turns is not None:
+        turns.check_training()
     account = tokenize_shards(
         JsonLines(source) if lines else ShardSet(source),
         directory,
         loaded,
         TextMember(text_key or "txt") if chat is None else RowMember(text_key or ("json" if lines else "jsonl")),
-        chat=None if chat is None else open_chat(chat, loaded, tokenizer),
+        chat=turns,
         num_workers=num_workers,
         limits=Limits(max_bad_fraction),
     )

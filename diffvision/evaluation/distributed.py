@@ -43,6 +43,8 @@ def process_group(device: str) -> Iterator[str]:
         device: as `resolve_device` takes it; with several processes "cuda" means each rank's device.
     """
     device = resolve_device(device)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # what kernels, and the choice among them, ask about
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield device
         return

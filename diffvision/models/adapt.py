@@ -67,6 +67,8 @@ def adapt(model: nn.Module, method: Method = "v2", *, heads: Heads | None = None
     if bert and type(model) not in (*bert.CLASSES, *bert.CLASSES.values()):
         known = ", ".join(kind.__name__ for kind in bert.CLASSES)
         raise ValueError(f"{type(model).__name__} is not adapted, since it could not be saved: give one of {known}")
+    if bert:
+        bert.check_attention(model)
     _refuse_mixed(model, slots)
     choose = _head_choice(slots, heads)
     standard = [_standard(slot.attention) for slot in slots]  # all, before any is changed
@@ -342,7 +344,8 @@ def _to_v1(layer: Attention, depth: int) -> DiffAttention:
     """Make a V1 layer: heads 2i and 2i + 1 become the two maps of head i, and their values its value."""
     if layer.num_heads % 2 or layer.num_kv_heads % 2:
         raise ValueError(
-            f"method 'v1' pairs heads: {layer.num_heads} and {layer.num_kv_heads} key/value heads have no pairs"
+            f"method 'v1' pairs heads: {layer.num_heads} and {layer.num_kv_heads} key/value heads have no pairs; "
+            "use method 'v2' or 'dex'"
         )
     new = _like(layer, DiffAttention, layer.num_heads // 2, layer.num_kv_heads // 2, depth=depth)
     new.q_proj = layer.q_proj

@@ -155,6 +155,12 @@ def put(theirs: BertAttention, layer: AttentionLayer) -> None:
     setattr(theirs.output, "dense", nn.Identity())  # noqa: B010
 
 
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise a ValueError where a model attends in a way that adapted layers have not."""
+    if (how := model.config._attn_implementation) not in ("eager", "sdpa"):
+        raise ValueError(f"{type(model).__name__} attends by {how!r}: call set_attn_implementation('sdpa') first")
+
+
 def become_adapted(model: PreTrainedModel, method: str) -> None:
     """Make an adapted model one of the classes above, so that it is saved as what it is."""
     kind = CLASSES.get(type(model))

@@ -73,6 +73,11 @@ def unreadable(path: Path, error: Exception) -> ValueError:
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
             "could run code: save its state_dict alone"
         )
+    if path.suffix == ".gguf":
+        return ValueError(
+            f"{path} is a GGUF file: convert it first, `diffvision convert {path} FOLDER --to language`, and give the "
+            "folder"
+        )
     return ValueError(
         f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
         "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"

@@ -184,7 +184,14 @@ def _create_timm(name: str, tag: str | Path | None, path: Path | None, args: dic
     if tag is not None:
         if str(tag) not in (tags := timm_tags(name)):
             raise no_such_weights(tag, name, tags)
-        return timm.create_model(f"{name}.{tag}", pretrained=True)
+        try:
+            return timm.create_model(f"{name}.{tag}", pretrained=True)
+        except OSError as error:  # of the network or the cache; what is wrong with a file raises others
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise FileNotFoundError(
+                f"timm could not load the weights {tag} of {name} ({first}): connect to the Hub, or download the file "
+                "elsewhere and give it as the checkpoint"
+            ) from error
     try:
         return timm.create_model(name, pretrained=path is None and name.startswith(FOLDER), **args)
     except (TypeError, KeyError, AttributeError) as error:

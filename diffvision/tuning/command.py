@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -42,7 +43,7 @@ def tune(
         model: a name of ours (see `diffvision models`), a checkpoint, or a folder.
         batch: samples on one device; with a model it is needed.
         tokens: of a row, for a language model; as many as it reads by default.
-        precision: fp32, bf16 or fp16; bf16 on a GPU and fp32 on a CPU by default.
+        precision: fp32, bf16 or fp16; by default fp32 on a CPU, and bf16 on a GPU, fp16 on one without it.
         device: auto (cuda where there is one), cpu or cuda.
         minutes: when they have passed, the best so far counts.
         compile: measure for models within torch.compile, too; that takes minutes more.
@@ -73,7 +74,7 @@ def tune(
     device = torch.device(resolved).type
     if device not in tuned.DEVICES:
         raise ValueError(f"device {device}: only cpu and cuda have several backends")
-    kind = precision or ("bf16" if device == "cuda" else "fp32")
+    kind = precision or ("fp32" if device == "cpu" else "bf16" if _has_bfloat16() else "fp16")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     file = store.file_to_write()
     machine, today = tuned.machine_of(device), datetime.now(UTC).date().isoformat()
@@ -107,6 +108,12 @@ def tune(
         "left_out": left,
     }
     show(*_report(tuning, choices, left, str(file)), data=data)
+
+
+def _has_bfloat16() -> bool:
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @contextmanager
@@ -194,16 +201,16 @@ class _Measuring:
         if not seconds or (usual not in seconds and usual not in self.excluded):
             return []
         limit = HOPELESS * min(seconds.values())
-        ways = [name for name, value in seconds.items() if value <= limit or name == usual]
+        ways = [name for name, value in seconds.items() if (value <= limit or name == usual) and value < math.inf]
         return sorted(ways, key=lambda name: name != usual)
 
     def _timed(self, case: Case, ways: list[str], cases_left: int) -> Choice | None:
         """Return the choice for a case; None if the time is up, there is no memory, or nothing to choose from."""
-        import torch
-
+        from diffvision.ops.attention.choice import rule
         from diffvision.ops.attention.tuned import Choice
         from diffvision.tuning.timing import in_turns, peak_memory
-        from diffvision.tuning.ways import calls_of
+        from diffvision.tuning.ways import calls_of, fits_one_length
+        from diffvision.tuning.worker import is_excused
 
         now, device = time.perf_counter(), case.problem.device
         if not ways or now > self.end:
@@ -215,19 +222,26 @@ class _Measuring:
                 peaks[name] = peak_memory(calls[name], device)
             except Exception as error:  # next to others it fails, which it did not by itself
                 del calls[name]
-                if not isinstance(error, torch.OutOfMemoryError):
-                    self._exclude(name, f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}")
-                    if device == "cuda":
-                        raise  # its context may be broken, and would break the others
-        if next(iter(calls), None) != ways[0]:
-            return None  # the rule's has no memory
+                if not is_excused(str(error), case):
+                    reason = (str(error).strip().splitlines() or [""])[0]
+                    self._exclude(name, f"{type(error).__name__}: {reason}")
+                    if device == "cuda":  # its context may be broken, and would break the others
+                        raise ChildProcessError(
+                            f"backend {name} failed next to the others ({reason}): tune again"
+                        ) from error
+        if not calls:
+            return None
         timed = in_turns(calls, device, now + (self.end - now) / cases_left)
-        usual, fastest = ways[0], timed.leader
-        faster = 1.0
-        if timed.is_slower(usual, fastest):
-            faster = timed.median(usual) / timed.median(fastest)
-        else:
-            fastest = usual
+        usual, _ = rule(case.problem)
+        able = [name for name in calls if not fits_one_length(name, device)]
+        if not able:
+            return None
+        fastest, faster = min([name for name in able if name in timed.running] or able, key=timed.median), 1.0
+        if usual in calls:  # it is not excluded, and has memory
+            if timed.is_slower(usual, fastest):
+                faster = timed.median(usual) / timed.median(fastest)
+            else:
+                fastest = usual
         milliseconds = {name: round(1e3 * timed.median(name), 4) for name in calls}
         return Choice(fastest, usual, round(faster, 3), self.today, milliseconds, peaks)
 
@@ -246,9 +260,10 @@ def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: 
     for case, choice in choices.items():
         same = choice.backend == choice.than
         memory = f"{choice.peak_bytes[choice.backend] / 2**20:,.0f} MiB"
-        if not same:
+        than = "none was faster" if same else f"{choice.than}, which cannot here"
+        if not same and choice.than in choice.milliseconds:
             memory += f" for {choice.peak_bytes[choice.than] / 2**20:,.0f}"
-        than = "as without tuning" if same else f"{choice.than}, {choice.faster:.2f}x"
+            than = f"{choice.than}, {choice.faster:.2f}x"
         table.add_row(case.name, case.passes, choice.backend, than, memory)
     yield table
     yield from map(Text, _excluded(tuning))

@@ -41,11 +41,24 @@ class Inputs(NamedTuple):
             lam = lam.transpose(1, 2).unsqueeze(-1)
         return cls(*(t.requires_grad_(p.grad) for t in (q, k, v, lam)))
 
+    def with_lambdas(self, generator: torch.Generator) -> "Inputs":
+        """Return the same with a lambda for each sample, head and query."""
+        batch, heads, _, queries, _ = self.q.shape
+        lam = 0.2 + 0.6 * torch.rand(batch, heads, queries, 1, generator=generator)
+        return self._replace(lam=lam.to(self.lam).requires_grad_(self.lam.requires_grad))
 
-def padding(problem: Problem, generator: torch.Generator) -> Tensor | None:
-    """Return a mask of keys [B, 1, 1, N] of which a third is forbidden; None where the problem has no mask."""
+
+def mask_of(problem: Problem, generator: torch.Generator) -> Tensor | None:
+    """Return the mask that models have for such a problem; None where it has no mask.
+
+    Causal rows of equal length are of documents in a row: [B, 1, N, N]. Others are padded: [B, 1, 1, N], of which a
+    third of the keys is forbidden.
+    """
     if not problem.masked:
         return None
+    if problem.causal and problem.queries == problem.keys:
+        documents = (torch.rand(problem.batch, problem.keys, generator=generator) < 4 / problem.keys).cumsum(1)
+        return (documents[:, None, :, None] == documents[:, None, None]).to(problem.device)
     mask = torch.rand(problem.batch, 1, 1, problem.keys, generator=generator) > 1 / 3
     mask[..., 0] = True
     return mask.to(problem.device)

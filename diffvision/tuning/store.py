@@ -44,32 +44,34 @@ def file_to_write() -> Path:
 
 def known(file: Path, machine: dict[str, str]) -> Tuning:
     """Return what a file holds of a machine; nothing where it does not, or is damaged."""
+    return _of(_entries(file), machine)
+
+
+def _of(entries: list[dict[str, Any]], machine: dict[str, str]) -> Tuning:
     try:
-        return next(
-            (Tuning.from_json(entry) for entry in _entries(file) if entry["machine"] == machine), Tuning(machine)
-        )
+        return next((Tuning.from_json(entry) for entry in entries if entry["machine"] == machine), Tuning(machine))
     except ValueError:
         return Tuning(machine)
 
 
-def save(file: Path, tuning: Tuning) -> Tuning:
-    """Add measurements to a file and return what it now holds of their machine.
+def save(file: Path, tuning: Tuning) -> None:
+    """Add measurements to a file.
 
     Of the same kind of call the new choice counts; a backend that was excluded stays so.
     """
     with _locked(file):
-        before = known(file, tuning.machine)
+        entries = _entries(file)
+        before = _of(entries, tuning.machine)
         excluded = {**tuning.excluded, **before.excluded}
         choices = {kind: choice for kind, choice in before.choices.items() if choice.backend not in excluded}
         tuning = Tuning(tuning.machine, {**choices, **tuning.choices}, excluded)
-        others = [entry for entry in _entries(file) if entry["machine"] != tuning.machine]
+        others = [entry for entry in entries if entry["machine"] != tuning.machine]
         partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
         try:
             partial.write_text(json.dumps({"machines": [*others, tuning.to_json()]}, indent=1) + "\n", encoding="utf-8")
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
-    return tuning
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 from diffvision.ops.attention import BACKENDS, Problem
 from diffvision.ops.attention.choice import rule
 from diffvision.tuning.cases import Case
-from diffvision.tuning.inputs import Inputs, Packed, attending, padding
+from diffvision.tuning.inputs import Inputs, Packed, attending, mask_of
 
 EAGER_MAP_BYTES = 2**30  # of both maps in float32, up to which `eager` is tried
 
@@ -29,6 +29,11 @@ def backends_for(problem: Problem) -> list[str]:
     return sorted(able, key=lambda name: name != usual)
 
 
+def fits_one_length(backend: str, device: str) -> bool:
+    """Return whether a backend compiles anew for every length, so that "auto" is not to take it for others."""
+    return backend == "flex" and device == "cpu"
+
+
 def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """Return what one timing of each backend runs: the attention of the same random inputs, and gradients if needed.
 
@@ -41,7 +46,7 @@ def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]
     if problem.packed:
         given, mask, longest = Packed.random(problem, generator), None, problem.queries
     else:
-        given, mask, longest = Inputs.random(problem, generator), padding(problem, generator), None
+        given, mask, longest = Inputs.random(problem, generator), mask_of(problem, generator), None
     leaves = [t for t in given if t.requires_grad]
     weight: list[torch.Tensor] = []
     if case.compiled:

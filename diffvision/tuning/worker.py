@@ -6,6 +6,7 @@ It prints a line of JSON for each case when it begins and when it has been compa
 """
 
 import json
+import math
 import os
 import queue
 import signal
@@ -21,13 +22,14 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 
 import diffvision
-from diffvision.ops.attention import BACKENDS, Problem
+from diffvision.ops.attention import BACKENDS, Problem, tuned
 from diffvision.tuning.cases import Case
 from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import seconds_of
 from diffvision.tuning.ways import calls_of
 
 STUCK = 120.0  # seconds of one case, after which a backend hangs
+GRACE = 20.0  # seconds that a case may take which began when the time was nearly up
 POLL = 0.5
 NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
@@ -36,7 +38,8 @@ class Tried(NamedTuple):
     """What a backend did in its process.
 
     Attributes:
-        seconds: index of a case -> seconds of a call, of those that it computed as the formula does.
+        seconds: index of a case -> seconds of a call, of those that it computed as the formula does; infinity where
+            it had no memory, or the compiler did not take it.
         excluded: why it is never to be chosen; None if nothing is against it.
     """
 
@@ -56,7 +59,7 @@ def try_backend(
         advance: is called with 1 when a case is done.
 
     Raises:
-        ChildProcessError: the process does not even start, which is no fault of the backend.
+        ChildProcessError: the process does not even start, or takes minutes to; that is no fault of the backend.
     """
     folder = str(Path(diffvision.__file__).parent.parent)  # the same code as here, whatever is installed
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,6 +69,7 @@ def try_backend(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,  # so that whatever it starts ends with it
     )
@@ -94,9 +98,10 @@ def try_backend(
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     if heard.current is None:
         raise ChildProcessError(f"the process that tries backends ended when it started, with {how}: {last}")
-    if status == -signal.SIGKILL or any(text in last for text in NO_MEMORY):
-        return Tried(heard.seconds)  # as the system does where memory is short
-    at = _words(cases[heard.current].problem)
+    case = cases[heard.current]
+    if status == -signal.SIGKILL or is_excused(last, case):  # the system kills where memory is short
+        return Tried(heard.seconds | {heard.current: math.inf})
+    at = _words(case.problem)
     return Tried(heard.seconds, f"its process ended at {at} with {how}{f': {last}' if last else ''}")
 
 
@@ -123,9 +128,15 @@ def _heard(
         except queue.Empty:
             if process.poll() is not None and lines.empty():
                 return _Ended(seconds, current)
-            if time.perf_counter() - began > STUCK:
-                at = "before its first case" if current is None else f"at {_words(cases[current].problem)}"
-                return Tried(seconds, f"it did not end within {STUCK:.0f} s {at}")
+            now = time.perf_counter()
+            if current is None and now - began > STUCK:
+                raise ChildProcessError(
+                    f"the process that tries backends was not ready within {STUCK:.0f} s: try again"
+                ) from None
+            if current is not None and now - began > STUCK and not cases[current].compiled:
+                return Tried(seconds, f"it did not end within {STUCK:.0f} s at {_words(cases[current].problem)}")
+            if now > until + GRACE or now - began > STUCK:
+                return Tried(seconds)
             continue
         news, now = json.loads(line), time.perf_counter()
         began = now
@@ -139,8 +150,7 @@ def _heard(
             advance(1)
             if "wrong" in news:
                 return Tried(seconds, news["wrong"])
-            if "seconds" in news:
-                seconds[news["case"]] = news["seconds"]
+            seconds[news["case"]] = news.get("seconds", math.inf)
             if news["case"] == len(cases) - 1:
                 return Tried(seconds)
 
@@ -173,7 +183,7 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
     """Compare a backend with the formula on cases, and time it."""
     for index, case in enumerate(cases):
         say({"case": index, "begun": True})
-        wrong = None
+        message = ""
         try:
             wrong = mistake(backend, case.problem, compiled=case.compiled, seed=index)
             if wrong is None:
@@ -182,15 +192,18 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
                 say({"case": index, "seconds": seconds_of(call, case.problem.device)})
                 continue
         except Exception as error:  # whatever a kernel may raise is the result
-            lines = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-            # Memory, and what the compiler does not take, say nothing against a backend.
-            if case.compiled or isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in NO_MEMORY):
-                say({"case": index, "cannot": reason})
-                continue
-            wrong = reason
+            message = str(error)
+            wrong = f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:300]
+        if is_excused(message, case):
+            say({"case": index, "cannot": wrong})
+            continue
         say({"case": index, "wrong": f"{wrong} ({_words(case.problem)})"})
         return
+
+
+def is_excused(message: str, case: Case) -> bool:
+    """Return whether a failure says nothing against a backend: memory is short, or it may be the compiler's fault."""
+    return case.compiled or any(text in message for text in NO_MEMORY)
 
 
 def main() -> None:
@@ -202,6 +215,8 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(given["threads"])
+    for device in tuned.DEVICES:  # packed sequences that are taken one by one are taken by the rule
+        tuned.use(device, None)
 
     def say(news: dict[str, Any]) -> None:
         print(json.dumps(news), file=out, flush=True)

@@ -6,6 +6,7 @@ Random weights, scattered so that every part of a layer matters; two random inpu
 over the largest output, the worse tower's where there are two. What is exact does not depend on what the weights are.
 """
 
+import argparse
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ Named = tuple[str, Callable[[], nn.Module], dict[str, Tensor]]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| model | layers | v2, float32 | v2, float64 | dex, float32 | dex, float64 | v1, float32 |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name, make, inputs in subjects():

@@ -9,16 +9,19 @@ onnxruntime, which runs the file's graph. MiniLM is not converted: its rows are 
 import argparse
 import copy
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 import diffvision
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
+from diffvision.models.language.generation import generate
 from dinov2 import MODEL, dinov2, graph_outputs
 from fetch import SOURCES, unpack
 
@@ -36,13 +39,17 @@ def smollm2(file: Path) -> dict[str, float]:
         ids = torch.tensor([load_tokenizer(Path(scratch) / "ours").encode(TEXT)])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     expected, outputs = theirs.eval()(ids).logits, ours.eval()(ids)
-    return {
+    rows = {
         "tokens": ids.shape[1],
         "largest logit": _largest(expected),
         "largest difference": _largest(outputs - expected),
         "the most likely next token is another, of all": (outputs.argmax(-1) != expected.argmax(-1)).sum().item(),
         "perplexity less transformers'": (_perplexity(outputs, ids) - _perplexity(expected, ids)).item(),
     }
+    rows |= _adapted(ours, outputs, lambda model: model(ids))
+    twin = diffvision.adapt(copy.deepcopy(ours), "v2")
+    texts = [generate(model, ids[:, :12], max_new_tokens=32, temperature=0.0)[0] for model in (ours, twin)]
+    return rows | {"greedy tokens equal to its V2's, of 32": sum(map(int.__eq__, *texts))}
 
 
 def dinov2_(file: Path) -> dict[str, float]:
@@ -60,10 +67,7 @@ def dinov2_(file: Path) -> dict[str, float]:
     model.pos_embed.copy_(positions)
     plain = model.forward_features(images)
     rows["the graph's position embedding: largest difference"] = _largest(plain - expected)
-    for method in ("v2", "dex"):
-        adapted = diffvision.adapt(copy.deepcopy(model), method)
-        rows[f"adapted ({method}): largest difference"] = _largest(adapted.forward_features(images) - plain)
-    return rows
+    return rows | _adapted(model, plain, lambda model: model.forward_features(images.to(model.pos_embed)))
 
 
 def minilm(file: Path) -> dict[str, float]:
@@ -74,9 +78,22 @@ def minilm(file: Path) -> dict[str, float]:
     model = transformers.AutoModel.from_pretrained(file.parent).eval()
     batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
     mask = batch["attention_mask"].unsqueeze(-1)
-    means = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
-    first, paraphrase, other = torch.nn.functional.normalize(means, dim=-1)
-    return {"cosine with a paraphrase": (first @ paraphrase).item(), "with another": (first @ other).item()}
+    states = model(**batch).last_hidden_state * mask
+    first, paraphrase, other = torch.nn.functional.normalize(states.sum(1) / mask.sum(1), dim=-1)
+    rows = {"cosine with a paraphrase": (first @ paraphrase).item(), "with another": (first @ other).item()}
+    return rows | _adapted(model, states, lambda model: model(**batch).last_hidden_state * mask)
+
+
+def _adapted(model: nn.Module, before: Tensor, run: Callable[[Any], Tensor]) -> dict[str, float]:
+    """Return how far the outputs of a model made differential are from those before, in float32 and float64."""
+    rows = {}
+    for dtype in (torch.float32, torch.float64):
+        given = copy.deepcopy(model).to(dtype)
+        plain = before if dtype == torch.float32 else run(given)
+        for method in ("v2", "dex"):
+            off = _largest(run(diffvision.adapt(copy.deepcopy(given), method)) - plain) / _largest(plain)
+            rows[f"adapted ({method}, {str(dtype)[6:]}): largest difference over the largest output"] = off
+    return rows
 
 
 def _largest(values: Tensor) -> float:

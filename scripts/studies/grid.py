@@ -11,8 +11,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -90,6 +90,9 @@ class Grid:
         epochs: of every run.
         tuning_seed: for the rates.
         shared: whether to compare the families at the first one's rate as well.
+        secondary: the families with the first three seeds only.
+        rate_of: {family: the family at whose learning rate it is trained}, of those that are not tuned.
+        digits: {metric: its digits}, of those that are no shares; others are printed in percent with one digit.
     """
 
     results: Path
@@ -100,6 +103,9 @@ class Grid:
     epochs: int
     tuning_seed: int = 100
     shared: bool = False
+    secondary: Sequence[str] = ()
+    rate_of: Mapping[str, str] = field(default_factory=dict)
+    digits: Mapping[str, int] = field(default_factory=dict)
 
     def quick(self) -> Self:
         """Return a grid of the same kind, of short runs at two learning rates and with two seeds."""
@@ -115,10 +121,12 @@ class Grid:
     def tuning(self) -> list[Run]:
         """Return the runs that choose learning rates, those in the middle first."""
         middle = sorted(self.rates, key=lambda rate: abs(math.log(rate / math.sqrt(self.rates[0] * self.rates[-1]))))
-        return [Run(family, rate, self.tuning_seed) for rate in middle for family in self.families]
+        tuned = [family for family in self.families if family not in self.rate_of]
+        return [Run(family, rate, self.tuning_seed) for rate in middle for family in tuned]
 
     def chosen(self, family: str) -> float | None:
         """Return a family's learning rate; None before all its rates were tried."""
+        family = self.rate_of.get(family, family)
         runs = {rate: self.numbers(Run(family, rate, self.tuning_seed)) for rate in self.rates}
         if any(numbers is None for numbers in runs.values()):
             return None
@@ -136,11 +144,20 @@ class Grid:
         rates = {family: self.chosen(family) for family in self.families}
         if waiting := [family for family, rate in rates.items() if rate is None]:
             raise SystemExit(f"no learning rate is chosen yet for {', '.join(waiting)}: run `tune` to its end")
-        runs = [Run(family, rate or 0, seed) for seed in self.seeds for family, rate in rates.items()]
+        runs = [Run(family, rates[family] or 0, seed) for seed, family in self._fresh()]
         if self.shared:
             rate = rates[self.families[0]] or 0
-            runs = [Run(family, rate, seed) for seed in self.seeds for family in self.families] + runs
+            runs = [Run(family, rate, seed) for seed, family in self._fresh()] + runs
         return list(dict.fromkeys(runs))
+
+    def _fresh(self) -> list[tuple[int, str]]:
+        """Return the seeds for the comparison, each with the families that have it."""
+        return [
+            (seed, family)
+            for number, seed in enumerate(self.seeds)
+            for family in self.families
+            if number < 3 or family not in self.secondary
+        ]
 
     def train(self, runs: Iterable[Run], train: Callable[[Run], Numbers], part: tuple[int, int] = (0, 1)) -> None:
         """Train the runs that are not done: see `train_runs`."""
@@ -151,7 +168,7 @@ class Grid:
         train_runs(self.results, runs, train, part, describe)
 
     def by_seed(self, family: str, metric: str, *, shared: bool = False) -> dict[int, float]:
-        """Return a test metric in percent of a family's runs with fresh seeds that did not diverge.
+        """Return a test metric of a family's runs with fresh seeds that did not diverge, a share in percent.
 
         Args:
             family: its name.
@@ -160,9 +177,8 @@ class Grid:
         """
         rate = self.chosen(self.families[0] if shared else family)
         runs = {seed: self.numbers(Run(family, rate, seed)) for seed in self.seeds} if rate is not None else {}
-        return {
-            seed: 100 * numbers["test"][metric] for seed, numbers in runs.items() if numbers and not numbers["diverged"]
-        }
+        done = {seed: numbers for seed, numbers in runs.items() if numbers and not numbers["diverged"]}
+        return {seed: (1 if metric in self.digits else 100) * one["test"][metric] for seed, one in done.items()}
 
     def differences(self, metric: str, *, shared: bool = False) -> dict[str, Difference]:
         """Return each family's difference to the first, of those with two seeds or more that both have."""
@@ -178,7 +194,8 @@ class Grid:
         for family in self.families:
             cells = []
             for name, rows in zip(metrics, differences, strict=True):
-                cells += [spread(list(self.by_seed(family, name, shared=shared).values())), str(rows.get(family, ""))]
+                difference = rows[family].text(self.digits.get(name, 1)) if family in rows else ""
+                cells += [self._spread(family, name, shared), difference]
             lines.append(f"| {family} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -186,9 +203,13 @@ class Grid:
         """Return the families' means alone in Markdown, of secondary metrics."""
         lines = [f"| {self._at(shared)} | " + " | ".join(metrics) + " |", "|---|" + "---:|" * len(metrics)]
         for family in self.families:
-            cells = [spread(list(self.by_seed(family, name, shared=shared).values())) for name in metrics]
+            cells = [self._spread(family, name, shared) for name in metrics]
             lines.append(f"| {family} | {' | '.join(cells)} |")
         return "\n".join(lines)
+
+    def _spread(self, family: str, metric: str, shared: bool) -> str:
+        values = self.by_seed(family, metric, shared=shared).values()
+        return spread(list(values), self.digits.get(metric, 1))
 
     def _at(self, shared: bool) -> str:
         return f"at {self.families[0]}'s learning rate" if shared else "at its best learning rate"
@@ -198,7 +219,7 @@ class Grid:
         rates = {family: self.chosen(family) for family in self.families}
         runs = self.tuning() + ([] if None in rates.values() else self.confirming())
         done = [numbers for run in runs if (numbers := self.numbers(run)) is not None]
-        fresh = len(self.families) * len(self.seeds)
+        fresh = len(self._fresh())
         later = f", then {fresh}{' to twice as many' if self.shared else ''}" if None in rates.values() else ""
         lines = [f"{len(runs)} runs{later}; {len(done)} are done, {sum(bool(n['diverged']) for n in done)} diverged"]
         if times := [numbers["seconds"] for numbers in done if numbers.get("seconds")]:

@@ -14,8 +14,9 @@ second map is added instead of subtracted, so V2 differs from it in the sign alo
 SmolLM2 the new parameters and LoRA of rank 8 on all other projections are trained, of DINOv2 all weights, on
 Fashion-MNIST at 42 pixels. `tune` and `train` leave out what is done; each run is one JSON.
 
-Primary metric: of text the probability of the next token, the geometric mean over text that the model has not seen
-(the inverse of the perplexity); of images the accuracy on test images. Needles in 512 tokens are secondary.
+Primary metric: of text the probability of the next token, the geometric mean over text that it is not trained on here
+(the inverse of the perplexity); what SmolLM2 read before is not known. Of images the accuracy on test images. Needles
+in 512 tokens are secondary.
 """
 
 import argparse
@@ -253,7 +254,8 @@ STEPS = {"text": 16, "images": 250}
 
 def grid_of(part: str) -> Grid:
     """Return the runs of a part; `epochs` counts steps here."""
-    return Grid(RESULTS / part, FAMILIES, RATES[part], (PRIMARY[part],), seeds=(1, 2, 3), epochs=STEPS[part])
+    primary, digits = (PRIMARY[part],), {"loss": 4}
+    return Grid(RESULTS / part, FAMILIES, RATES[part], primary, seeds=(1, 2, 3), epochs=STEPS[part], digits=digits)
 
 
 def trainer(part: str) -> Callable[[Path, int], Callable[[Run], dict[str, Any]]]:
@@ -267,7 +269,8 @@ def trainer(part: str) -> Callable[[Path, int], Callable[[Run], dict[str, Any]]]
             model = data.create(run.family)
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             numbers: dict[str, Any] = {**asdict(run), "steps": steps, "trained parameters": trained}
-            numbers["before"] = data.metrics(model.eval(), "validation")
+            if run.seed == 1:
+                numbers["before"] = data.metrics(model.eval(), "test")
             try:
                 seconds = fit(model, data.batches(run.seed), data.loss, run.rate, steps)
             except FloatingPointError as error:
@@ -281,13 +284,18 @@ def trainer(part: str) -> Callable[[Path, int], Callable[[Run], dict[str, Any]]]
 
 
 def report(grid: Grid) -> None:
-    """Print the tables, in Markdown, and V2's difference from its control of equal parameters."""
+    """Print the tables, in Markdown, and the differences of V2 and DEX from the control of equal parameters."""
     print(grid.describe(), end="\n\n")
-    print(grid.table(grid.primary), end="\n\n")
-    secondary = ("loss",) if grid.primary == (PRIMARY["images"],) else ("loss", "needle accuracy")
-    print(grid.means(secondary), end="\n\n")
-    apart = differences({family: grid.by_seed(family, grid.primary[0]) for family in ("sum", "V2")})
-    print(f"V2 from sum, {grid.primary[0]}, %: {apart['V2'].text(3) if apart else 'not measured yet'}")
+    print(grid.table((*grid.primary, "loss")), end="\n\n")
+    is_text = grid.primary == (PRIMARY["text"],)
+    if is_text:
+        print(grid.means(["needle accuracy"]), end="\n\n")
+    apart = differences({family: grid.by_seed(family, "loss") for family in ("sum", "V2", "DEX")})
+    for family in ("V2", "DEX"):
+        print(f"{family} from sum, loss: {apart[family].text(4) if family in apart else 'not measured yet'}")
+    for family in grid.families:
+        if (rate := grid.chosen(family)) and (one := grid.numbers(Run(family, rate, grid.seeds[0]))):
+            print(f"{family} before training: {one['before']}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -174,6 +174,14 @@ def test_folders_that_would_lose_something_are_refused(tmp_path):
     assert not (tmp_path / "v2").exists()
 
 
+def test_attention_that_adapted_layers_have_not_is_refused_before_anything_changes():
+    model = _bert()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match=r"attends by 'flex_attention': call set_attn_implementation\('sdpa'\) first"):
+        diffvision.adapt(model)
+    assert not any("Adapted" in type(part).__name__ for part in model.modules())
+
+
 def test_adapting_without_transformers_needs_none_of_it(tmp_path):
     program = """import sys
 sys.modules["transformers"] = None  # cannot be imported

@@ -9,9 +9,11 @@ import torch
 import transformers
 
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.export.command import adapt_to_folder, export
 from diffvision.models import language
 from diffvision.models.convert import convert
 from diffvision.models.convert.gguf_tokenizer import tokenizer_from_gguf
+from diffvision.opening import open_model
 
 DIM, HEADS, KV_HEADS, MLP, LAYERS = 64, 4, 2, 96, 2
 TYPES = ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"]
@@ -40,6 +42,7 @@ def write(tmp_path, byte_level):
         architecture="llama",
         pre="smollm",
         leave=(),
+        template="{% for m in messages %}{{ m.content }}{% endfor %}",
         more=None,
         tensors=None,
         tied=False,
@@ -73,7 +76,7 @@ def write(tmp_path, byte_level):
         writer.add_token_types([3] + [1] * (len(tokens) - 1))
         writer.add_token_merges(merges)
         writer.add_eos_token_id(0)
-        writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+        writer.add_chat_template(template)
         for add, name, value in more or ():
             getattr(writer, add)(name, value)
         random = np.random.default_rng(0)
@@ -174,6 +177,12 @@ def test_a_sentencepiece_tokenizer_is_that_of_transformers():
         ({"more": [("add_float32", "llama.logit_scale", 0.5)]}, "logit_scale 0.5"),
         ({"infinite": True}, "tensors of .* are not finite"),
         ({"rows": 100}, "a tokenizer of .* tokens, and embeddings of 100"),
+        (
+            {"leave": ["attention.head_count"], "more": [("add_string", "llama.attention.head_count", "4")]},
+            "other types",
+        ),
+        ({"more": [("add_string", "split.count", "3")]}, "one of 3 files"),
+        ({"more": [("add_string", "tokenizer.ggml.bos_token_id", "0")]}, "special tokens of other types"),
     ],
 )
 def test_what_is_no_llama_of_ours_is_refused(settings, message, write, tmp_path):
@@ -193,6 +202,32 @@ def test_whole_words_stay_whole_and_texts_begin_as_the_file_says(write, tmp_path
     assert ours.start_id == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert theirs("drank")["input_ids"] == [0, vocabulary["drank"]]
+
+
+def test_what_begins_a_text_stays_through_adapting_and_exporting(write, tmp_path):
+    more = [("add_uint32", "tokenizer.ggml.bos_token_id", 1), ("add_bool", "tokenizer.ggml.add_bos_token", True)]
+    path = write(more=more, template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    convert(str(path), str(tmp_path / "plain"), to="language")
+    adapt_to_folder(str(tmp_path / "plain"), str(tmp_path / "v2"))
+    export(str(tmp_path / "v2"), str(tmp_path / "exported"))
+    convert(str(tmp_path / "v2"), str(tmp_path / "converted"), to="huggingface")
+    convert(str(tmp_path / "converted"), str(tmp_path / "again"), to="language")
+    ids = [1, *load_tokenizer(tmp_path / "plain").encode("cat")]
+    for folder in ("plain", "v2", "exported", "converted", "again"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        chat = [{"role": "user", "content": "cat"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False) == ids, folder
+        assert tokenizer("cat")["input_ids"] == ids, folder
+        if folder not in ("exported", "converted"):
+            assert load_tokenizer(tmp_path / folder).start_id == 1, folder
+    for folder in ("exported", "converted"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["bos_token_id"] == 1
+    assert "model.gguf" in (tmp_path / "exported" / "README.md").read_text()
+
+
+def test_a_gguf_file_is_opened_after_it_is_converted(write):
+    with pytest.raises(ValueError, match=r"model.gguf is a GGUF file: convert it first, `diffvision convert"):
+        open_model(write())
 
 
 def test_a_big_endian_file_is_refused(write, tmp_path):

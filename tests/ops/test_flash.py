@@ -345,6 +345,32 @@ flash_attn_varlen_func = flash_attn_func
 """
 
 
+RECORDING = """
+settings = []
+
+def flash_attn_func(q, k, v, softmax_scale, causal, **more):
+    settings.append(more)
+    return v[:, : q.shape[1]]
+
+flash_attn_varlen_func = flash_attn_func
+"""
+
+
+def test_its_backward_is_deterministic_where_torchs_has_to_be(packages):
+    packages("flash_attn/__init__.py", RECORDING)
+    inputs = tensors(dtype=torch.float32)
+    flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    settings = sys.modules["flash_attn"].settings
+    half = len(settings) // 2
+    assert settings == [{}] * half + [{"deterministic": True}] * half
+    assert half
+
+
 @pytest.mark.slow
 def test_a_compiled_graph_finds_it_and_stays_whole(packages):
     packages("flash_attn/__init__.py", TRACEABLE)

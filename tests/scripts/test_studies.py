@@ -102,6 +102,31 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path):
         Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,), 1).confirming()
 
 
+def test_what_is_no_share_is_printed_as_it_is(tmp_path):
+    runs = Grid(tmp_path, ("plain", "other"), (1e-3,), ("right",), (1, 2), epochs=1, digits={"loss": 3})
+    for run in [*runs.tuning(), *(Run(family, 1e-3, seed) for family in runs.families for seed in runs.seeds)]:
+        loss = 2.5 if run.family == "plain" else 2.4 + run.seed / 1000
+        numbers = {"diverged": "", "seconds": 1, "validation": {"right": 0.5}, "test": {"right": 0.5, "loss": loss}}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+    table = runs.table(["right", "loss"])
+    assert "| plain | 50.0 ± 0.0 |  | 2.500 ± 0.000 |  |" in table
+    assert "| 2.401 ± 0.001 | -0.099 [-0.105, -0.092] lower" in table
+
+
+def test_a_family_may_have_fewer_seeds_and_another_ones_rate(tmp_path):
+    families = {"plain": 2e-3, "other": 1e-3}
+    runs = Grid(
+        tmp_path, (*families, "third"), (1e-3, 2e-3), ("right",), (1, 2, 3, 4, 5), epochs=1, secondary=["third"]
+    )
+    runs = dataclasses.replace(runs, rate_of={"third": "other"})
+    for run in runs.tuning():
+        write(runs, run, 0.5 if run.rate == families[run.family] else 0.4)
+    assert {run.family for run in runs.tuning()} == set(families)
+    assert [run.seed for run in runs.confirming() if run.family == "third"] == [1, 2, 3]
+    assert {run.rate for run in runs.confirming() if run.family == "third"} == {1e-3}
+    assert len(runs.confirming()) == 13
+
+
 def test_the_best_rate_of_four_is_a_parabolas_vertex():
     rates = (1e-3, 2e-3, 4e-3, 8e-3)
     assert best_rate({rate: -((math.log(rate / 3e-3)) ** 2) for rate in rates}) == pytest.approx(3e-3)
@@ -166,8 +191,9 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
         run(what)
     capsys.readouterr()
     run("report")
-    printed, families, quick = capsys.readouterr().out, len(study.FAMILIES), study.GRID.quick()
-    assert f"{4 * families} runs; {4 * families} are done, 0 diverged" in printed
+    printed, quick = capsys.readouterr().out, study.GRID.quick()
+    runs = len(quick.tuning()) + 2 * len(study.FAMILIES)
+    assert f"{runs} runs; {runs} are done, 0 diverged" in printed
     assert printed.count("| plain |") == 2
     assert "nan" not in printed
     first = quick.numbers(quick.confirming()[0])

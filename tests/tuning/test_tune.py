@@ -13,14 +13,15 @@ import broken_backends
 from broken_backends import BROKEN
 from diffvision.cli import main
 from diffvision.ops import diff_attention, supported_backends
-from diffvision.ops.attention import BACKENDS, Problem, tuned
-from diffvision.tuning import cases, store, timing, worker
+from diffvision.ops.attention import BACKENDS, Problem, eager, tuned
+from diffvision.tuning import cases, store, timing, ways, worker
 from diffvision.tuning.cases import Case
-from diffvision.tuning.inputs import Inputs
+from diffvision.tuning.command import _Measuring
+from diffvision.tuning.inputs import Inputs, mask_of
 from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import in_turns, peak_memory
 from diffvision.tuning.ways import backends_for, calls_of
-from diffvision.tuning.worker import try_backend
+from diffvision.tuning.worker import Tried, try_backend
 
 SMALL = Problem(batch=2, heads=2, kv_heads=1, queries=19, keys=19, head_dim=8, value_dim=16)
 FORMS = {
@@ -123,6 +124,68 @@ def test_what_the_process_says(with_broken, monkeypatch):
     assert one["cannot"] == two["cannot"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"
 
 
+def test_what_the_compiler_may_have_done_excludes_nothing(with_broken, monkeypatch):
+    monkeypatch.setattr(worker, "mistake", lambda *_, **__: "its output is off by 1")
+    [one, two] = news_of("blocked", SMALL, SMALL, compiled=True)
+    assert one["cannot"] == two["cannot"] == "its output is off by 1"
+    [wrong] = news_of("blocked", SMALL, SMALL)
+    assert wrong["wrong"].startswith("its output is off by 1 (")
+
+
+def _uniform(out_of):
+    """A backend that computes the formula with other arguments."""
+    return SimpleNamespace(limit=lambda problem: None, diff_attention=out_of)
+
+
+def test_a_lambda_of_every_query_is_proved(monkeypatch):
+    def one_lambda(q, k, v, lam, **settings):
+        return eager.diff_attention(q, k, v, lam.mean().view(1), **settings)
+
+    monkeypatch.setitem(BACKENDS, "uniform", _uniform(one_lambda))
+    assert "is off by" in mistake("uniform", SMALL)
+
+
+def test_fewer_queries_than_keys_are_proved(monkeypatch):
+    def from_the_first_key(q, k, v, lam, *, causal, mask, **settings):
+        if causal:
+            mask = torch.ones(q.shape[3], k.shape[3], dtype=torch.bool).tril()[None, None]
+        return eager.diff_attention(q, k, v, lam, causal=False, mask=mask, **settings)
+
+    monkeypatch.setitem(BACKENDS, "uniform", _uniform(from_the_first_key))
+    assert mistake("uniform", SMALL) is None
+    assert "is off by" in mistake("uniform", SMALL._replace(causal=True))
+
+
+def test_masks_are_those_of_models():
+    generator = torch.Generator().manual_seed(0)
+    packed = mask_of(SMALL._replace(masked=True, causal=True), generator)
+    assert packed.shape == (SMALL.batch, 1, SMALL.queries, SMALL.keys)
+    assert packed.diagonal(dim1=2, dim2=3).all()
+    assert not packed.all()
+    assert mask_of(SMALL._replace(masked=True), generator).shape == (SMALL.batch, 1, 1, SMALL.keys)
+    assert mask_of(SMALL, generator) is None
+
+
+def test_a_case_whose_usual_backend_was_not_tried_has_no_choice():
+    case = Case("", SMALL._replace(queries=100, keys=100))  # the rule's is blocked
+    measuring = _Measuring([case], {}, 60, "2026-11-23")
+    other = Tried({0: 1.0})
+    assert measuring._ways(0, {"sdpa": other}) == []
+    assert measuring._ways(0, {"sdpa": other, "blocked": Tried({0: 2.0})}) == ["blocked", "sdpa"]
+    assert measuring._ways(0, {"sdpa": other, "blocked": Tried({0: math.inf})}) == ["sdpa"]
+
+
+def test_one_that_compiles_for_each_length_is_not_chosen(monkeypatch):
+    timed = timing.Timed(["blocked", "flex"])
+    timed.seconds, timed.running = {"blocked": [2.0] * 5, "flex": [1.0] * 5}, ["flex"]
+    monkeypatch.setattr(timing, "in_turns", lambda *_: timed)
+    monkeypatch.setattr(timing, "peak_memory", lambda *_: 0)
+    monkeypatch.setattr(ways, "calls_of", lambda case, names: {name: lambda: None for name in names})
+    case = Case("", SMALL._replace(queries=100, keys=100, grad=False))
+    choice = _Measuring([case], {}, 60, "2026-11-23")._timed(case, ["blocked", "flex"], 1)
+    assert (choice.backend, choice.than, choice.faster) == ("blocked", "blocked", 1.0)
+
+
 def calls_that_sleep(**seconds):
     return {name: lambda value=value: time.sleep(value) for name, value in seconds.items()}
 
@@ -211,7 +274,7 @@ def test_a_backend_runs_in_its_process(with_broken, backend, message, monkeypatc
     tried = try_backend(backend, [Case("", SMALL), Case("", SMALL._replace(grad=False))], 120)
     if message is None:
         assert tried.excluded is None
-        assert set(tried.seconds) == (set() if backend == "killed" else {0, 1})
+        assert set(tried.seconds) == ({0} if backend == "killed" else {0, 1})
     else:
         assert tried.excluded.startswith(message)
 
@@ -228,6 +291,14 @@ def test_a_time_too_short_for_anything_is_an_error_and_leaves_nothing(monkeypatc
 def test_the_time_that_is_up_excludes_nothing(with_broken):
     tried = try_backend("blocked", [Case("", SMALL), Case("", SMALL)], 0)
     assert tried == ({}, None)
+
+
+@pytest.mark.slow
+def test_a_case_that_lasts_beyond_the_time_is_ended_and_excludes_nothing(with_broken, monkeypatch):
+    monkeypatch.setattr(worker, "GRACE", 1.0)
+    begun = time.perf_counter()
+    assert try_backend("hanging", [Case("", SMALL)], 1) == ({}, None)
+    assert time.perf_counter() - begun < 60
 
 
 @pytest.mark.slow

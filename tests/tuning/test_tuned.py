@@ -102,13 +102,53 @@ def test_what_was_excluded_is_never_chosen(file):
     store.save(file, a_tuning([], excluded=[("blocked", "2026-11-24: it crashed")]))  # its choice goes with it
     tuned.forget()
     reasons = supported_backends(PROBLEM._replace(keys=100, queries=100))
-    assert next(iter(reasons)) == "eager"  # the formula stays where nothing else is left by the rule
+    assert next(iter(reasons)) == "eager"  # the formula stays where nothing else is left
     assert reasons["eager"] == "chosen: blocked was excluded here, 2026-11-24: it crashed"
     assert reasons["blocked"] == "passed over: excluded here, 2026-11-24: it crashed"
     assert reasons["sdpa"] == "passed over: excluded here, 2026-11-23: its output is off by 1"
     assert chosen()[0] == "eager"
     dropout = PROBLEM._replace(keys=100, queries=100, dropout=0.1)
     assert chosen(dropout) == ("eager", "chosen: sdpa was excluded here, 2026-11-23: its output is off by 1")
+
+
+def test_another_takes_the_place_of_one_that_was_excluded(file):
+    store.save(file, a_tuning([], excluded=[("blocked", "2026-11-24: it crashed")]))
+    tuned.forget()
+    long = PROBLEM._replace(keys=4096, queries=4096)
+    assert chosen(long) == ("sdpa", "chosen: blocked was excluded here, 2026-11-24: it crashed")
+
+
+def test_where_none_was_faster_the_rule_decides_by_the_exact_length(file):
+    few, more = (PROBLEM._replace(queries=size, keys=size) for size in (77, 100))
+    choice = tuned.Choice("eager", "eager", 1.0, "2026-11-23", {"eager": 1.0, "blocked": 1.2}, {})
+    kind = tuned.kind_of(few, compiled=False)
+    assert kind == tuned.kind_of(more, compiled=False)
+    store.save(file, tuned.Tuning(tuned.machine_of("cpu"), {kind: choice}))
+    tuned.forget()
+    assert chosen(few) == ("eager", "chosen: measured here on 2026-11-23, none was faster")
+    assert chosen(more)[0] == "blocked"
+
+
+def test_one_whose_rule_failed_says_so(file):
+    choice = tuned.Choice("sdpa", "blocked", 1.0, "2026-11-23", {"sdpa": 1.0}, {})
+    long = PROBLEM._replace(queries=100, keys=100)
+    store.save(file, tuned.Tuning(tuned.machine_of("cpu"), {tuned.kind_of(long, compiled=False): choice}))
+    tuned.forget()
+    assert chosen(long) == ("sdpa", "chosen: measured here on 2026-11-23, where blocked has no memory or failed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_problem_of_a_gpu_is_answered_without_one(file):
+    store.save(file, a_tuning())
+    tuned.forget()
+    assert chosen(PROBLEM._replace(device="cuda", dtype=torch.bfloat16))[0] == "sdpa"
+
+
+def test_a_home_that_is_not_known_stops_nothing(monkeypatch):
+    monkeypatch.setenv("DIFFVISION_TUNING", "~nosuchuser/tuning.json")
+    tuned.forget()
+    with pytest.warns(UserWarning, match="DIFFVISION_TUNING: .*nosuchuser"):
+        assert chosen()[0]
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,21 @@ class Chat:
         bos_token: the token that begins a text, where the template asks for one.
 
     Raises:
-        ValueError: the template is not Jinja, or does not extend its prefix: then it cannot be known which tokens are
-            learned.
+        ValueError: the template is not Jinja.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str, bos_token: str = "") -> None:
         self.tokenizer, self.template, self.name, self.bos_token = tokenizer, template, name, bos_token
         self._prepare()
+
+    def check_training(self) -> None:
+        """Raise a ValueError where the template does not extend its prefix, so that no token is known to be learned."""
         try:
             self.encode_messages([{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": "It is 2."}])
         except BadSample as reason:
             raise ValueError(
-                f"chat template {name} cannot be used: for a question with its answer, {reason}; correct it, or give "
-                f"another (--chat {', '.join(TEMPLATES)}, or a file of Jinja)"
+                f"chat template {self.name} cannot be used: for a question with its answer, {reason}; correct it, or "
+                f"give another ({', '.join(TEMPLATES)}, or a file of Jinja)"
             ) from None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,6 +143,16 @@ class Chat:
         if not any(learned[1:]):
             raise BadSample("no learned token: the row has no answer of the assistant's")
         return ids, learned
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Return the ids of a conversation up to where the assistant's answer begins.
+
+        Raises:
+            BadSample: the template fails.
+            BadText: a text that cannot be tokenised.
+        """
+        marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
+        return self._encode(self._render(marked, prompt=True))
 
     def _render(self, messages: Messages, *, prompt: bool) -> str:
         given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
@@ -207,16 +219,14 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     Raises:
         ValueError: there is no such template; see `Chat`.
     """
-    folder = Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
-    config = _json(folder / "tokenizer_config.json")
-    bos = config.get("bos_token") or ""
+    bos = _json(_folder(source) / "tokenizer_config.json").get("bos_token") or ""
     bos_token = bos["content"] if isinstance(bos, dict) else str(bos)
     if chosen == "tokenizer":
-        template = _came_with(folder, config)
+        template = template_of(source)
         if template is None:
             raise ValueError(
                 f"the tokenizer {source} has no chat template ({CHAT_TEMPLATE} next to it, or chat_template in its "
-                f"tokenizer_config.json): give --chat {', '.join(TEMPLATES)}, or a file of Jinja"
+                f"tokenizer_config.json): give {', '.join(TEMPLATES)}, or a file of Jinja"
             )
         return Chat(tokenizer, template, chosen, bos_token)
     if chosen in TEMPLATES:
@@ -226,7 +236,19 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
             f"no chat template {chosen!r}: give {', '.join(TEMPLATES)}, tokenizer (the one next to it), or a file of "
             "Jinja"
         )
-    return Chat(tokenizer, Path(chosen).read_text(encoding="utf-8"), Path(chosen).name, bos_token)
+    return Chat(tokenizer, read_template(Path(chosen)), Path(chosen).name, bos_token)
+
+
+def read_template(file: Path) -> str:
+    """Return the template in a file of Jinja.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"chat template {file} is not UTF-8 ({error}): convert it") from None
 
 
 def messages_of(record: Any) -> Messages:
@@ -269,15 +291,27 @@ def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
     return (message.get(role), message.get(content)) if isinstance(message, dict) else (None, None)
 
 
-def _came_with(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the template that came with a tokenizer; of several the default one."""
+def template_of(source: str | Path) -> str | None:
+    """Return the template that came with a tokenizer, of several the default one; None if there is none.
+
+    Args:
+        source: the tokenizer's file or folder.
+
+    Raises:
+        ValueError: tokenizer_config.json is not JSON, or the template not UTF-8.
+    """
+    folder = _folder(source)
     if (folder / CHAT_TEMPLATE).is_file():
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    template = config.get("chat_template")
+        return read_template(folder / CHAT_TEMPLATE)
+    template = _json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _folder(source: str | Path) -> Path:
+    return Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
 
 
 def _json(path: Path) -> dict[str, Any]:

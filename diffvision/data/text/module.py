@@ -186,7 +186,8 @@ def _packed(source: Source, length: int, cut: bool) -> PackedShards:
         )
         rank_zero_warn(
             f"{shards.long:,} of {shards.account.documents:,} conversations of {source} are longer than {length + 1:,} "
-            f"tokens: {became}; set data.length to hold them{'' if cut else ', or data.cut to cut them at their ends'}"
+            f"tokens, the first is {shards.first_long}: {became}; set data.length to hold them"
+            f"{'' if cut else ', or data.cut to cut them at their ends'}"
         )
     return shards
 

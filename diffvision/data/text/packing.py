@@ -55,13 +55,14 @@ class PackedShards(TokenShards):
 
     Attributes:
         long: the number of conversations that are longer than a window.
+        first_long: the first of them, as "shard: conversation N", from 1; "" where there is none.
 
     Raises:
         ValueError: as `TokenShards`; a damaged shard; no conversation fits.
     """
 
     def __init__(self, source: Any, length: int, *, cut: bool = False, cache: ShardCache | None = None) -> None:
-        self.cut, self.long, self._left_out = cut, 0, 0
+        self.cut, self.long, self._left_out, self.first_long = cut, 0, 0, ""
         self._packed: list[_Windows] = []
         super().__init__(source, length, cache)
 
@@ -107,6 +108,8 @@ class PackedShards(TokenShards):
         kept = lengths <= capacity
         long = np.flatnonzero(~kept)
         self.long += len(long)
+        if len(long) and not self.first_long:
+            self.first_long = f"{self.shards[number].name}: conversation {int(long[0]) + 1}"
         for index in long.tolist() if self.cut else ():
             kept[index] = self._has_learned(number, int(stops[index] - lengths[index]), capacity)
         self._left_out += int((~kept).sum())

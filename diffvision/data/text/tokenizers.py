@@ -61,6 +61,7 @@ class Tokenizer:
         vocab_size: the bound of the ids: all are smaller.
         eos_id: the id that ends a document. No text is ever encoded to it.
         start_id: the id of `bos`, or None. `encode` does not add it; evaluations and `diffvision generate` do.
+        source: the file that it was loaded from, or None.
 
     Raises:
         ValueError: the vocabulary has no such token.
@@ -81,6 +82,7 @@ class Tokenizer:
         if bos is not None and bos not in vocabulary:
             raise ValueError(f"the tokenizer has no token {bos!r}, which its settings name as bos_token: correct them")
         self._backend, self.eos, self.bos = backend, eos, bos
+        self.source: Path | None = None
         self.eos_id: int = vocabulary[eos]
         self.start_id: int | None = None if bos is None else vocabulary[bos]
         self.vocab_size: int = max(vocabulary.values()) + 1  # not the number of tokens: ids may leave gaps
@@ -182,7 +184,9 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     if path.is_dir():
         path = path / FILE
     if path.is_file():
-        return Tokenizer(_read(path), *_configured(path))
+        tokenizer = Tokenizer(_read(path), *_configured(path))
+        tokenizer.source = path
+        return tokenizer
     if str(source) in TIKTOKENS:
         return Tokenizer(from_tiktoken(str(source)), END)
     raise ValueError(
@@ -208,18 +212,29 @@ def _write(path: Path, content: Any) -> None:
 
 
 def _configured(path: Path) -> tuple[str | None, str | None]:
-    """Return the end and the beginning of a text by tokenizer_config.json next to the file, or None."""
-    path = path.with_name(_CONFIG)
-    if not path.is_file():
+    """Return the end and the beginning of a text by tokenizer_config.json next to the file, or None.
+
+    Where the settings do not say whether the beginning is added, the tokenizer does: it adds it to every text or not.
+    """
+    settings = path.with_name(_CONFIG)
+    if not settings.is_file():
         return None, None
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(settings.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
+        raise ValueError(f"{settings} is not JSON, or nested too deeply: {error}") from None
     config = config if isinstance(config, dict) else {}
-    named = [config.get("eos_token"), config.get("bos_token") if config.get("add_bos_token") is True else None]
-    eos, bos = (token.get("content") if isinstance(token, dict) else token for token in named)
-    return eos if isinstance(eos, str) else None, bos if isinstance(bos, str) else None
+    eos, bos = (
+        token if isinstance(token, str) else None
+        for token in (
+            value.get("content") if isinstance(value, dict) else value
+            for value in (config.get("eos_token"), config.get("bos_token"))
+        )
+    )
+    adds = config.get("add_bos_token")
+    if adds is None and bos is not None:
+        adds = _read(path).encode("").tokens[:1] == [bos]
+    return eos, bos if adds is True else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | None = None) -> Tokenizer:

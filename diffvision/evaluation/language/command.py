@@ -40,8 +40,8 @@ def run(
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
             "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench. For math,
-            .jsonl or .json files of {"question", "answer"}, {"prompt", "response"}, or as GSM8K, MATH, SVAMP, ASDiv,
-            MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic` have them.
+            .jsonl or .json files, or folders of them, of {"question", "answer"}, {"prompt", "response"}, or as GSM8K,
+            MATH, SVAMP, ASDiv, MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic` have them.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what faithfulness and math generate and judges say, from
             which a run that was ended resumes.
@@ -140,8 +140,9 @@ def _read(
         prompting(options)
         return None, [], read_questions(listed(data), count=options.rows, seed=options.seed)
     if "rows" in kinds:
+        rows = read_rows(listed(data), count=options.rows, seed=options.seed)
         if options.prompts is not None:
-            read_templates(options.prompts)
-        return None, read_rows(listed(data), count=options.rows, seed=options.seed), []
+            read_templates(options.prompts, rows)
+        return None, rows, []
     check_sources(listed(data))
     return listed(data), [], []

@@ -28,7 +28,7 @@ class Prompt:
     Attributes:
         id: of the row, unique.
         tokens: the prompt, start token included.
-        cut: tokens of the text that were left out so that the model can read the prompt.
+        cut: what was left out so that the model can read the prompt: tokens of a document, or examples.
     """
 
     id: str

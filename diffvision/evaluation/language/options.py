@@ -55,6 +55,8 @@ class LanguageOptions:
         new_tokens: faithfulness and math: the most tokens of an output.
         prompts: faithfulness: a JSON file of other prompts, {"summary", "qa" or LongBench's dataset: text with
             {context} and {input}}, such as LongBench's dataset2prompt.json.
+        chat: faithfulness and math: ask in a user's message, written by a chat template: tokenizer (the one that came
+            with it), chatml, question, plain, or a file of Jinja; None for plain text, as base models are asked.
         template: math: the prompt, with {question} in it.
         examples: math: a file of questions, in any layout of its data, that are shown with their solutions before
             the question.
@@ -96,6 +98,7 @@ class LanguageOptions:
     rows: int | None = None
     new_tokens: int = 256
     prompts: str | None = None
+    chat: str | None = None
     template: str = "Question: {question}\nAnswer:"
     examples: str | None = None
     shown: int = 4

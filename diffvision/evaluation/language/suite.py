@@ -13,6 +13,7 @@ from diffvision.analysis.figures import language as figures
 from diffvision.analysis.figures import png
 from diffvision.evaluation.cache import Cache, digest, files_digest, tensor_digest
 from diffvision.evaluation.intervals import with_intervals
+from diffvision.evaluation.language.chats import template_text
 from diffvision.evaluation.language.documents import read_documents, tokenised
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.many_shot import Task
@@ -113,6 +114,7 @@ def cache_inputs(work: Work, device: str) -> dict[str, Any]:
         "judges": [judge.identity for judge in work.judges],
         "questions": fingerprint(work.questions),
         "math_verify": has_math_verify(),
+        "chat": template_text(model, options.chat),
         "files": files_digest(
             *filter(None, (options.haystack, options.frequent_text, options.prompts, options.examples))
         ),

@@ -31,7 +31,7 @@ from diffvision.evaluation.language.low_bit import SCHEMES, Settings, check_sche
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
 from diffvision.evaluation.language.mathematics.sets import Question, read_questions
 from diffvision.evaluation.language.mathematics.task import Prompting, mathematics
-from diffvision.evaluation.language.needle import needle, needle_samples
+from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
@@ -205,7 +205,8 @@ def _faithfulness(work: Work) -> dict[str, PerSample | float]:
         work.rows,
         work.judges,
         new_tokens=options.new_tokens,
-        templates=None if options.prompts is None else read_templates(options.prompts),
+        templates=None if options.prompts is None else read_templates(options.prompts, work.rows),
+        chat=options.chat,
         folder=None if work.folder is None else work.folder / "faithfulness" / work.model.name,
         settings=model_identity(work.model),
         batch_size=options.batch_size,
@@ -220,6 +221,7 @@ def _math(work: Work) -> dict[str, PerSample | float]:
         work.questions,
         prompting(options),
         new_tokens=options.new_tokens,
+        chat=options.chat,
         folder=None if work.folder is None else work.folder / "math" / work.model.name,
         settings=model_identity(work.model),
         batch_size=options.batch_size,
@@ -385,6 +387,8 @@ def model_identity(model: Model) -> dict[str, Any]:
     tokenizer = model.tokenizer
     return {
         "model": model_digest(model.module),
-        "tokenizer": None if tokenizer is None else [tokenizer.vocab_size, tokenizer.encode(PROBE)],
+        "tokenizer": None
+        if tokenizer is None
+        else [tokenizer.vocab_size, tokenizer.encode(PROBE), start_tokens(tokenizer)],
         "max_length": model.max_length,
     }

@@ -224,7 +224,8 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return {} if end not in vocabulary else {"eos_token_id": vocabulary[end], "pad_token_id": vocabulary[end]}
+    ids = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": values.get("bos_token")}
+    return {name: vocabulary[token] for name, token in ids.items() if token in vocabulary}
 
 
 CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {

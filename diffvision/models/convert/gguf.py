@@ -76,7 +76,7 @@ class Gguf:
             raise ValueError(f"{path} is a GGUF file of architecture {architecture!r}: only {ARCHITECTURE!r} is read")
         if reader.byte_order == "S":
             raise ValueError(f"{path} is big-endian, which is not read: convert the model to GGUF on this machine")
-        if (files := self.metadata.get("split.count", 1)) > 1:
+        if (files := self.metadata.get("split.count", 1)) not in (0, 1):
             raise ValueError(f"{path} is one of {files} files: merge them with llama.cpp's llama-gguf-split --merge")
 
     def config(self) -> LanguageConfig:
@@ -86,6 +86,14 @@ class Gguf:
             ValueError: a setting is missing, or our model has none like it (scaled or partial rotary positions,
                 experts, values of another size than keys).
         """
+        try:
+            return self._config()
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.path} has settings of other types than GGUF's ({error}): convert it anew"
+            ) from error
+
+    def _config(self) -> LanguageConfig:
         get = self._setting
         if missing := [name for name in _NEEDED if get(name) is None]:
             raise ValueError(f"{self.path} lacks {ARCHITECTURE}.{missing[0]}: convert the model to GGUF anew")

@@ -59,6 +59,19 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], what: str) -> tuple[tokeniz
         tokenizer = (_byte_level if kind == "gpt2" else _sentence_piece)(known, tokens)
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{what} has a tokenizer whose tokens and merges do not fit each other: {error}") from error
+    try:
+        settings = _with_special_tokens(tokenizer, known, tokens)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{what} has special tokens of other types than GGUF's ({error}): convert it anew") from error
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    return tokenizer, settings
+
+
+def _with_special_tokens(
+    tokenizer: tokenizers.Tokenizer, known: Mapping[str, Any], tokens: Sequence[str]
+) -> dict[str, Any]:
+    """Add the special tokens to a tokenizer, and return the settings that name them."""
     types = known.get("token_type") or ()
     added = [
         AddedToken(token, normalized=False, special=type_ == _CONTROL)
@@ -72,15 +85,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], what: str) -> tuple[tokeniz
         if number is not None and 0 <= number < len(tokens):
             settings[f"{theirs}_token"] = tokens[number]
     bos = settings.get("bos_token")
-    if bos and known.get("add_bos_token", kind == "llama" or known.get("pre") in _WHOLE_WORDS):
+    if bos and known.get("add_bos_token", known["model"] == "llama" or known.get("pre") in _WHOLE_WORDS):
         settings["add_bos_token"] = True
         number = known["bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, number)]
         )
-    if template := metadata.get("tokenizer.chat_template"):
-        settings["chat_template"] = template
-    return tokenizer, settings
+    return settings
 
 
 def _byte_level(known: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

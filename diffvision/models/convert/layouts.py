@@ -66,7 +66,10 @@ def recognise(source: str | Path) -> Weights:
             return Weights(path, "language", {})
         except ValueError:
             pass  # not of language training: recognised by the names of its weights below
-    weights = read_state(path)
+    return _by_names(path, read_state(path))
+
+
+def _by_names(path: Path, weights: Mapping[str, Tensor]) -> Weights:
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
@@ -132,6 +135,8 @@ def _folder(path: Path) -> Weights:
         return Weights(path, "huggingface", {})
     if motif.recognised(values):
         return Weights(path, "motif", {})
+    if "architecture" in values:  # as timm writes a folder
+        return _by_names(path, read_state(weight_files(path)[0]))
     known = ", ".join(hugging_face.MODEL_TYPES.values())
     raise ValueError(
         f"{path} is of model_type {values.get('model_type')!r}, of no layout that is known: transformers' {known}, "

@@ -19,6 +19,7 @@ from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.language.end_tokens import CHAT_TEMPLATE
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
 
@@ -157,8 +158,9 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _copy_tokenizer(file: Path, folder: Path) -> None:
-    settings = file.with_name("tokenizer_config.json")  # names the token that ends a document
-    copied = [(file, folder / _TOKENIZER), *([(settings, folder / settings.name)] if settings.is_file() else [])]
+    # The settings name the tokens that begin and end a document.
+    neighbours = [file.with_name(name) for name in ("tokenizer_config.json", CHAT_TEMPLATE)]
+    copied = [(file, folder / _TOKENIZER), *((one, folder / one.name) for one in neighbours if one.is_file())]
     for source, target in copied:
         if source.resolve() != target.resolve():
             shutil.copyfile(source, target)

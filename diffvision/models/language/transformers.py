@@ -223,6 +223,8 @@ def write(
     else:
         fast = _tokenizer(file, model.config, eos)
         ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.eos_token_id}
+        if fast.bos_token_id is not None:
+            ends["bos_token_id"] = fast.bos_token_id
         fast.save_pretrained(directory)
     if is_llama_with_v2(model.config):
         _v2_as_llama(model, ends).save_pretrained(directory)

@@ -110,7 +110,17 @@ def _fastest(problem: Problem) -> str:
         name = tuned.measured(problem.device, *tuned.kind_of(problem, compiled=compiled))
         if name in BACKENDS and BACKENDS[name].limit(problem) is None:
             return name
-    return tuned.allowed(problem.device, usual)
+    return _not_excluded(problem, usual)
+
+
+def _not_excluded(problem: Problem, usual: str) -> str:
+    """Return the rule's backend, or another in its place where it was excluded here; the formula is the last."""
+    if not tuned.is_excluded(problem.device, usual):
+        return usual
+    for name in ("sdpa", "blocked"):
+        if not tuned.is_excluded(problem.device, name) and BACKENDS[name].limit(problem) is None:
+            return name
+    return "eager"
 
 
 def _why(problem: Problem, chosen: str) -> str:
@@ -121,15 +131,20 @@ def _why(problem: Problem, chosen: str) -> str:
         return why
     choice = None if problem.dropout else tuning.choices.get(tuned.kind_of(problem, compiled=False))
     if choice is not None and choice.backend == chosen:
-        faster = "none was faster" if chosen == choice.than else f"{choice.faster:.2f}x faster than {choice.than}"
-        return f"measured here on {choice.date}, {faster}"
+        if choice.than not in choice.milliseconds:
+            return f"measured here on {choice.date}, where {choice.than} has no memory or failed"
+        if chosen != choice.than:
+            return f"measured here on {choice.date}, {choice.faster:.2f}x faster than {choice.than}"
+        if chosen == usual:
+            return f"measured here on {choice.date}, none was faster"
     return why if chosen == usual else f"{usual} was excluded here, {tuning.excluded[usual]}"
 
 
 def rule(problem: Problem) -> tuple[str, str]:
     """Return (backend, reason) where nothing was measured on this machine."""
     if problem.device != "cpu":
-        return "sdpa", f"no other is known to be right and faster here: run `diffvision tune --device {problem.device}`"
+        remedy = ": run `diffvision tune --device cuda`" if problem.device == "cuda" else ""
+        return "sdpa", f"no other is known to be right and faster here{remedy}"
     if problem.dropout:
         return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
     if torch.compiler.is_exporting():

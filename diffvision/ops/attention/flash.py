@@ -140,7 +140,8 @@ def diff_attention(
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B, N, H, D], the memory order of projections: views, no copies.
-        out = _library().attend(*(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal)
+        settings = {"softmax_scale": scale, "causal": causal, **_determinism()}
+        out = _library().attend(*(t.transpose(1, 2) for t in (q, k, v)), **settings)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     first, second = _two_maps(call, q, k, v, scale)
@@ -197,11 +198,17 @@ def diff_attention_varlen(
             max_seqlen_k=max_seqlen_k,
             softmax_scale=scale,
             causal=causal,
+            **_determinism(),
         )
         return out[0] if isinstance(out, tuple) else out
 
     first, second = _two_maps(call, q, k, v, scale)
     return (first - lam * second).to(q.dtype)
+
+
+def _determinism() -> dict[str, bool]:
+    """Return what lets the library's backward add in a fixed order, where torch's operations have to."""
+    return {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
 
 
 def _two_maps(

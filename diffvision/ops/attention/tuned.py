@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     Attributes:
         backend: its name.
         than: the backend that is taken without measurements.
-        faster: how many times as fast as that, 1 where it is the same.
+        faster: how many times as fast as that; 1 where it is the same, or that has no memory or was excluded.
         date: of the measurement, as YYYY-MM-DD.
         milliseconds: of each backend that was timed, the median.
         peak_bytes: of each, beyond its inputs.
@@ -177,7 +177,8 @@ def _multiple(size: int, base: int) -> int:
 def machine_of(device: str) -> dict[str, str]:
     """Return what measurements on a device, "cpu" or "cuda", hold for: hardware and versions, as text."""
     threads = {"threads": str(torch.get_num_threads())} if device == "cpu" else {}
-    versions = {name: _version(name) for name in ("torch", "triton", "diffvision")}
+    packages = ("torch", "triton", "diffvision", *(("flash-attn", "flash-attn-4") if device == "cuda" else ()))
+    versions = {name: _version(name) for name in packages}
     return {"device": device, "name": device_name(device), "capability": _capability(device), **threads, **versions}
 
 
@@ -214,7 +215,9 @@ def tuning_file() -> Path | None:
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() == "off":
         return None
-    return Path(setting).expanduser() if setting else Path(platformdirs.user_cache_dir("diffvision"), "tuning.json")
+    return (
+        Path(os.path.expanduser(setting)) if setting else Path(platformdirs.user_cache_dir("diffvision"), "tuning.json")
+    )
 
 
 def entries_of(file: Path) -> list[dict[str, Any]]:
@@ -256,17 +259,22 @@ def has_choices(device: str, compiled: bool) -> bool:
 
 @torch.compiler.assume_constant_result
 def measured(device: str, *kind: Any) -> str:
-    """Return the backend that was measured to be the fastest for a `Kind` of call on a device; "" where none was."""
+    """Return the backend that was measured to be faster than the rule's for a `Kind` of call; "" where none was.
+
+    The rule decides within a kind too, by the exact sizes.
+    """
     tuning = tuning_of(device)
     choice = None if tuning is None else tuning.choices.get(Kind(*kind))
-    return "" if tuning is None or choice is None or choice.backend in tuning.excluded else choice.backend
+    if tuning is None or choice is None or choice.backend in (choice.than, *tuning.excluded):
+        return ""
+    return choice.backend
 
 
 @torch.compiler.assume_constant_result
-def allowed(device: str, backend: str) -> str:
-    """Return a backend; "eager", the formula, where that was excluded on a device."""
+def is_excluded(device: str, backend: str) -> bool:
+    """Return whether a backend was excluded on a device."""
     tuning = tuning_of(device)
-    return "eager" if tuning is not None and backend in tuning.excluded else backend
+    return tuning is not None and backend in tuning.excluded
 
 
 def use(device: str, tuning: Tuning | None) -> None:
@@ -294,7 +302,9 @@ def forget() -> None:
 
 
 def _read(device: str) -> Tuning | None:
-    if device not in DEVICES or (file := tuning_file()) is None:
+    if device not in DEVICES or (device == "cuda" and not torch.cuda.is_available()):
+        return None
+    if (file := tuning_file()) is None:
         return None
     is_named, here = bool(os.environ.get(VARIABLE)), machine_of(device)
     try:

@@ -111,7 +111,10 @@ def test_the_data_module_resumes_and_divides_windows_over_ranks(made):
 
 def test_the_data_module_packs_conversations_and_says_what_does_not_fit(made, tmp_path):
     data = TextData(made, 4, LENGTH, made, num_workers=0)
-    with pytest.warns(UserWarning, match=r"2 of 302 conversations of .* longer than 41 tokens: they are left out; set"):
+    message = (
+        r"2 of 302 conversations of .* longer than 41 tokens, the first is .*: conversation \d+: they are left out"
+    )
+    with pytest.warns(UserWarning, match=message):
         batch = next(iter(data.train_dataloader()))
     assert set(batch) == {"tokens", "documents", "learned"}
     with pytest.raises(

@@ -13,19 +13,20 @@ import torch
 
 from diffvision.data.shards.remote import Patience
 from diffvision.evaluation.cache import model_digest
+from diffvision.evaluation.language.chats import asking, chat_of, has_template, template_text
 from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.rules import Judgement, contains, grounded, normalised
 from diffvision.evaluation.language.faithfulness.server import SYSTEM, ChatServer, NoReply
 from diffvision.evaluation.language.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
-from diffvision.evaluation.language.generations import continued
-from diffvision.evaluation.language.needle import start_tokens
+from diffvision.evaluation.language.generations import continued, room_for
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model, open_model
 from diffvision.opening.texts import open_classifier
 
 Pair = tuple[Row, str]
 CHUNK, OVERLAP = 400, 50  # tokens of a document that an entailment classifier reads at a time
+SPARE = 8  # tokens by which a chunk that is decoded and encoded again may grow
 ENTAILED = 0.5
 
 
@@ -83,27 +84,31 @@ class Entailment:
         self.label = entailing[0]
         limits = (self.tokenizer.model_max_length, getattr(module.config, "max_position_embeddings", None), 512)
         self.limit = min(limit for limit in limits if limit)
-        self.identity = ["nli", model_digest(module)]
+        self.identity = ["nli", model_digest(module), CHUNK, OVERLAP, SPARE]
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Judgement]]:
         """Score the sentences of each output against the chunks of its document."""
         for index, (row, output) in enumerate(pairs):
             sentences = [sentence for sentence in re.split(r"(?<=[.!?])\s+|\n+", output) if sentence.strip()]
-            chunks = self._chunks(row.document)
-            scores = [max(self._entailed(chunk, sentence) for chunk in chunks) for sentence in sentences]
+            ids = self.tokenizer.encode(row.document, add_special_tokens=False)
+            scores = [
+                max(self._entailed(chunk, sentence) for chunk in self._chunks(ids, sentence)) for sentence in sentences
+            ]
             least = min(range(len(scores)), key=scores.__getitem__)
             low = tuple(sentence for sentence, score in zip(sentences, scores, strict=True) if score < ENTAILED)
             yield index, Judgement(scores[least] >= ENTAILED, f"P(entail) is at least {scores[least]:.3f}", low)
 
-    def _chunks(self, document: str) -> list[str]:
-        ids = self.tokenizer.encode(document, add_special_tokens=False)
-        size = min(CHUNK, 3 * self.limit // 4)
+    def _chunks(self, ids: list[int], sentence: str) -> list[str]:
+        """Return parts of a document's tokens that the classifier can read with a sentence behind them."""
+        size = min(CHUNK, max(self.limit // 2, self.limit - len(self.tokenizer.encode("", sentence)) - SPARE))
         overlap = min(OVERLAP, size // 2)
         starts = range(0, max(1, len(ids) - overlap), size - overlap)
         return [self.tokenizer.decode(ids[start : start + size]) for start in starts]
 
     def _entailed(self, premise: str, hypothesis: str) -> float:
-        inputs = self.tokenizer(premise, hypothesis, truncation=True, max_length=self.limit, return_tensors="pt")
+        # Only the sentence is ever cut: one beyond half of what the classifier reads.
+        cut = {"truncation": "only_second", "max_length": self.limit}
+        inputs = self.tokenizer(premise, hypothesis, **cut, return_tensors="pt")
         with torch.no_grad():
             logits = self.module(**inputs.to(self.device)).logits[0]
         return logits.float().softmax(-1)[self.label].item()
@@ -143,8 +148,10 @@ class InProcess:
     def __init__(self, model: Model, new_tokens: int, template: str | None = None) -> None:
         if model.tokenizer is None:
             raise ValueError(f"judge.hf is {model.name}, which came without a tokenizer: put its files next to it")
+        room_for(model, new_tokens)
         self.model, self.new_tokens, self.template = model, new_tokens, template
-        self.identity = ["hf", model_digest(model.module), new_tokens, template]
+        self.identity = ["hf", model_digest(model.module), new_tokens, template, template_text(model, "tokenizer")]
+        self._chat = chat_of(model, "tokenizer") if has_template(model) else None
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Judgement]]:
         """Generate a reply about each pair; one that is too long for the model is undecided."""
@@ -162,18 +169,13 @@ class InProcess:
                 yield index, _judgement(self.model.tokenizer.decode(reply))
 
     def _tokens(self, prompt: str) -> list[int]:
-        tokenizer = self.model.tokenizer
-        chat: Any = getattr(tokenizer, "tokenizer", None)
-        if getattr(chat, "chat_template", None):
-            from jinja2 import TemplateError
-
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-            settings: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
-            try:
-                return list(chat.apply_chat_template(messages, **settings))
-            except TemplateError:  # as some have no role of a system
-                return list(chat.apply_chat_template(messages[1:], **settings))
-        return [*start_tokens(tokenizer), *tokenizer.encode(prompt)]
+        if self._chat is None:
+            return asking(self.model, None)(prompt)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+        try:
+            return self._chat(messages)
+        except ValueError:  # as some have no role of a system
+            return self._chat(messages[1:])
 
 
 def _judgement(reply: str) -> Judgement:

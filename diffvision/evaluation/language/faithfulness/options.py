@@ -19,7 +19,7 @@ class JudgeOptions:
         hf: for the judge hf, a language model as `diffvision.open_model` takes it, which is run here.
         prompt: file with another prompt for llm and hf, with {document}, {output}, {question} and {truth}.
         new_tokens: the most tokens of a reply of hf.
-        timeout: seconds that llm's server has for an answer.
+        timeout: seconds that llm's server may be silent for.
         tries: how often it is asked before the evaluation is ended; a run of the same command resumes.
         parallel: requests at a time.
     """
@@ -40,6 +40,8 @@ class JudgeOptions:
         for name in ("new_tokens", "timeout", "tries", "parallel"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"judge.{name} is {getattr(self, name)}: give a number above 0")
+        if not any(self.names):
+            raise ValueError(f"judge.by is {self.by!r}, which names no judge: give one, such as grounded")
 
     @property
     def names(self) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffvision.evaluation.language.chats import Ask
 from diffvision.evaluation.language.faithfulness.rows import Kind, Row
 from diffvision.evaluation.language.generations import Prompt
 
@@ -26,11 +27,15 @@ TEMPLATES: dict[Kind, str] = {
 }
 
 
-def read_templates(path: str | Path) -> dict[str, str]:
+def read_templates(path: str | Path, rows: Sequence[Row]) -> dict[str, str]:
     """Read prompts from a JSON file: {dataset of LongBench, or "summary" or "qa": text with {context} and {input}}.
 
+    Args:
+        path: the file.
+        rows: for which they are meant.
+
     Raises:
-        FileNotFoundError; ValueError: no such object, or a text without {context}.
+        FileNotFoundError; ValueError: no such object, a text without {context}, or names that fit none of the rows.
     """
     try:
         templates = json.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -40,19 +45,23 @@ def read_templates(path: str | Path) -> dict[str, str]:
         isinstance(text, str) and text.count("{context}") == 1 for text in templates.values()
     ):
         raise ValueError(f'prompts is {path}: write {{"NAME": "text with {{context}} once, and {{input}}", ...}}')
+    names = {name for row in rows for name in (row.dataset, row.kind) if name}
+    if names and not names & templates.keys():
+        raise ValueError(
+            f"prompts is {path} with {', '.join(templates) or 'no names'}, and the rows are of "
+            f"{', '.join(sorted(names))}: name a prompt by one of these"
+        )
     return templates
 
 
-def fit_prompt(
-    row: Row, tokenizer: Any, room: int | None, start: Sequence[int], templates: Mapping[str, str]
-) -> Prompt:
+def fit_prompt(row: Row, tokenizer: Any, room: int | None, ask: Ask, templates: Mapping[str, str]) -> Prompt:
     """Return a row's prompt, its document cut where it has more tokens than there is room for.
 
     Args:
         row: what is asked.
         tokenizer: of the model.
         room: the most tokens of a prompt; None for any number.
-        start: tokens that a text begins with.
+        ask: makes the tokens of a prompt.
         templates: by dataset or kind; `TEMPLATES` has those that are missing.
 
     Raises:
@@ -64,7 +73,7 @@ def fit_prompt(
 
     def tokens_of(document: str) -> list[int]:
         filled = {"context": document, "input": row.question or ""}
-        return [*start, *tokenizer.encode(re.sub(r"\{(context|input)\}", lambda name: filled[name[1]], template))]
+        return ask(re.sub(r"\{(context|input)\}", lambda name: filled[name[1]], template))
 
     tokens = tokens_of(row.document)
     if room is None or len(tokens) <= room:

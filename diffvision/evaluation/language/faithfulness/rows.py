@@ -72,6 +72,8 @@ def read_rows(sources: Sequence[str | Path], *, count: int | None = None, seed: 
 
 
 def _read(path: Path) -> list[Row]:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give its files of JSON lines, with commas between them")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

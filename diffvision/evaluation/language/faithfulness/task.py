@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from diffvision.evaluation.intervals import cohen_kappa
+from diffvision.evaluation.language.chats import asking
 from diffvision.evaluation.language.faithfulness.judges import Judge
 from diffvision.evaluation.language.faithfulness.prompts import STOPS, fit_prompt
 from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.faithfulness.rules import Judgement
 from diffvision.evaluation.language.generations import Generation, generate_rows, room_for
-from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.recall_errors import unit
 from diffvision.evaluation.language.records import Records, fingerprint
 from diffvision.evaluation.language.scoring import Progress, unseen
@@ -36,6 +36,7 @@ def faithfulness(
     *,
     new_tokens: int = 256,
     templates: Mapping[str, str] | None = None,
+    chat: str | None = None,
     folder: Path | None = None,
     settings: Any = None,
     batch_size: int = 8,
@@ -49,6 +50,7 @@ def faithfulness(
         judges: of `judges.open_judges`.
         new_tokens: the most tokens of an output.
         templates: as `prompts.fit_prompt`.
+        chat: as `chats.asking`.
         folder: for generations.jsonl and judgements-JUDGE.jsonl, from which a run that was ended resumes; None for no
             files.
         settings: what outputs depend on besides the rows, such as a digest of the model.
@@ -64,8 +66,8 @@ def faithfulness(
         ValueError: a row for which there is no room; files of other rows or settings; a judge does not answer.
     """
     room = room_for(model, new_tokens)
-    start = start_tokens(model.tokenizer)
-    prompts = [fit_prompt(row, model.tokenizer, room, start, templates or {}) for row in rows]
+    ask = asking(model, chat)
+    prompts = [fit_prompt(row, model.tokenizer, room, ask, templates or {}) for row in rows]
     outputs = generate_rows(
         model,
         prompts,

@@ -1,6 +1,7 @@
 """Answers to mathematical questions: taken from a text, and compared without a computer algebra system.
 
-An answer is what stands in LaTeX's last box, after the last `####`, after the last "answer is", or the last number.
+An answer is what stands in LaTeX's last box, after the last `####`, after the last "answer is", or the last number; or
+the whole text, where that is equal to the right one.
 Two are equal as fractions, or as strings without what does not matter in LaTeX. `math_verify` compares by the library
 of that name, where it is installed. Programs differ in these rules, and by several points of accuracy: report which.
 """
@@ -11,12 +12,13 @@ import functools
 import importlib.util
 import re
 import string
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["boxed", "hashes", "answer is", "last number"]
+Rule = Literal["boxed", "hashes", "answer is", "last number", "whole"]
 """What marked an answer."""
-RULES: tuple[Rule, ...] = ("boxed", "hashes", "answer is", "last number")
+RULES: tuple[Rule, ...] = ("boxed", "hashes", "answer is", "last number", "whole")
 
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d*)?|\.\d+"
 _LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/(?:{_NUMBER}))?")
@@ -63,12 +65,19 @@ class Extracted(NamedTuple):
     rule: Rule
 
 
-def extract(text: str, rules: tuple[Rule, ...] = RULES) -> Extracted | None:
-    """Return the answer of a solution by the first rule that finds one; None if none does."""
-    for rule in rules:
-        if found := _FINDERS[rule](text):
-            return Extracted(found, rule)
-    return None
+def extract(text: str, gold: str) -> Extracted | None:
+    """Return the answer of a solution by the first rule that finds one; None if none does.
+
+    Args:
+        text: the solution.
+        gold: the right answer. A text that is nothing else, such as "yes" or "(x - 1)(x + 2)", is the answer itself.
+    """
+    found = next((Extracted(one, rule) for rule, find in _FINDERS.items() if (one := find(text))), None)
+    if found is None or found.rule == "last number":
+        whole = text.strip()
+        if not (found and equal(gold, found.text)) and equal(gold, whole):
+            return Extracted(whole, "whole")
+    return found
 
 
 def boxed(text: str) -> str | None:
@@ -114,7 +123,12 @@ def _last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-_FINDERS = {"boxed": boxed, "hashes": after_hashes, "answer is": _after_words, "last number": _last_number}
+_FINDERS: dict[Rule, Callable[[str], str | None]] = {
+    "boxed": boxed,
+    "hashes": after_hashes,
+    "answer is": _after_words,
+    "last number": _last_number,
+}
 
 
 def normalised(answer: str) -> str:

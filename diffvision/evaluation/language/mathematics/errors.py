@@ -47,6 +47,16 @@ class Judgement(NamedTuple):
     first_wrong: int | None
 
 
+def check(solution: str) -> None:
+    """Raise a ValueError where a solution is none of `diffvision data make arithmetic`."""
+    steps, answer = _parsed(solution)
+    if answer is None or None in steps:
+        raise ValueError(
+            f"the solution {solution[-60:]!r} is none of `diffvision data make arithmetic`: its lines are such as "
+            "'Taba: 14 + 3 = 17', and the last one '#### 17'"
+        )
+
+
 def judge(prompt: str, solution: str, written: str) -> Judgement:
     """Return what became of a written solution.
 
@@ -58,12 +68,8 @@ def judge(prompt: str, solution: str, written: str) -> Judgement:
     Raises:
         ValueError: the right solution is none of `diffvision data make arithmetic`.
     """
+    check(solution)
     right, answer = _parsed(solution)
-    if answer is None or None in right:
-        raise ValueError(
-            f"the solution {solution!r} is none of `diffvision data make arithmetic`: its lines are such as "
-            "'Taba: 14 + 3 = 17', and the last one '#### 17'"
-        )
     steps, given = _parsed(written)
     first_wrong = _first_difference(steps, right)
     if first_wrong is None and given != answer:

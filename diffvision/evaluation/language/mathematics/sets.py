@@ -1,7 +1,7 @@
 """Mathematical questions with their answers, from the files of published sets as they are, and from your own.
 
-A layout is recognised by the keys of a file's first row. .jsonl has a row a line; .json a list of rows, or an object of
-them by their ids.
+A layout is recognised by the keys of a file's first row. .jsonl has a row a line; .json a row, a list of rows, or an
+object of them by their ids. A folder, such as MATH's, stands for all such files in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
+from diffvision.evaluation.language.mathematics.errors import check
 
 Row = dict[str, Any]
 
@@ -134,25 +135,34 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
     """Return the questions of files in any of the layouts.
 
     Args:
-        sources: the files.
-        count: how many are drawn of each file, in its order; None for all.
+        sources: files, or folders of them.
+        count: how many are drawn of each source, in its order; None for all.
         seed: of what is drawn.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file is given twice, is not UTF-8, has no rows or another layout; a row lacks a key of its file's
-            layout, or an answer that can be read.
+        FileNotFoundError: no such file or folder.
+        ValueError: a source is given twice, a folder has no such files; a file is not UTF-8, has no rows or another
+            layout; a row lacks a key of its file's layout, or an answer that can be read.
     """
     paths = [Path(source).resolve() for source in sources]
     if twice := [str(source) for source, path in zip(sources, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"{twice[0]} is given twice: give each file once")
     questions: list[Question] = []
     for source in sources:
-        read = list(_questions(Path(source)))
+        read = [question for file in _files(Path(source)) for question in _questions(file)]
         if count is not None and count < len(read):
             read = [read[number] for number in sorted(random.Random(seed).sample(range(len(read)), count))]
         questions += read
     return questions
+
+
+def _files(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    files = sorted(path for path in source.rglob("*") if path.suffix in (".json", ".jsonl"))
+    if not files:
+        raise ValueError(f"{source} has no .json or .jsonl files: give questions with their answers")
+    return files
 
 
 def _questions(path: Path) -> Iterator[Question]:
@@ -195,6 +205,11 @@ def _question(name: str, row: Row, where: str) -> Question:
             "correct the row, or leave it out"
         )
     solution = read.solution if read.solution is not None else answer
+    if name == "arithmetic":
+        try:
+            check(solution)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; correct the row, or leave it out") from None
     return Question(where, name, str(read.text).strip(), answer, solution.strip(), read.steps, read.distractors)
 
 
@@ -219,6 +234,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
     if path.suffix == ".json":
         whole = _json(content, str(path))
+        if isinstance(whole, dict) and not any(isinstance(value, dict) for value in whole.values()):
+            yield str(path), whole
+            return
         rows = whole.items() if isinstance(whole, dict) else enumerate(whole if isinstance(whole, list) else [], 1)
         yield from ((f"{path}:{key}", row) for key, row in rows)
         return
@@ -232,7 +250,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error})") from None
+        raise ValueError(f"{where} is not JSON ({error}): write an object of a question with its answer") from None
 
 
 def _whole(value: Any) -> Any:

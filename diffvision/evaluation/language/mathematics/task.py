@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from diffvision.data.shards.writer import write_lines
+from diffvision.evaluation.language.chats import asking
 from diffvision.evaluation.language.generations import Generation, Prompt, generate_rows, room_for
 from diffvision.evaluation.language.mathematics.answers import (
     RULES,
@@ -27,7 +28,6 @@ from diffvision.evaluation.language.mathematics.answers import (
 )
 from diffvision.evaluation.language.mathematics.errors import KINDS, judge
 from diffvision.evaluation.language.mathematics.sets import Question
-from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
 from diffvision.opening import Model
@@ -55,8 +55,12 @@ class Prompting:
         if QUESTION not in self.template:
             raise ValueError(f"the template {self.template!r} has no {QUESTION}: write it where the question belongs")
 
-    def prompt(self, question: Question) -> str:
+    def prompt(self, question: Question, left_out: int = 0) -> str:
         """Return what is asked.
+
+        Args:
+            question: the question.
+            left_out: of the examples, the first ones.
 
         Raises:
             ValueError: the question is one of the examples.
@@ -64,7 +68,7 @@ class Prompting:
         if question.text in {example.text for example in self.examples}:
             raise ValueError(f"{question.id} is one of the examples, with its answer: give examples of another file")
         space = "" if self.template[-1].isspace() else " "
-        shown = [f"{self._asked(example)}{space}{example.solution}\n\n" for example in self.examples]
+        shown = [f"{self._asked(example)}{space}{example.solution}\n\n" for example in self.examples[left_out:]]
         return "".join(shown) + self._asked(question)
 
     @property
@@ -83,6 +87,7 @@ def mathematics(
     prompting: Prompting | None = None,
     *,
     new_tokens: int = 512,
+    chat: str | None = None,
     folder: Path | None = None,
     settings: Any = None,
     batch_size: int = 8,
@@ -95,6 +100,7 @@ def mathematics(
         questions: of one or several sets.
         prompting: how they are asked.
         new_tokens: the most of an answer.
+        chat: as `chats.asking`.
         folder: for answers.jsonl, from which an evaluation that was ended resumes, and judged.jsonl.
         settings: as `generate_rows`.
         batch_size: questions at a time.
@@ -104,20 +110,20 @@ def mathematics(
         For each SET (a key of `sets.LAYOUTS`): "SET/accuracy" by `answers.equal`; where math-verify is
         installed "SET/math_verify_accuracy", of answers that are equal or that it takes for right; "SET/without_answer"
         and "SET/cut", shares of texts in which no rule finds an answer, and that reached `new_tokens`;
-        "SET/prompts_cut", of prompts whose beginning was left out; "SET/tokens" on average; "SET/found_by/RULE", shares
-        of answers by each rule; "SET/accuracy_by_steps/K" where the set says the number of steps. Of `diffvision data
+        "SET/prompts_cut", of prompts without room for all examples; "SET/tokens" on average; "SET/found_by/RULE", of
+        answers by each rule; "SET/accuracy_by_steps/K" where the set says the number of steps. Of `diffvision data
         make arithmetic` also shares of what went wrong (`errors.KINDS`), "SET/accuracy_by_distractors/D"
         and "SET/accuracy/K/D". Of several sets, "accuracy" (and "math_verify_accuracy")
         is the mean over sets.
 
     Raises:
-        ValueError: no tokenizer; a question that is an example; more new tokens than the model reads; a file in the
-            folder is of other questions or settings.
+        ValueError: no tokenizer; a question that is an example, or for which there is no room; more new tokens than
+            the model reads; a file in the folder is of other questions or settings.
     """
     prompting = prompting or Prompting()
     written = generate_rows(
         model,
-        _prompts(model, [prompting.prompt(question) for question in questions], questions, new_tokens),
+        _prompts(model, prompting, questions, new_tokens, chat),
         max_new_tokens=new_tokens,
         stops=prompting.stops,
         file=None if folder is None else folder / "answers.jsonl",
@@ -125,7 +131,7 @@ def mathematics(
         batch_size=batch_size,
         progress=progress,
     )
-    answers = [extract(one.output) for one in written]
+    answers = [extract(one.output, question.answer) for one, question in zip(written, questions, strict=True)]
     right = [answer is not None and equal(q.answer, answer.text) for q, answer in zip(questions, answers, strict=True)]
     verdicts = {"accuracy": right}
     if has_math_verify():
@@ -138,16 +144,23 @@ def mathematics(
     return _metrics(questions, written, answers, verdicts)
 
 
-def _prompts(model: Model, texts: Sequence[str], questions: Sequence[Question], new_tokens: int) -> list[Prompt]:
-    """Return the prompts in tokens, the end of those that are too long."""
-    if model.tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
-    start, room = start_tokens(model.tokenizer), room_for(model, new_tokens)
+def _prompts(
+    model: Model, prompting: Prompting, questions: Sequence[Question], new_tokens: int, chat: str | None = None
+) -> list[Prompt]:
+    """Return the prompts in tokens, each with as many of the last examples as there is room for."""
+    ask, room = asking(model, chat), room_for(model, new_tokens)
     prompts = []
-    for question, text in zip(questions, texts, strict=True):
-        tokens = model.tokenizer.encode(text)
-        kept = tokens if room is None else tokens[-(room - len(start)) :]
-        prompts.append(Prompt(question.id, [*start, *kept], len(tokens) - len(kept)))
+    for question in questions:
+        for left_out in range(len(prompting.examples) + 1):
+            tokens = ask(prompting.prompt(question, left_out))
+            if room is None or len(tokens) <= room:
+                prompts.append(Prompt(question.id, tokens, left_out))
+                break
+        else:
+            raise ValueError(
+                f"{question.id} has a prompt of {len(tokens)} tokens, and the model has room for {room}: leave it out, "
+                "give fewer new_tokens, or take a model that reads more"
+            )
     return prompts
 
 

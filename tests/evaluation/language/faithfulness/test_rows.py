@@ -24,6 +24,10 @@ LONG_BENCH |= {"dataset": "hotpotqa", "language": "en", "all_classes": None, "_i
 NEWS = LONG_BENCH | {"input": "", "dataset": "multi_news", "_id": "9", "answers": ["They met."]}
 
 
+def behind_start(words):
+    return lambda text: [0, *words.encode(text)]
+
+
 def written(path, *records):
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
@@ -79,18 +83,20 @@ def test_files_without_rows_are_refused(tmp_path):
     (tmp_path / "cut.jsonl").write_text('{"document": "a')
     with pytest.raises(ValueError, match=r"line 1 of .*cut\.jsonl is not JSON"):
         read_rows([tmp_path / "cut.jsonl"])
+    with pytest.raises(ValueError, match="is a folder: give its files of JSON lines"):
+        read_rows([tmp_path])
 
 
 def test_a_prompt_without_the_question_is_refused(words):
     row = Row("r", "qa", "Ann has 5.", "How many?")
     with pytest.raises(ValueError, match=r"row 'r' has a question, and its prompt has no \{input\}"):
-        fit_prompt(row, words, None, [0], {"qa": "{context}"})
+        fit_prompt(row, words, None, behind_start(words), {"qa": "{context}"})
 
 
 def test_prompts_are_whole_or_lose_the_end_or_the_middle_of_the_document(words):
     document = " ".join(f"w{number}" for number in range(60))
     row = Row("r", "summary", document)
-    whole = fit_prompt(row, words, None, [0], {})
+    whole = fit_prompt(row, words, None, behind_start(words), {})
     assert whole.tokens[0] == 0
     assert whole.cut == 0
     text = words.decode(whole.tokens[1:])
@@ -98,7 +104,7 @@ def test_prompts_are_whole_or_lose_the_end_or_the_middle_of_the_document(words):
     assert text.endswith(f"#Document#: {document}\n#Summary#:")
     room = len(whole.tokens) - 21
     for cut, left in (("end", "w0 w1"), ("middle", "w58 w59")):
-        short = fit_prompt(Row("r", "summary", document, cut=cut), words, room, [0], {})
+        short = fit_prompt(Row("r", "summary", document, cut=cut), words, room, behind_start(words), {})
         kept = words.decode(short.tokens)
         assert len(short.tokens) <= room
         assert 21 <= short.cut <= 23
@@ -107,16 +113,24 @@ def test_prompts_are_whole_or_lose_the_end_or_the_middle_of_the_document(words):
         assert ("w59" in kept) == (cut == "middle")
         assert "w30 w31" in kept if cut == "end" else "w0 w1" in kept
     with pytest.raises(ValueError, match=r"row 'r' has a prompt of \d+ tokens without its document, .* for 12: leave"):
-        fit_prompt(row, words, 12, [0], {})
+        fit_prompt(row, words, 12, behind_start(words), {})
 
 
 def test_templates_of_a_file_are_filled_once(words, tmp_path):
     file = tmp_path / "dataset2prompt.json"
     file.write_text(json.dumps({"hotpotqa": "Read: {context} Q: {input} A:", "qa": "{context} {input}"}))
-    templates = read_templates(file)
     row = Row("r", "qa", "has {input} in it", "Who?", dataset="hotpotqa")
-    assert words.decode(fit_prompt(row, words, None, [], templates).tokens) == "Read: has {input} in it Q: Who? A:"
-    assert words.decode(fit_prompt(Row("r", "qa", "d", "Who?"), words, None, [], templates).tokens) == "d Who?"
+    templates = read_templates(file, [row])
+    assert (
+        words.decode(fit_prompt(row, words, None, words.encode, templates).tokens)
+        == "Read: has {input} in it Q: Who? A:"
+    )
+    assert (
+        words.decode(fit_prompt(Row("r", "qa", "d", "Who?"), words, None, words.encode, templates).tokens) == "d Who?"
+    )
     file.write_text('{"qa": "no document"}')
     with pytest.raises(ValueError, match=r"prompts is .*: write .*\{context\} once"):
-        read_templates(file)
+        read_templates(file, [row])
+    file.write_text('{"summry": "{context}"}')
+    with pytest.raises(ValueError, match=r"with summry, and the rows are of hotpotqa, qa: name a prompt by one of"):
+        read_templates(file, [row])

@@ -131,17 +131,24 @@ def test_entailment_is_the_least_sentence_by_its_best_chunk(home, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     judge = Entailment(str(tmp_path), "cpu")
     row = Row("r", "summary", "abcdefgh " * 12)
-    chunks = judge._chunks(row.document)
-    assert len(chunks) > 1
-    assert all(len(tokenizer.encode(chunk)) <= 30 for chunk in chunks)
-    marked = [judge._chunks("ab " * count + "z") for count in range(30, 60)]
+    said = ("It is so.", "Or not so.")
+    for sentence in (*said, "A sentence without an end that has far more tokens than the classifier can read of it"):
+        chunks = judge._chunks(tokenizer.encode(row.document, add_special_tokens=False), sentence)
+        assert len(chunks) > 1
+        for chunk in chunks:  # read whole, whatever stands behind it
+            ids = tokenizer(chunk, sentence, truncation="only_second", max_length=40)["input_ids"]
+            assert tokenizer.decode(ids).startswith(chunk)
+    marked = [
+        judge._chunks(tokenizer.encode("ab " * count + "z", add_special_tokens=False), said[0])
+        for count in range(30, 60)
+    ]
     assert all("z" in chunks[-1] for chunks in marked)  # the end of a document is read
     ((_, judgement),) = judge.judge([(row, "It is so. Or not so.")])
     with torch.no_grad():
         scores = [
-            max(judge.module(**tokenizer(chunk, said, truncation=True, max_length=40, return_tensors="pt"))
-                .logits.softmax(-1)[0, 1].item() for chunk in chunks)
-            for said in ("It is so.", "Or not so.")
+            max(judge.module(**tokenizer(chunk, sentence, return_tensors="pt")).logits.softmax(-1)[0, 1].item()
+                for chunk in judge._chunks(tokenizer.encode(row.document, add_special_tokens=False), sentence))
+            for sentence in said
         ]  # fmt: skip
     assert judgement.reason == f"P(entail) is at least {min(scores):.3f}"
     assert judgement.accurate == (min(scores) >= 0.5)
@@ -155,6 +162,11 @@ def test_entailment_is_the_least_sentence_by_its_best_chunk(home, tmp_path):
     transformers.BertModel(config).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="bare is of BertModel: give a classifier of sequences"):
         Entailment(str(tmp_path / "bare"), "cpu")
+
+
+def test_a_judge_in_process_needs_room_for_questions(home):
+    with pytest.raises(ValueError, match="new_tokens is 512, and diff-debug reads 512 tokens in all"):
+        InProcess(open_model(str(home / "diff-debug")), 512)
 
 
 def test_a_judge_in_process_reads_a_chat_or_is_undecided(home, monkeypatch):
@@ -194,6 +206,12 @@ def test_bad_commands_are_one_sentence(home, settings, message, monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     with pytest.raises(ValueError, match=message):
         evaluated(home, "diff-debug", **settings)
+
+
+@pytest.mark.parametrize("by", ["", []])
+def test_judges_have_names(by):
+    with pytest.raises(ValueError, match=r"judge.by is .* which names no judge: give one"):
+        JudgeOptions(by)
 
 
 def test_contains_needs_answers():

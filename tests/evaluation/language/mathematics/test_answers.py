@@ -26,7 +26,7 @@ from diffvision.evaluation.language.mathematics.answers import as_fraction, equa
     ],
 )
 def test_the_first_rule_that_applies(text, answer, rule):
-    extracted = extract(text)
+    extracted = extract(text, gold="another")
     # What is cut off in a box may still have a number.
     if answer is None and "boxed" in text:
         assert extracted.rule == "last number"
@@ -105,8 +105,25 @@ def test_equality(gold, answer, right):
 
 
 def test_boxes_that_a_model_repeats_without_end_are_read_in_linear_time():
-    assert extract("x = 7 " + r"\boxed{" * 30_000) == ("7", "last number")
-    assert extract(r"\boxed{" * 30_000 + "8}").text == "8"
+    assert extract("x = 7 " + r"\boxed{" * 30_000, "7") == ("7", "last number")
+    assert extract(r"\boxed{" * 30_000 + "8}", "8").text == "8"
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "rule"),
+    [
+        (r"\frac{x}{2}", r" $\frac{x}{2}$", "whole"),
+        ("(x-1)(x+2)", "(x - 1)(x + 2)", "whole"),
+        ("yes", "Yes.", "whole"),
+        ("5", "5", "last number"),
+        ("5", "yes 5", "last number"),
+        ("yes", "It is 5.", "last number"),
+        ("yes", r"yes \boxed{no}", "boxed"),
+    ],
+)
+def test_a_text_that_is_the_right_answer_alone(gold, text, rule):
+    assert extract(text, gold).rule == rule
+    assert (rule != "whole") or equal(gold, extract(text, gold).text)
 
 
 @pytest.mark.skipif(not has_math_verify(), reason="needs math-verify")

@@ -121,3 +121,24 @@ def test_what_is_no_json(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question"')
     with pytest.raises(ValueError, match=r"x.jsonl:2 is not JSON"):
         read_questions([tmp_path / "x.jsonl"])
+
+
+def test_a_folder_of_files_of_one_question_each(tmp_path):
+    for number, name in enumerate(("algebra", "geometry")):
+        (tmp_path / name).mkdir()
+        row = {"problem": name, "level": "1", "solution": rf"\boxed{{{number}}}"}
+        (tmp_path / name / "1.json").write_text(json.dumps(row))
+    read = read_questions([tmp_path])
+    assert [(one.set, one.text, one.answer) for one in read] == [("math", "algebra", "0"), ("math", "geometry", "1")]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"none has no .json or .jsonl files"):
+        read_questions([tmp_path / "none"])
+
+
+def test_a_worded_problem_needs_its_steps(tmp_path):
+    row = {"prompt": "p", "response": "I think 3.\n#### 3", "answer": 3, "steps": 1, "distractors": 0}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    with pytest.raises(
+        ValueError, match=r"x.jsonl:1: the solution .* is none of .*: its lines are .*; correct the row"
+    ):
+        read_questions([tmp_path / "x.jsonl"])

@@ -1,0 +1,97 @@
+"""How a model is asked: by plain text that it continues, or as a chat, by a template that comes with its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diffvision.data.shards.sample import BadSample
+from diffvision.data.text.chat import TEMPLATES, Messages, open_chat, read_template, template_of
+from diffvision.evaluation.language.needle import start_tokens
+from diffvision.opening import Model
+
+Ask = Callable[[str], list[int]]
+"""Returns the tokens with which a model is asked about a text, up to its answer."""
+
+
+def asking(model: Model, chat: str | None) -> Ask:
+    """Return the function that makes a model's prompt of a text.
+
+    Args:
+        model: with its tokenizer.
+        chat: None for plain text behind the token that begins one; else the text is a user's message, written by a
+            template as `chat_of` takes it.
+
+    Raises:
+        ValueError: no tokenizer, or as `chat_of`.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
+    if chat is None:
+        return lambda text: [*start_tokens(tokenizer), *tokenizer.encode(text)]
+    written = chat_of(model, chat)
+    return lambda text: written([{"role": "user", "content": text}])
+
+
+def has_template(model: Model) -> bool:
+    """Return whether a chat template came with a model's tokenizer."""
+    return template_text(model, "tokenizer") is not None
+
+
+def template_text(model: Model, chosen: str | None) -> str | None:
+    """Return the text of a template that `chat_of` takes; None where none is chosen, or none came with the tokenizer.
+
+    Raises:
+        ValueError: it is neither "tokenizer" nor a template's name or file.
+    """
+    if chosen is None or chosen in TEMPLATES:
+        return None if chosen is None else TEMPLATES[chosen]
+    if chosen != "tokenizer":
+        if not Path(chosen).is_file():
+            raise ValueError(f"no chat template {chosen!r}: give tokenizer, {', '.join(TEMPLATES)}, or a file of Jinja")
+        return read_template(Path(chosen))
+    if (theirs := _of_transformers(model)) is not None:
+        return theirs.get_chat_template() if theirs.chat_template else None
+    source = model.tokenizer.source
+    return None if source is None else template_of(source)
+
+
+def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
+    """Return the function that writes messages, up to the assistant's answer, by a model's chat template.
+
+    Args:
+        model: with its tokenizer.
+        chosen: "tokenizer", the template that came with it; a name of `data.text.chat.TEMPLATES`, or a file of Jinja.
+
+    Raises:
+        ValueError: there is no such template, or it fails; also of the function that is returned.
+    """
+    theirs = _of_transformers(model)
+    if theirs is None:
+        chat = open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
+
+        def written(messages: Messages) -> list[int]:
+            try:
+                return chat.prompt(messages)
+            except BadSample as reason:
+                raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
+
+        return written
+    if (template := template_text(model, chosen)) is None:
+        raise ValueError(f"the tokenizer of {model.name} has no chat template: give {', '.join(TEMPLATES)}, or a file")
+
+    def by_transformers(messages: Messages) -> list[int]:
+        settings = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+        try:
+            return list(theirs.apply_chat_template(messages, tokenize=True, **settings))
+        except Exception as reason:  # a template's expressions can fail in any way
+            raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
+
+    return by_transformers
+
+
+def _of_transformers(model: Model) -> Any:
+    """Return transformers' tokenizer; None for ours."""
+    return getattr(model.tokenizer, "tokenizer", None)
