@@ -28,6 +28,7 @@ from diffvision.tuning.proof import mistake
 from diffvision.tuning.timing import seconds_of
 from diffvision.tuning.ways import calls_of
 
+START = 300.0  # seconds until the process is ready: it imports torch
 STUCK = 120.0  # seconds of one case, after which a backend hangs
 GRACE = 20.0  # seconds that a case may take which began when the time was nearly up
 POLL = 0.5
@@ -129,11 +130,13 @@ def _heard(
             if process.poll() is not None and lines.empty():
                 return _Ended(seconds, current)
             now = time.perf_counter()
-            if current is None and now - began > STUCK:
-                raise ChildProcessError(
-                    f"the process that tries backends was not ready within {STUCK:.0f} s: try again"
-                ) from None
-            if current is not None and now - began > STUCK and not cases[current].compiled:
+            if current is None:
+                if now - began > START:
+                    raise ChildProcessError(
+                        f"the process that tries backends was not ready within {START:.0f} s: try again"
+                    ) from None
+                continue
+            if now - began > STUCK and not cases[current].compiled:
                 return Tried(seconds, f"it did not end within {STUCK:.0f} s at {_words(cases[current].problem)}")
             if now > until + GRACE or now - began > STUCK:
                 return Tried(seconds)

@@ -262,21 +262,33 @@ def test_bad_settings_are_one_line(arguments, message, capsys):
             "its process ended at 2 x 2 heads of 8, 19 queries, 19 keys, forward and backward with signal SIGABRT",
         ),
         ("raising", "RuntimeError: out of resources"),
-        ("hanging", "it did not end within 8 s at 2 x 2 heads"),
         ("orphaned", "its process ended at 2 x 2 heads of 8"),
         ("killed", None),
         ("talking", None),
         ("blocked", None),
     ],
 )
-def test_a_backend_runs_in_its_process(with_broken, backend, message, monkeypatch):
-    monkeypatch.setattr(worker, "STUCK", 8.0)
+def test_a_backend_runs_in_its_process(with_broken, backend, message):
     tried = try_backend(backend, [Case("", SMALL), Case("", SMALL._replace(grad=False))], 120)
     if message is None:
         assert tried.excluded is None
         assert set(tried.seconds) == ({0} if backend == "killed" else {0, 1})
     else:
         assert tried.excluded.startswith(message)
+
+
+@pytest.mark.slow
+def test_a_backend_that_hangs_is_ended_and_excluded(with_broken, monkeypatch):
+    monkeypatch.setattr(worker, "STUCK", 8.0)  # a slow machine may take longer to start
+    tried = try_backend("hanging", [Case("", SMALL)], 120)
+    assert tried.excluded.startswith("it did not end within 8 s at 2 x 2 heads")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_never_ready_is_an_error(monkeypatch):
+    monkeypatch.setattr(worker, "START", 0.1)
+    with pytest.raises(ChildProcessError, match="was not ready within 0 s: try again"):
+        try_backend("fused", [Case("", SMALL)], 120)
 
 
 @pytest.mark.slow
