@@ -146,6 +146,13 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def mean_interval(samples: PerSample) -> tuple[float, float]:
+    """Return the percentile interval of a metric, over units drawn with replacement."""
+    nothing = samples._replace(values=torch.zeros_like(samples.values), exponential=False)
+    low, high = bootstrap_interval(nothing, samples)
+    return (math.exp(low), math.exp(high)) if samples.exponential else (low, high)
+
+
 def _drawn(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
     """Return both models' means over drawn units, [2, resamples].
 
@@ -189,16 +196,23 @@ PARTS = ("_low", "_high", "_difference", "_difference_low", "_difference_high", 
 
 
 def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]:
-    """Return the metrics, with Wilson's interval of each share of samples as NAME_low and NAME_high."""
+    """Return the metrics, with the interval of each mean over samples as NAME_low and NAME_high.
+
+    It is Wilson's for a share of samples that are right or wrong, and a bootstrap's over units for any other mean.
+    """
     metrics: dict[str, float] = {}
     for name, result in results.items():
         if not isinstance(result, PerSample):
             metrics[name] = result
             continue
         metrics[name] = result.mean()
-        if result.values.dtype == torch.bool and result.classes is None:
+        if result.classes is not None:
+            continue
+        if result.values.dtype == torch.bool:
             low, high = wilson_interval(int(result.values.sum()), len(result.values))
-            metrics |= {f"{name}_low": low, f"{name}_high": high}
+        else:
+            low, high = mean_interval(result)
+        metrics |= {f"{name}_low": low, f"{name}_high": high}
     return metrics
 
 

@@ -7,7 +7,7 @@ Masks compute what a pruned cache does, so any model whose attention can be capt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from diffvision.analysis.pruning import METHODS, Compress, plain_methods, pruned
 from diffvision.analysis.statistics import gini, keys_for
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.scoring import Progress, device_of, greedy_matches, token_losses, unseen
+from diffvision.evaluation.samples import PerSample, each, means
 from diffvision.models.modes import evaluating
 
 RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95)
@@ -38,7 +39,7 @@ def cache_pruning(
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress = unseen,
-) -> dict[str, float]:
+) -> dict[str, PerSample | float]:
     """Return loss and needle accuracy with pruned prompts, and the sparsity of attention.
 
     A row's prompt is all but its last `continuation` + 1 tokens; the loss is of the predictions behind it. Needles are
@@ -59,9 +60,9 @@ def cache_pruning(
         progress: as in `scoring`.
 
     Returns:
-        "nll/full" and "nll/<method>/<ratio>" (nats a token), "nll_rise/<method>/<ratio>"; "needle_agnostic/..." and
-        "needle_aware/...", shares of the numbers that are right; "area/<metric>/<method>", the mean over the ratios
-        from 0 to the largest; "largest_ratio/<method>", up to which the loss stays within 1%; "bytes/full" and
+        "nll/full" and "nll/<method>/<ratio>" (nats a token), "nll_rise/<method>/<ratio>", by row; "needle_agnostic/..."
+        and "needle_aware/...", whether each of the numbers is right; "area/<metric>/<method>", the mean over the
+        ratios from 0 to the largest; "largest_ratio/<method>", up to which the loss stays within 1%; "bytes/full" and
         "bytes/<ratio>" of a row's prompt; and what `sparsity` returns.
 
     Raises:
@@ -82,14 +83,19 @@ def cache_pruning(
         settings = [Compress(method, ratio, window, seed) for method in names for ratio in sorted(ratios)]
         for compress in settings[:: len(ratios)]:  # raises before the work if the model lacks what a method reads
             compress.kept(plainest, torch.tensor([0], device=device_of(model)), _ends([prompt], model))
-        metrics = sparsity(model, rows[:, :-1], batch_size=batch_size, progress=progress)
-        metrics |= _bytes(calls, prompt, ratios)
+        metrics: dict[str, PerSample | float] = {
+            **sparsity(model, rows[:, :-1], batch_size=batch_size, progress=progress),
+            **_bytes(calls, prompt, ratios),
+        }
+        losses: dict[str, Tensor] = {}
         for compress in progress([None, *settings], "pruned caches"):
             name = "full" if compress is None else f"{compress.method}/{compress.ratio:g}"
-            metrics[f"nll/{name}"] = _loss(model, rows, prompt, compress, batch_size)
+            losses[name] = _losses(model, rows, prompt, compress, batch_size)
+            metrics[f"nll/{name}"] = losses[name].mean().item()
             for mode in ("agnostic", "aware") if needles else ():
-                metrics[f"needle_{mode}/{name}"] = _accuracy(model, needles, mode, compress, batch_size)
-    return metrics | _summary(metrics, names, sorted(ratios))
+                metrics[f"needle_{mode}/{name}"] = _matches(model, needles, mode, compress, batch_size)
+    rises = {f"nll_rise/{name}": each(loss - losses["full"]) for name, loss in losses.items() if name != "full"}
+    return metrics | _summary(means(metrics), names, sorted(ratios)) | rises
 
 
 def sparsity(model: nn.Module, rows: Tensor, *, batch_size: int = 8, progress: Progress = unseen) -> dict[str, float]:
@@ -168,25 +174,33 @@ def _attention(
     return pruned_attention(model, dataclasses.replace(compress, seed=compress.seed + batch), _ends(prompts, model))
 
 
-def _loss(model: nn.Module, rows: Tensor, prompt: int, compress: Compress | None, batch_size: int) -> float:
+def _losses(model: nn.Module, rows: Tensor, prompt: int, compress: Compress | None, batch_size: int) -> Tensor:
+    """Return the loss behind the prompt of each row, float64 [S]."""
     losses = []
     for number, batch in enumerate(rows.split(batch_size)):
         with torch.no_grad(), _attention(model, compress, [prompt] * len(batch), number):
-            losses.append(token_losses(model, batch)[:, prompt:].double().cpu())
-    return torch.cat(losses).mean().item()
+            losses.append(token_losses(model, batch)[:, prompt:].double().mean(dim=1).cpu())
+    return torch.cat(losses)
 
 
-def _accuracy(
+def _matches(
     model: Any, needles: Sequence[NeedleSample], mode: str, compress: Compress | None, batch_size: int
-) -> float:
-    right: list[bool] = []
-    aware = mode == "aware"
-    for number, batch in enumerate(_batches(list(map(asked_twice, needles)) if aware else needles, batch_size)):
-        prompts = [sample.question for sample in batch]
-        with _attention(model, compress, prompts, number):
-            tokens, answers = [s.tokens for s in batch], [s.answers for s in batch]
-            right += [match for row in greedy_matches(model, tokens, answers, batch_size=len(batch)) for match in row]
-    return sum(right) / len(right)
+) -> PerSample:
+    """Return whether each number that is asked for is right; those of a context are of one unit."""
+    samples = list(map(asked_twice, needles)) if mode == "aware" else needles
+    by_context: list[list[bool]] = [[] for _ in samples]
+    # Longest first, which is the order of `greedy_matches` within a batch.
+    order = sorted(range(len(samples)), key=lambda number: -len(samples[number].tokens))
+    for batch, start in enumerate(range(0, len(order), batch_size)):
+        numbers = order[start : start + batch_size]
+        chosen = [samples[number] for number in numbers]
+        with _attention(model, compress, [sample.question for sample in chosen], batch):
+            tokens, answers = [s.tokens for s in chosen], [s.answers for s in chosen]
+            right = greedy_matches(model, tokens, answers, batch_size=len(chosen))
+        for number, matches in zip(numbers, right, strict=True):
+            by_context[number] = matches
+    units = [number for number, matches in enumerate(by_context) for _ in matches]
+    return PerSample(torch.tensor([match for matches in by_context for match in matches]), torch.tensor(units))
 
 
 def asked_twice(sample: NeedleSample) -> NeedleSample:
@@ -197,15 +211,8 @@ def asked_twice(sample: NeedleSample) -> NeedleSample:
     return NeedleSample([*sample.tokens[:end], *sample.tokens[sample.question :]], sample.needle, end, answers)
 
 
-def _batches(needles: Sequence[NeedleSample], size: int) -> Iterator[Sequence[NeedleSample]]:
-    """Yield samples longest first, which is the order of `greedy_matches` within a batch."""
-    ordered = sorted(needles, key=lambda sample: -len(sample.tokens))
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
-
-
 def _summary(metrics: dict[str, float], methods: Sequence[str], ratios: Sequence[float]) -> dict[str, float]:
-    """Return rises of the loss, areas under curves, and the largest ratio that costs next to nothing."""
+    """Return areas under curves, and the largest ratio that costs next to nothing."""
     summary: dict[str, float] = {}
     kinds = [kind for kind in ("nll", "needle_agnostic", "needle_aware") if f"{kind}/full" in metrics]
     for method in methods:
@@ -215,7 +222,6 @@ def _summary(metrics: dict[str, float], methods: Sequence[str], ratios: Sequence
             summary[f"area/{kind}/{method}"] = area.item() / ratios[-1]
         full, largest = metrics["nll/full"], 0.0
         losses = {ratio: metrics[f"nll/{method}/{ratio:g}"] for ratio in ratios}
-        summary |= {f"nll_rise/{method}/{ratio:g}": loss - full for ratio, loss in losses.items()}
         for ratio, loss in losses.items():
             if loss > (1 + WITHIN) * full:
                 break

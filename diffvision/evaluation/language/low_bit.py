@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.evaluation.language.options import Granularity
-from diffvision.evaluation.language.quantization import measured, quantised
+from diffvision.evaluation.language.quantization import quantised, row_losses
 from diffvision.evaluation.language.rounding import GROUP, by_block, by_group, smoothed, to_float8, to_integers
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.evaluation.samples import PerSample, each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
@@ -175,7 +176,7 @@ def low_bit(
     also: Mapping[str, Callable[[Any], float]] | None = None,
     batch_size: int = 8,
     progress: Progress = unseen,
-) -> dict[str, float]:
+) -> dict[str, PerSample | float]:
     """Return the loss under each scheme, and what `attention_errors` returns.
 
     Args:
@@ -187,21 +188,24 @@ def low_bit(
         batch_size: rows at a time.
 
     Returns:
-        {"nll/full": nats a token, "nll/<scheme>": ..., "<name of also>/<scheme>": ..., and those of
-        `attention_errors`}.
+        {"nll/full": nats a token, "nll/<scheme>": ..., "nll_rise/<scheme>": how much more than in full precision, by
+        row, "<name of also>/<scheme>": ..., and those of `attention_errors`}.
 
     Raises:
         ValueError: unknown scheme; a layer that a scheme cannot be computed for.
     """
     check_schemes(schemes)
-    metrics = attention_errors(model, rows, schemes=schemes, settings=settings, progress=progress)
+    metrics: dict[str, PerSample | float] = {
+        **attention_errors(model, rows, schemes=schemes, settings=settings, progress=progress)
+    }
+    losses: dict[str | None, Tensor] = {}
     for name in progress([None, *schemes], "low-bit attention"):
         rounded = nullcontext() if name is None else low_bit_attention(model, name, settings)
         with evaluating(model), rounded:
-            values = measured(model, rows, also or {}, batch_size)
-        del values["perplexity"]
-        metrics |= {f"{metric}/{name or 'full'}": value for metric, value in values.items()}
-    return metrics
+            losses[name] = row_losses(model, rows, batch_size)
+            metrics[f"nll/{name or 'full'}"] = losses[name].mean().item()
+            metrics |= {f"{metric}/{name or 'full'}": take(model) for metric, take in (also or {}).items()}
+    return metrics | {f"nll_rise/{name}": each(losses[name] - losses[None]) for name in schemes}
 
 
 def low_bit_attention(

@@ -93,15 +93,13 @@ def quantization(
     for count in progress([None, *bits], "quantised attention"):
         attention = nullcontext() if count is None else quantised_attention(model, count, granularity)
         with evaluating(model), attention:
-            values = measured(model, rows, also or {}, batch_size)
+            nll = row_losses(model, rows, batch_size).mean().item()
+            others = {name: take(model) for name, take in (also or {}).items()}
+            values = {"nll": nll, "perplexity": exponential(nll), **others}
         metrics |= {f"{name}/{count or 'full'}": value for name, value in values.items()}
     return metrics
 
 
-def measured(
-    model: nn.Module, rows: Tensor, also: Mapping[str, Callable[[Any], float]], batch_size: int
-) -> dict[str, float]:
-    """Return the model's loss over rows [S, N], its perplexity, and the further numbers."""
-    losses = [token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)]
-    nll = torch.cat(losses).mean().item()
-    return {"nll": nll, "perplexity": exponential(nll), **{name: take(model) for name, take in also.items()}}
+def row_losses(model: nn.Module, rows: Tensor, batch_size: int) -> Tensor:
+    """Return the model's loss of each of rows [S, N], nats a token, float64 [S]."""
+    return torch.cat([token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)])

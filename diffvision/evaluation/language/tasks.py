@@ -308,7 +308,7 @@ def low_bit_settings(options: LanguageOptions) -> Settings:
     return Settings(options.granularity, options.recent)
 
 
-def _low_bit(work: Work) -> dict[str, float]:
+def _low_bit(work: Work) -> dict[str, PerSample | float]:
     return low_bit(
         work.model.module,
         rows_of(work.documents, work.window),
@@ -320,7 +320,7 @@ def _low_bit(work: Work) -> dict[str, float]:
     )
 
 
-def _cache_pruning(work: Work) -> dict[str, float]:
+def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
     options, longest = work.options, work.model.max_length
     # By default there is room for a question that is asked twice.
     lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]

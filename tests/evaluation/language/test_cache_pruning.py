@@ -8,6 +8,7 @@ from diffvision.analysis import statistics
 from diffvision.analysis.pruning import METHODS, Compress, plain_methods
 from diffvision.evaluation.language.cache_pruning import cache_pruning, sparsity
 from diffvision.evaluation.language.needle import NeedleSample
+from diffvision.evaluation.samples import means
 from diffvision.models import language
 
 ROWS = torch.randint(97, (3, 41), generator=torch.Generator().manual_seed(0))
@@ -50,7 +51,8 @@ def test_sparsity_of_a_model_is_that_of_its_maps(model):
 
 @torch.no_grad()
 def test_the_loss_is_that_of_a_pruned_cache(model):
-    metrics = cache_pruning(model, ROWS, continuation=10, methods=("diff", "window"), ratios=(0.8, 0.4), window=4)
+    results = cache_pruning(model, ROWS, continuation=10, methods=("diff", "window"), ratios=(0.8, 0.4), window=4)
+    metrics = means(results)
     for name, compress in (("full", Compress("window", 0)), ("diff/0.8", Compress("diff", 0.8, 4))):
         _, cache = compress.prefill(model, ROWS[:, :30], None, lambda kept: kept + 10)
         logits = model.logits(model.hidden(ROWS[:, 30:40], cache=cache))
@@ -61,6 +63,7 @@ def test_the_loss_is_that_of_a_pruned_cache(model):
     full, low, high = (metrics[f"nll/{name}"] for name in ("full", "diff/0.4", "diff/0.8"))
     assert metrics["area/nll/diff"] == pytest.approx((full + 2 * low + high) / 4)
     assert metrics["nll_rise/diff/0.8"] == pytest.approx(high - full)
+    assert results["nll_rise/diff/0.8"].units.tolist() == [0, 1, 2]
     within = [ratio for ratio, loss in ((0.4, low), (0.8, high)) if loss <= 1.01 * full]
     assert metrics["largest_ratio/diff"] == (0.0 if low > 1.01 * full else within[-1])
 
@@ -80,10 +83,16 @@ def test_needles_are_asked_for_before_and_after_pruning(model):
                 written.append(int(model.logits(hidden[:, -1]).argmax()))
                 hidden = model.hidden(torch.tensor([written[-1:]]), cache=cache)
             samples.append(NeedleSample([*row[:end].tolist(), *written], (1, 2), question, ((end, end + 3),)))
-        metrics = cache_pruning(
+        results = cache_pruning(
             model, ROWS, samples, continuation=10, methods=("snap",), ratios=(0.6,), window=4, batch_size=2
         )
+        metrics = means(results)
         assert metrics[f"needle_{mode}/snap/0.6"] == 1
+        one_by_one = [
+            means(cache_pruning(model, ROWS, [each], continuation=10, methods=("snap",), ratios=(0.6,), window=4))
+            for each in samples
+        ]
+        assert results[f"needle_{mode}/full"].values.tolist() == [each[f"needle_{mode}/full"] for each in one_by_one]
         assert metrics[f"needle_{mode}/full"] < 1
         assert metrics[f"area/needle_{mode}/snap"] == pytest.approx((1 + metrics[f"needle_{mode}/full"]) / 2)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import Call, captured
+from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.command import run
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
@@ -86,12 +87,19 @@ def test_probabilities_and_values_as_a_kernel_sums_them():
 @pytest.mark.parametrize("variant", ["standard", "v1", "v2"])
 def test_loss_and_errors_of_each_scheme(tiny_of, variant):
     model = tiny_of(variant)
-    metrics = low_bit(model, ROWS, settings=Settings(recent=16), batch_size=2)
+    results = low_bit(model, ROWS, settings=Settings(recent=16), batch_size=2)
+    metrics = with_intervals(results)
     paper = quantization(model, ROWS, bits=(8, 4), batch_size=2)
     for bits in ("8", "4"):
         assert metrics[f"nll/logits_{bits}"] == paper[f"nll/{bits}"]
     assert metrics["nll/full"] == paper["nll/full"]
     assert {key.rpartition("/")[2] for key in metrics if key.startswith("nll/")} == {"full", *SCHEMES}
+    for name in SCHEMES:
+        rise, low, high = (metrics[f"nll_rise/{name}{end}"] for end in ("", "_low", "_high"))
+        assert rise == pytest.approx(metrics[f"nll/{name}"] - metrics["nll/full"])
+        by_row = results[f"nll_rise/{name}"].values
+        assert by_row.min() - 1e-12 <= low < high <= by_row.max() + 1e-12
+        assert low < rise < high
     error = {name: metrics[f"relative_l1/{name}"] for name in SCHEMES}
     for kind in ("logits", "cache"):
         assert error[f"{kind}_8"] < error[f"{kind}_4"]
