@@ -16,8 +16,8 @@ import common_mode
 import controls
 import grid
 import language_grid
-import recall_seeds
 import scaling
+import seeds
 import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
@@ -435,23 +435,43 @@ def test_tables_of_pruned_caches(capsys):
     for ratio, rise in (("0.5", -0.001), ("0.75", 0.01), ("0.9", 0.2)):
         metrics |= {f"nll_rise/snap/{ratio}": rise, f"needle_agnostic/snap/{ratio}": 0.25}
         metrics |= {f"needle_aware/snap/{ratio}": 1.0}
-    cache_pruning.report({"plain": metrics})
+    cache_pruning.report({"plain-0": metrics})
     printed = capsys.readouterr().out
+    assert "−" not in printed  # one seed has no intervals
     assert "| plain, 0 | 12.3 | 0.500 |" in printed
     assert "plain: loss 2.000, needles 90% (later), 80% (before)" in printed
     assert "| snap | -0.001 | +0.010 | +0.200 | 25 | 25 | 25 | 100 | 100 | 100 | 0.75 |" in printed
+    names = [each for contrast in cache_pruning.CONTRASTS for each in contrast]
+    others = {key.replace("snap", name): value for name in names for key, value in metrics.items() if "snap" in key}
+    seeds = [metrics | others | {"nll_rise/diff/0.5": rise, "needle_aware/diff/0.9": rise} for rise in (0.0, 0.1)]
+    cache_pruning.report({"plain-0": metrics, "plain-1": metrics, "V1-0": seeds[0], "V1-1": seeds[1]})
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| V1, diff − sum |"))
+    assert row.split(" | ")[1] == "+0.051 [-0.584, +0.686]"  # 0.05 + 0.001, and 12.706 standard errors of 0.05
+    assert row.split(" | ")[-1] == "-95 [-159, -31] |"
+    assert "| plain, diff" not in row
 
 
-def test_recall_errors_of_seeds(tmp_path, monkeypatch, capsys):
+def test_models_of_several_seeds(tmp_path, capsys):
     models = {f"{name}-{seed}": {"2x1/correct": right, "2x1/distracted": 0.5, "2x1/fabricated": 0.5 - right}
               | {"2x1/malformed": 0.0}
-              for name, rights in {"plain": (0.1, 0.2), "diff": (0.3, 0.4)}.items()
+              for name, rights in {"plain": (0.1, 0.2), "diff": (0.3, 0.5)}.items()
               for seed, right in enumerate(rights)}  # fmt: skip
-    file = tmp_path / "recall_errors.json"
+    models["plain-0"] |= {"only": 0.123456789, "only_low": 0.1}
+    models["plain-1"] |= {"only": None}
+    file, saved = tmp_path / "recall_errors.json", tmp_path / "saved.json"
     file.write_text(json.dumps({"models": models, "options": {"facts": [2]}}))
-    monkeypatch.setattr("sys.argv", ["recall_seeds.py", str(file)])
-    recall_seeds.main()
+    seeds.main([str(file), "2x1/*", "only", "--percent", "--save", str(saved)])
     rows = capsys.readouterr().out.splitlines()
-    assert "| correct | 2 | 15 (10, 20) | 35 (30, 40) | -10 to +50 |" in rows
-    assert any(row.startswith("| right of the copied | 2 | 23 (17, 29) |") for row in rows)
+    assert rows[0] == "| metric | plain | diff | diff, from plain |"
+    assert "| 2x1/correct | 15 (10, 20) | 40 (30, 50) | +25 [-39, +89] level |" in rows
+    assert "| only | 12 (12) |  |  |" in rows
     assert not any("malformed" in row for row in rows)
+    content = json.loads(saved.read_text())
+    assert content["options"] == {"facts": [2]}
+    del models["plain-0"]["only_low"]
+    assert content["models"] == models | {"plain-0": models["plain-0"] | {"only": 0.12346}}
+    with pytest.raises(SystemExit, match="no metric is named nonsense: there are 2x1/correct"):
+        seeds.main([str(file), "nonsense"])
+    file.write_text(json.dumps({"models": {"plain-0": {"a": 1.0}}}))
+    with pytest.raises(SystemExit, match="two or more of each NAME"):
+        seeds.main([str(file), "a"])

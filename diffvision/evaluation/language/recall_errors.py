@@ -47,7 +47,8 @@ def recall_errors(
         batch_size: contexts at a time.
 
     Returns:
-        "<class>" over all, "<N>x1/<class>" for each N, and "<N>x1/<class>/<length>".
+        "<class>" over all, "<N>x1/<class>" for each N, and "<N>x1/<class>/<length>"; and of two facts or more
+        "<N>x1/correct_of_copied", the share of right ones among the numbers of the context that were answered.
     """
     form = as_form(form)
     classes: dict[tuple[int, int], list[Answer]] = {}
@@ -75,6 +76,10 @@ def recall_errors(
             key = f"{count}x1/{answer}"
             results[key] = _share(answer, [cell for cell in cells if cell[0] == count], classes, units)
             results |= {f"{key}/{length}": _share(answer, [(count, length)], classes, units) for length in lengths}
+        right, other = (results[f"{count}x1/{answer}"] for answer in ("correct", "distracted"))
+        copied = right.values | other.values
+        if count > 1 and copied.any():
+            results[f"{count}x1/correct_of_copied"] = PerSample(right.values[copied], right.units[copied])
     return results
 
 
