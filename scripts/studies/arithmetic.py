@@ -1,6 +1,6 @@
 """Does a difference of two maps help to reason among sentences that distract? Worded arithmetic, three families.
 
-    diffvision data make arithmetic data/arithmetic --documents 80000 --steps 3 --highest 99
+    diffvision data make arithmetic data/arithmetic --documents 60000 --steps 2 --highest 20
     python scripts/studies/arithmetic.py data --source data/arithmetic   # tokens, in runs/arithmetic/data.pt
     python scripts/studies/arithmetic.py grid                            # the runs, and what they cost
     python scripts/studies/arithmetic.py tune                            # four learning rates a family, one seed
@@ -12,7 +12,9 @@ learning rate for each family. `--quick` runs the whole in minutes, on few probl
 
 Primary metric: the share of right answers, greedy, to test problems about people of unseen names, of as many steps and
 distracting sentences as training showed, and of more. A wrong answer is classed by its first wrong step: see
-`diffvision.evaluation.language.mathematics.errors`.
+`diffvision.evaluation.language.mathematics.errors`. A number that was made up may stand in a distracting sentence by
+chance, the more easily the more there are; "distracted by chance" is how many solutions of other problems would be
+called distracted.
 """
 
 import argparse
@@ -47,9 +49,10 @@ AT_ONCE, SPARE = 100, 8  # rows that are generated; tokens more than the longest
 CELL = re.compile(r"(\d+) steps, (\d+) distractors")
 MOST_PANELS = 4
 MORE_STEPS = "more steps"  # than training showed
+BY_CHANCE = "distracted by chance"
 QUICK_PROBLEMS, QUICK_EACH = 640, 2  # for training, and of each number of steps and distractors
-# Of the processor for a run on 80,000 problems (x86_64), until a family has runs that say what they took.
-SECONDS = {"plain": 610, "V1": 730, "V2": 900}
+# Of the processor for a run on 60,000 problems (x86_64), until a family has runs that say what they took.
+SECONDS = {"plain": 330, "V1": 400, "V2": 490}
 # A digit, and each of a name's two syllables, is a token.
 PIECES = r" ?\d| ?[A-Z][aeiou]"
 
@@ -189,8 +192,22 @@ def measure(model: LanguageModel, data: Data, rows: Sequence[dict[str, Any]]) ->
         for name in names:
             groups.setdefault(name, []).append(judgement.kind == "correct")
     groups |= {kind: [judgement.kind == kind for _, judgement in judged] for kind in KINDS[1:]}
+    for (row, judgement), other in zip(judged, of_other_problems(rows), strict=True):
+        distracted = {"distracted": judgement.kind, BY_CHANCE: judge(row["prompt"], row["response"], other).kind}
+        groups.setdefault(BY_CHANCE, []).append(distracted[BY_CHANCE] == "distracted")
+        for name, kind in distracted.items():
+            groups.setdefault(f"{name} {at_distractors(row['distractors'])}", []).append(kind == "distracted")
     groups["wrong first step"] = [judgement.first_wrong == 1 for _, judgement in judged]
     return {name: round(sum(values) / len(values), 5) for name, values in groups.items()}
+
+
+def of_other_problems(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield for each problem the right solution of the next one with as many steps and distractors."""
+    cells: dict[tuple[int, int], list[str]] = {}
+    for row in rows:
+        cells.setdefault((row["steps"], row["distractors"]), []).append(row["response"])
+    following = {cell: iter([*solutions[1:], solutions[0]]) for cell, solutions in cells.items()}
+    return (next(following[row["steps"], row["distractors"]]) for row in rows)
 
 
 def at_distractors(distractors: int) -> str:
@@ -248,7 +265,9 @@ def report(grid: Grid) -> None:
     distractors = sorted({d for _, d in cells})
     print(grid.table(["accuracy", MORE_STEPS]), end="\n\n")
     print(grid.table([at_distractors(d) for d in distractors]), end="\n\n")
-    print(grid.means([*KINDS[1:], "wrong first step"]), end="\n\n")
+    print(grid.means([*KINDS[1:], "wrong first step", BY_CHANCE]), end="\n\n")
+    print(grid.table([f"distracted {at_distractors(d)}" for d in distractors if d]), end="\n\n")
+    print(grid.means([f"{BY_CHANCE} {at_distractors(d)}" for d in distractors if d]), end="\n\n")
     for family in grid.families:
         print(f"| {family}, steps | {' | '.join(f'{d} distractors' for d in distractors)} |")
         print("|---|" + "---:|" * len(distractors))
