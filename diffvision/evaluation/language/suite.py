@@ -87,7 +87,8 @@ def cached(work: Work, task: str, cache: Cache | None, shared: dict[str, Any]) -
         return measured(work, [task])
     identity = digest(task=task, **shared)
     if (piece := cache.load(identity, task)) is not None:
-        print(f"{work.model.name}: {task} is read from {cache.directory}", file=sys.stderr)
+        texts = "; its texts are where it was evaluated" if reads(task) in ("rows", "questions") else ""
+        print(f"{work.model.name}: {task} is read from {cache.directory}{texts}", file=sys.stderr)
         rows, note = piece
         return {
             name: PerSample(rows[f"values {name}"], rows[f"units {name}"]) if value is None else value
