@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_LAST = 8  # tokens of a prompt in which its end is looked for
+
 
 def answer(
     model: str,
@@ -20,9 +22,10 @@ def answer(
 ) -> dict[str, int]:
     """Write a model's greedy answers to prompts as rows of `messages`, which `diffvision data tokenize --chat` takes.
 
-    An answer that did not end within new_tokens, an empty one, and a prompt that leaves no room for one are left out
-    and counted. A command that was ended continues where it was: OUTPUT.partial holds each batch of answers until
-    the last one is there.
+    An answer ends where the model ends a document, or with what the chat template writes after an answer. One that did
+    not end within new_tokens, an empty one, and a prompt that leaves no room for one are left out and counted. Earlier
+    answers of a conversation stay as they are, and `data tokenize` has them learned too. A command that was ended
+    continues where it was: OUTPUT.partial holds each batch of answers until the last one is there.
 
     Args:
         model: the teacher: hf:PATH_OR_ID of a causal model of transformers, or one of ours.
@@ -41,46 +44,70 @@ def answer(
         How many rows were written, and how many were left out and why.
 
     Raises:
-        ValueError: a row without a prompt, a model without a tokenizer or a chat template, or new_tokens below 1 or
+        ValueError: a row without a prompt, or with one that cannot be written; a model without a tokenizer, a chat
+            template or an end of answers; no prompt that leaves room; batch_size or new_tokens below 1, or new_tokens
             not below what the model reads.
         FileNotFoundError: no such model or file.
         FileExistsError: the output exists.
     """
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.language.chats import chat_of, template_text
+    from diffvision.evaluation.language.chats import chat_of, ends_of, template_text
     from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for
     from diffvision.evaluation.language.tasks import model_identity
     from diffvision.evaluation.output import bar
     from diffvision.opening import open_model
 
-    if new_tokens < 1:
-        raise ValueError(f"new_tokens is {new_tokens}: it must be at least 1")
+    for name, value in (("new_tokens", new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1")
     target = Path(output)
     if target.exists():
         raise FileExistsError(f"{output} exists: give another output")
+    target.parent.mkdir(parents=True, exist_ok=True)
     conversations = _conversations(Path(prompts))
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=resolve_device(device)).for_text()
     write, room = chat_of(opened, chat), room_for(opened, new_tokens)
-    asked = [Prompt(name, write(messages)) for name, messages in conversations.items()]
+    stops = ends_of(opened, chat)
+    if not stops and opened.tokenizer.eos_id is None:
+        raise ValueError(f"{model} ends no answers: its tokenizer has no end token, and chat {chat} writes none")
+    asked = []
+    for name, messages in conversations.items():
+        try:
+            asked.append(Prompt(name, write(messages)))
+        except ValueError as error:
+            raise ValueError(f"row {name} of {prompts}: {error}") from error
     fitting = [prompt for prompt in asked if room is None or len(prompt.tokens) <= room]
+    if not fitting:
+        raise ValueError(
+            f"all prompts are longer than the {room} tokens that new_tokens {new_tokens} leaves: give fewer"
+        )
     partial = target.with_name(f"{target.name}.partial")
     settings = {**model_identity(opened), "chat": template_text(opened, chat)}
     answers = generate_rows(
         opened,
         fitting,
         max_new_tokens=new_tokens,
+        stops=stops,
         file=partial,
         settings=settings,
         batch_size=batch_size,
         progress=bar,
     )
     whole = [one for one in answers if one.stopped_by != "length" and one.output.strip()]
+    if not whole:
+        raise ValueError(
+            f"none of {len(fitting)} answers ended within {new_tokens} tokens: give more, and remove {partial}, which "
+            "has these"
+        )
+    # Where the template begins the answer itself, as with <think>, the beginning belongs to it.
+    begun = {one.id: _begun(opened.tokenizer.decode(one.tokens[-_LAST:])) for one in fitting}
     rows = [
-        {"id": one.id, "messages": [*conversations[one.id], {"role": "assistant", "content": one.output.strip()}]}
+        {
+            "id": one.id,
+            "messages": [*conversations[one.id], {"role": "assistant", "content": begun[one.id] + one.output.strip()}],
+        }
         for one in whole
     ]
-    if not rows:
-        raise ValueError(f"none of {len(asked)} prompts has a whole answer within {new_tokens} tokens: give more")
     done = target.with_name(f"{target.name}.part")
     done.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
     done.replace(target)
@@ -95,24 +122,33 @@ def answer(
     return counts
 
 
+def _begun(prompt: str) -> str:
+    """Return what a prompt begins of the answer: a thought that is open at its end."""
+    return "<think>\n" if prompt.rstrip().endswith("<think>") else ""
+
+
 def _conversations(path: Path) -> dict[str, list[dict[str, str]]]:
     """Return the messages that are to be answered, by the numbers of their lines."""
     from diffvision.data.shards.sample import BadSample
     from diffvision.data.text.chat import ASSISTANT, messages_of
 
     conversations: dict[str, list[dict[str, str]]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"line {number} of {path}"
         try:
             row: Any = json.loads(line)
-            has_prompt = isinstance(row, dict) and isinstance(row.get("prompt"), str)
-            messages = messages_of({"response": "", **row} if has_prompt else row)
+            is_prompt = isinstance(row, dict) and "prompt" in row and not {"response", "completion"} & row.keys()
+            messages = messages_of({**row, "response": ""} if is_prompt else row)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON ({error}): write one object on each line") from error
         except BadSample as reason:
-            raise ValueError(f"{where} is {reason}, or a prompt alone") from reason
+            raise ValueError(f"{where}: {reason}") from reason
         if messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         if not messages or messages[-1]["role"] == ASSISTANT:

@@ -44,7 +44,8 @@ def written(teacher, monkeypatch):
     texts = {"one": "1", "two": "2 2", "three": "x" * 200, "four": " ", "six": "6"}
 
     def continued(model, given, *, max_new_tokens, stops):
-        names = [tokenizer.decode(tokens).removesuffix("\nAnswer:").split()[-1] for tokens in given]
+        prompts = [tokenizer.decode(tokens).rstrip().removesuffix("<think>") for tokens in given]
+        names = [prompt.removesuffix("\nAnswer:").split()[-1] for prompt in prompts]
         asked.extend(names)
         return [tokenizer.encode(texts[name])[:max_new_tokens] for name in names]
 
@@ -83,11 +84,28 @@ def test_a_command_that_was_ended_asks_only_for_the_rest(teacher, prompts, writt
     assert len(asked) == 5 + 1  # each once, and the one that failed again
 
 
+def test_an_answer_ends_where_the_template_ends_it_and_begins_where_it_begins(teacher, written, tmp_path):
+    texts, _ = written
+    texts |= {"one": "thought</think>1<end>\nmore", "two": "2"}
+    template = tmp_path / "thinking.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nAnswer:<think>\\n' }}{% endif %}"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    output = tmp_path / "a.jsonl"
+    answer(teacher, str(tmp_path / "prompts.jsonl"), str(output), chat=str(template), new_tokens=60)
+    rows = [json.loads(line)["messages"][-1]["content"] for line in output.read_text().splitlines()]
+    assert rows == ["<think>\nthought</think>1", "<think>\n2"]
+
+
 def test_a_real_model_answers(teacher, tmp_path):
     """An untrained one ends nothing: what its greedy text is, is said by the error alone."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n')
-    with pytest.raises(ValueError, match="none of 1 prompts has a whole answer within 4 tokens: give more"):
+    with pytest.raises(
+        ValueError, match=r"none of 1 answers ended within 4 tokens: give more, and remove .*a\.jsonl\.partial"
+    ):
         answer(teacher, str(file), str(tmp_path / "a.jsonl"), chat="question", new_tokens=4)
     assert json.loads((tmp_path / "a.jsonl.partial").read_text())["stopped_by"] == "length"
 
@@ -96,11 +114,16 @@ def test_a_real_model_answers(teacher, tmp_path):
     ("line", "settings", "message"),
     [
         ("{", {}, "line 1 of .* is not JSON"),
-        ('{"text": "a"}', {}, "line 1 of .* is a row of another layout: it needs .*, or a prompt alone"),
+        ('{"text": "a"}', {}, "line 1 of .*: a row of another layout: it needs"),
+        ('{"prompt": ["a"]}', {}, "line 1 of .*: a message whose role or content is not text"),
+        ('{"prompt": "a", "response": null}', {}, "line 1 of .*: a message whose role or content is not text"),
         ('{"messages": []}', {}, "line 1 of .* has no question before its answer"),
         ("", {}, "no rows in .*: give a file of JSON lines"),
         ('{"prompt": "a"}', {"chat": "tokenizer"}, "has no chat template"),
         ('{"prompt": "a"}', {"new_tokens": 0}, "new_tokens is 0: it must be at least 1"),
+        ('{"prompt": "a"}', {"batch_size": -1}, "batch_size is -1: it must be at least 1"),
+        ('{"prompt": "' + "a " * 99 + '"}', {"new_tokens": 20}, "all prompts are longer than the 76 tokens that"),
+        ('{"prompt": "\\ud800"}', {"new_tokens": 20}, "row prompts-1 of .*: text not UTF-8"),
         ('{"prompt": "a"}', {"new_tokens": 96}, "new_tokens is 96, and .* reads 96 tokens in all"),
     ],
 )

@@ -148,9 +148,7 @@ def bootstrap_interval(
 
 def mean_interval(samples: PerSample) -> tuple[float, float]:
     """Return the percentile interval of a metric, over units drawn with replacement."""
-    nothing = samples._replace(values=torch.zeros_like(samples.values), exponential=False)
-    low, high = bootstrap_interval(nothing, samples)
-    return (math.exp(low), math.exp(high)) if samples.exponential else (low, high)
+    return bootstrap_interval(samples._replace(values=torch.zeros_like(samples.values)), samples)
 
 
 def _drawn(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
@@ -198,7 +196,8 @@ PARTS = ("_low", "_high", "_difference", "_difference_low", "_difference_high", 
 def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]:
     """Return the metrics, with the interval of each mean over samples as NAME_low and NAME_high.
 
-    It is Wilson's for a share of samples that are right or wrong, and a bootstrap's over units for any other mean.
+    It is Wilson's for a share of samples that are right or wrong, each a unit by itself, and a bootstrap's over units
+    for any other mean, of two units or more.
     """
     metrics: dict[str, float] = {}
     for name, result in results.items():
@@ -206,12 +205,13 @@ def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]
             metrics[name] = result
             continue
         metrics[name] = result.mean()
-        if result.classes is not None:
-            continue
-        if result.values.dtype == torch.bool:
+        units = len(result.units.unique())
+        if result.values.dtype == torch.bool and result.classes is None and units == len(result.units):
             low, high = wilson_interval(int(result.values.sum()), len(result.values))
-        else:
+        elif result.classes is None and units > 1:
             low, high = mean_interval(result)
+        else:
+            continue
         metrics |= {f"{name}_low": low, f"{name}_high": high}
     return metrics
 

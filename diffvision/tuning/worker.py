@@ -87,7 +87,7 @@ def try_backend(
             given = cast(IO[str], process.stdin)  # it stays open: its end is this process's
             given.write(json.dumps({"threads": torch.get_num_threads(), "cases": list(map(_plain, cases))}) + "\n")
             given.flush()
-        heard = _heard(process, lines, cases, seconds, advance)
+        heard = _heard(readers[0], lines, cases, seconds, advance)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ class _Ended(NamedTuple):
 
 
 def _heard(
-    process: "subprocess.Popen[str]",
+    reader: threading.Thread,
     lines: "queue.Queue[str]",
     cases: Sequence[Case],
     limit: float,
@@ -122,27 +122,27 @@ def _heard(
 ) -> Tried | _Ended:
     seconds: dict[int, float] = {}
     current: int | None = None
-    began, until = time.perf_counter(), float("inf")
+    waited, until = 0.0, float("inf")  # waits are counted, for a clock goes on where both processes are suspended
     while True:
+        ended = not reader.is_alive()  # asked first: what it read before is in the queue
         try:
             line = lines.get(timeout=POLL)
         except queue.Empty:
-            if process.poll() is not None and lines.empty():
+            if ended:
                 return _Ended(seconds, current)
-            now = time.perf_counter()
+            waited += POLL
             if current is None:
-                if now - began > START:
+                if waited > START:
                     raise ChildProcessError(
                         f"the process that tries backends was not ready within {START:.0f} s: try again"
                     ) from None
                 continue
-            if now - began > STUCK and not cases[current].compiled:
+            if waited > STUCK and not cases[current].compiled:
                 return Tried(seconds, f"it did not end within {STUCK:.0f} s at {_words(cases[current].problem)}")
-            if now > until + GRACE or now - began > STUCK:
+            if time.perf_counter() > until + GRACE or waited > STUCK:
                 return Tried(seconds)
             continue
-        news, now = json.loads(line), time.perf_counter()
-        began = now
+        news, now, waited = json.loads(line), time.perf_counter(), 0.0
         if "ready" in news:
             until = now + limit
         elif "begun" in news:

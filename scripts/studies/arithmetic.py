@@ -14,7 +14,7 @@ Primary metric: the share of right answers, greedy, to test problems about peopl
 distracting sentences as training showed, and of more. A wrong answer is classed by its first wrong step: see
 `diffvision.evaluation.language.mathematics.errors`. A number that was made up may stand in a distracting sentence by
 chance, the more easily the more there are; "distracted by chance" is how many solutions of other problems would be
-called distracted.
+called distracted, to be compared with the share among the wrong answers.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language.mathematics.errors import KINDS, judge
 from diffvision.models.language import LanguageModel
 from diffvision.models.language.generation import generate
-from grid import Grid, Numbers, Run, spread
+from grid import Grid, Numbers, Run, differences, spread
 from language_grid import FAMILIES, RATES, RESULTS
 from small_language import VOCABULARY, fit
 
@@ -266,8 +266,13 @@ def report(grid: Grid) -> None:
     print(grid.table(["accuracy", MORE_STEPS]), end="\n\n")
     print(grid.table([at_distractors(d) for d in distractors]), end="\n\n")
     print(grid.means([*KINDS[1:], "wrong first step", BY_CHANCE]), end="\n\n")
-    print(grid.table([f"distracted {at_distractors(d)}" for d in distractors if d]), end="\n\n")
-    print(grid.means([f"{BY_CHANCE} {at_distractors(d)}" for d in distractors if d]), end="\n\n")
+    for d in filter(None, distractors):
+        of_wrong = {family: of_the_wrong(grid, family, d, cells) for family in grid.families}
+        shares = ", ".join(f"{family} {spread(list(of.values()))}" for family, of in of_wrong.items())
+        others = ", ".join(f"{family} {found}" for family, found in differences(of_wrong).items())
+        chance = statistics.mean(grid.by_seed(grid.families[0], f"{BY_CHANCE} {at_distractors(d)}").values())
+        print(f"distracted among {d}, % of the wrong answers: {shares}; by chance {chance:.1f}; {others}")
+    print()
     for family in grid.families:
         print(f"| {family}, steps | {' | '.join(f'{d} distractors' for d in distractors)} |")
         print("|---|" + "---:|" * len(distractors))
@@ -275,6 +280,14 @@ def report(grid: Grid) -> None:
             values = [spread(list(grid.by_seed(family, cell_name(steps, d)).values())) for d in distractors]
             print(f"| {steps} | {' | '.join(values)} |")
         print()
+
+
+def of_the_wrong(grid: Grid, family: str, distractors: int, cells: set[tuple[int, int]]) -> dict[int, float]:
+    """Return how many of the wrong answers to problems with so many distractors are distracted, in %, by seed."""
+    steps = [k for k, d in cells if d == distractors]  # each of as many problems
+    right = [grid.by_seed(family, cell_name(k, distractors)) for k in steps]
+    distracted = grid.by_seed(family, f"distracted {at_distractors(distractors)}")
+    return {seed: 100 * share / (100 - statistics.mean(of[seed] for of in right)) for seed, share in distracted.items()}
 
 
 def cells_of(grid: Grid) -> set[tuple[int, int]]:

@@ -101,7 +101,9 @@ def contrasts(models: Models, name: str, method: str, other: str) -> Iterator[st
     for kind, ratio in itertools.product(KINDS, RATIOS):
         values, others = (by_seed(models, f"{kind}/{one}/{ratio}")[name] for one in (method, other))
         scale, digits = (1, 3) if kind == "nll_rise" else (100, 0)
-        mean, half, _ = paired_interval([scale * (values[seed] - others[seed]) for seed in values])
+        mean, half, _ = paired_interval(
+            [scale * (values[seed] - others[seed]) for seed in values.keys() & others.keys()]
+        )
         yield f"{mean:+.{digits}f} [{mean - half:+.{digits}f}, {mean + half:+.{digits}f}]"
 
 
@@ -113,7 +115,7 @@ def report(models: Models) -> None:
         later, before = (f"{100 * metrics[f'needle_{mode}/full']:.0f}%" for mode in ("agnostic", "aware"))
         print(f"\n{name}: loss {metrics['nll/full']:.3f}, needles {later} (later), {before} (before)\n")
         print("\n".join(rows_of(method_rows(metrics))))
-    if len(models) > len(means):
+    if all(len(of) > 1 for of in by_seed(models, "nll/full").values()):
         print("\n" + "\n".join(rows_of(contrast_rows(models))))
 
 

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if not names:
         return
-    families = by_seed(models, names[0])
+    families = by_seed({label: {"": 0.0} for label in models}, "")
     first = next(iter(families))
     if any(len(of) < 2 for of in families.values()):
         raise SystemExit("an interval over seeds needs two or more of each NAME: name the models NAME-SEED")

@@ -2,7 +2,7 @@
 
     python scripts/studies/vision.py data --source FASHION_MNIST   # the files, as `diffvision data make` takes them
     python scripts/studies/vision.py grid                          # the runs, and what they cost
-    python scripts/studies/vision.py tune                          # five learning rates a family, one seed
+    python scripts/studies/vision.py tune                          # six learning rates a family, one seed
     python scripts/studies/vision.py train                         # fresh seeds: five, three for VCA and timm
     python scripts/studies/vision.py report --images docs/images
 
@@ -57,7 +57,7 @@ FAMILIES = {
 GRID = Grid(
     Path(__file__).parents[2] / "docs" / "results" / "vision",
     tuple(FAMILIES),
-    rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     primary=("accuracy",),
     seeds=(1, 2, 3, 4, 5),
     epochs=7,

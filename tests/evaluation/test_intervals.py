@@ -17,7 +17,9 @@ from diffvision.evaluation.intervals import (
     mcnemar,
     welch_interval,
     wilson_interval,
+    with_intervals,
 )
+from diffvision.evaluation.language.table import show
 from diffvision.evaluation.samples import PerSample, each
 
 
@@ -118,6 +120,32 @@ def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
     row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
     write_outputs(Comparison("a language model", [], [row], "tokens"), [str(tmp_path / "nan.json")])
     assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, None]
+
+
+def test_a_mean_has_the_interval_of_its_units():
+    generator = np.random.default_rng(0)
+    losses = torch.tensor(generator.normal(size=200))
+    contexts = torch.arange(50).repeat_interleave(4)
+    answers = (torch.tensor(generator.random(50)) < 0.4).repeat_interleave(4)  # the four of a context are equal
+    metrics = with_intervals(
+        {"loss": each(losses), "four": PerSample(answers, contexts), "one": each(answers[::4]), "row": each(losses[:1])}
+    )
+    theirs = scipy.stats.bootstrap(
+        (losses.numpy(),), np.mean, method="percentile", n_resamples=10_000
+    ).confidence_interval
+    assert [metrics["loss_low"], metrics["loss_high"]] == pytest.approx([theirs.low, theirs.high], abs=0.02)
+    wide, narrow = (metrics[f"{name}_high"] - metrics[f"{name}_low"] for name in ("four", "one"))
+    assert wide == pytest.approx(narrow, rel=0.15)  # not half of it, as 200 independent answers would have
+    assert "row_low" not in metrics
+
+
+def test_the_table_shows_as_many_digits_as_an_interval_has(capsys):
+    show({"a": {"t/rise": 2.34e-5, "t/rise_low": 1.2e-5, "t/rise_high": 3.1e-5, "t/right": 0.5, "t/right_low": 0.4,
+                "t/right_high": 0.6, "t/same": 0.25, "t/same_low": 0.25, "t/same_high": 0.25}})  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "0.000023 [0.000012, 0.000031]" in printed
+    assert "0.500 [0.400, 0.600]" in printed
+    assert "0.250 [0.250, 0.250]" in printed
 
 
 def test_wilson_by_its_formula():

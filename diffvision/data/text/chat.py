@@ -130,8 +130,8 @@ class Chat:
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._render(marked[:number], prompt=True)
-            whole = self._render(marked[: number + 1], prompt=False)
+            prompt = self.render(marked[:number], prompt=True)
+            whole = self.render(marked[: number + 1], prompt=False)
             if not (prompt.startswith(written) and whole.startswith(prompt)):
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
@@ -152,9 +152,14 @@ class Chat:
             BadText: a text that cannot be tokenised.
         """
         marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
-        return self._encode(self._render(marked, prompt=True))
+        return self._encode(self.render(marked, prompt=True))
 
-    def _render(self, messages: Messages, *, prompt: bool) -> str:
+    def render(self, messages: Messages, *, prompt: bool) -> str:
+        """Return the text that the template writes of messages, with the prompt for an answer or without.
+
+        Raises:
+            BadSample: the template fails.
+        """
         given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
         try:
             return self._jinja.render(messages=messages, add_generation_prompt=prompt, **given)

@@ -11,6 +11,7 @@ from diffvision.data.text.chat import TEMPLATES, Messages, open_chat, read_templ
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.opening import Model
 
+_ANSWER = "an answer"
 Ask = Callable[[str], list[int]]
 """Returns the tokens with which a model is asked about a text, up to its answer."""
 
@@ -26,13 +27,18 @@ def asking(model: Model, chat: str | None) -> Ask:
     Raises:
         ValueError: no tokenizer, or as `chat_of`.
     """
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
+    tokenizer = tokenizer_of(model)
     if chat is None:
         return lambda text: [*start_tokens(tokenizer), *tokenizer.encode(text)]
     written = chat_of(model, chat)
     return lambda text: written([{"role": "user", "content": text}])
+
+
+def tokenizer_of(model: Model) -> Any:
+    """Return a model's tokenizer; ValueError if it came without one."""
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
+    return model.tokenizer
 
 
 def has_template(model: Model) -> bool:
@@ -66,11 +72,12 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
         chosen: "tokenizer", the template that came with it; a name of `data.text.chat.TEMPLATES`, or a file of Jinja.
 
     Raises:
-        ValueError: there is no such template, or it fails; also of the function that is returned.
+        ValueError: no tokenizer, no such template, or it fails; also of the function that is returned.
     """
+    tokenizer = tokenizer_of(model)
     theirs = _of_transformers(model)
     if theirs is None:
-        chat = open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
+        chat = open_chat(chosen, tokenizer, tokenizer.source or model.name)
 
         def written(messages: Messages) -> list[int]:
             try:
@@ -90,6 +97,24 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
             raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
 
     return by_transformers
+
+
+def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
+    """Return what a template writes directly after an answer, such as "<|im_end|>", where a model's answer ends.
+
+    Nothing, if the template ends answers with a new line at most, or none is chosen.
+    """
+    if chosen is None:
+        return ()
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    theirs = _of_transformers(model)
+    if theirs is None:
+        tokenizer = tokenizer_of(model)
+        text = open_chat(chosen, tokenizer, tokenizer.source or model.name).render(turns, prompt=False)
+    else:
+        text = theirs.apply_chat_template(turns, tokenize=False, chat_template=template_text(model, chosen))
+    end = text.rpartition(_ANSWER)[2].strip().partition("\n")[0]
+    return (end,) if end else ()
 
 
 def _of_transformers(model: Model) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 
 from diffvision import tables
@@ -35,4 +36,6 @@ def _cell(metrics: Mapping[str, float], key: str) -> str:
     ends = [metrics[f"{key}{end}"] for end in ("_low", "_high") if f"{key}{end}" in metrics]
     if not ends:
         return f"{metrics[key]:.4g}"
-    return f"{metrics[key]:.3f} [{ends[0]:.3f}, {ends[1]:.3f}]"
+    width = ends[1] - ends[0]
+    digits = 3 if width >= 0.02 or not width > 0 else min(9, 1 - math.floor(math.log10(width)))
+    return f"{metrics[key]:.{digits}f} [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"

@@ -110,7 +110,7 @@ def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip)
     library = tokenizers.Tokenizer.from_str(chat.tokenizer.__getstate__()["file"])
     library.encode_special_tokens = False
     turns = ("a= 1", "b", "a", "2")
-    text = chat._render(alternating(turns), prompt=False).rstrip()
+    text = chat.render(alternating(turns), prompt=False).rstrip()
     ids = library.encode(text, add_special_tokens=False).ids
     assert tokens(*turns) == [library.id_to_token(number) for number in ids]
 

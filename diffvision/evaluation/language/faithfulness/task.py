@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diffvision.evaluation.intervals import cohen_kappa
-from diffvision.evaluation.language.chats import asking
+from diffvision.evaluation.language.chats import asking, ends_of
 from diffvision.evaluation.language.faithfulness.judges import Judge
 from diffvision.evaluation.language.faithfulness.prompts import STOPS, fit_prompt
 from diffvision.evaluation.language.faithfulness.rows import Row
@@ -72,7 +72,7 @@ def faithfulness(
         model,
         prompts,
         max_new_tokens=new_tokens,
-        stops=STOPS,
+        stops=(*STOPS, *ends_of(model, chat)),
         file=None if folder is None else folder / "generations.jsonl",
         settings=settings,
         batch_size=batch_size,

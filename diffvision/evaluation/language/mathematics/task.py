@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from diffvision.data.shards.writer import write_lines
-from diffvision.evaluation.language.chats import asking
+from diffvision.evaluation.language.chats import asking, ends_of
 from diffvision.evaluation.language.generations import Generation, Prompt, generate_rows, room_for
 from diffvision.evaluation.language.mathematics.answers import (
     RULES,
@@ -125,7 +125,7 @@ def mathematics(
         model,
         _prompts(model, prompting, questions, new_tokens, chat),
         max_new_tokens=new_tokens,
-        stops=prompting.stops,
+        stops=(*prompting.stops, *ends_of(model, chat)),
         file=None if folder is None else folder / "answers.jsonl",
         settings=settings,
         batch_size=batch_size,
