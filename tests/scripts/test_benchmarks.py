@@ -1,5 +1,6 @@
 """The smallest run of each benchmark. No time is asserted, since none is to be trusted here."""
 
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import attention_modules
 import attention_ways
 import bench_attention
 import bench_data
+import bench_growth
 import bench_language
 import bench_models
 import bench_step
@@ -74,6 +76,24 @@ def test_models(tmp_path, capsys):
     report = written(tmp_path, "models-cpu-float32", capsys.readouterr().out)
     assert [entry["task"] for entry in report["tables"]] == ["training step", "inference"]
     assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
+
+
+@pytest.mark.slow
+def test_growth(monkeypatch, tmp_path, capsys):
+    sizes = {"tokens": (5, 9), "batch": (1, 2), "depth": (2,), "workers": (0,)}
+    monkeypatch.setattr(bench_growth, "QUICK_SIZES", sizes)
+    monkeypatch.setattr(bench_growth, "vit_batch", functools.partial(bench_models.vit_batch, image=32))
+    vits = {"plain": ("plain", "plain_vit_debug", {}), "ours, V1": ("ours", "diff_vit_debug", {})}
+    monkeypatch.setattr(bench_growth, "VITS", vits)
+    assert bench_growth.main([*SMALL, "--quick", "--output", str(tmp_path)]) == 0
+    report = written(tmp_path, "growth-cpu-float32", capsys.readouterr().out)
+    assert {name: tuple(map(int, axis)) for name, axis in report["axes"].items()} == sizes
+    assert all(result["ratio"] > 0 for axis in report["axes"].values() for of in axis.values() for result in of.values()
+               if "failed" not in result and "cannot" not in result)  # fmt: skip
+    assert bench_growth.slope([(1, 9.0), (2, 2.0), (4, 4.0), (8, 8.0), (16, 16.0)]) == pytest.approx(1)
+    with pytest.raises(SystemExit):
+        bench_growth.main(["width"])
+    assert "no axis is called width: there are tokens, batch, depth, workers" in capsys.readouterr().err
 
 
 @pytest.mark.slow
