@@ -20,6 +20,7 @@ import bench_data
 import bench_growth
 import bench_language
 import bench_models
+import bench_programs
 import bench_step
 import benchmark
 import int8_cache
@@ -109,6 +110,35 @@ def test_language(installed, monkeypatch, tmp_path, capsys):
     assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call", "linear"]
     assert report["baseline"] == ("HF Llama" if installed else "transformer-debug")
     assert report["tables"][0]["models"]["diff-debug"]["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_steps_and_waits_of_an_unmodified_program(tmp_path):
+    """Four batches that take 50 ms each to come, and four steps."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, torch\n"
+        "weight = torch.nn.Parameter(torch.ones(1))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, index): time.sleep(0.025); return torch.ones(1)\n"
+        "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2):\n"
+        "    (weight * batch).sum().backward(); optimizer.step()\n"
+    )
+    noted = bench_programs.Programs(tmp_path, 2, 0).noted([str(program)])
+    assert len(noted["steps"]) == len(noted["waits"]) == 4
+    assert all(wait >= 0.05 for wait in noted["waits"])
+    assert np.all(np.diff(noted["steps"]) >= 0.05)
+
+
+def test_programs_are_compared_round_by_round():
+    took = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 3.0, 4.0]}
+    results = {name: [bench_programs.Took(one, one / 4) for one in seconds] for name, seconds in took.items()}
+    assert bench_programs.rows(results, 8).splitlines()[2:] == [
+        "| ours | 2.0000 | 0.5000 | 4 | 1.00 | 1.00 to 1.00 |",
+        "| theirs | 3.0000 | 0.7500 | 3 | 1.50 | 1.00 to 2.00 |",
+    ]
 
 
 @pytest.mark.parametrize("family", ["V1", "V2"])
