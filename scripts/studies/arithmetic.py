@@ -37,10 +37,11 @@ from diffvision.evaluation.language.mathematics.errors import KINDS, judge
 from diffvision.models.language import LanguageModel
 from diffvision.models.language.generation import generate
 from grid import Grid, Numbers, Run, differences, spread
-from language_grid import FAMILIES, RATES, RESULTS
+from language_grid import FAMILIES, RESULTS
 from small_language import VOCABULARY, fit
 
 SIZE = "0.3M"
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 GRID = Grid(RESULTS / "arithmetic", tuple(FAMILIES), RATES, ("accuracy",), (1, 2, 3), epochs=1)
 ROWS, NEARBY = 16, 50  # of a batch; batches whose rows are sorted by their length
 WARMUP = 0.05  # of the steps
