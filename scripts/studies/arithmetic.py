@@ -41,7 +41,7 @@ from language_grid import FAMILIES, RESULTS
 from small_language import VOCABULARY, fit
 
 SIZE = "0.3M"
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 GRID = Grid(RESULTS / "arithmetic", tuple(FAMILIES), RATES, ("accuracy",), (1, 2, 3), epochs=1)
 ROWS, NEARBY = 16, 50  # of a batch; batches whose rows are sorted by their length
 WARMUP = 0.05  # of the steps
