@@ -30,7 +30,7 @@ def answer(
     Args:
         model: the teacher: hf:PATH_OR_ID of a causal model of transformers, or one of ours.
         prompts: a .jsonl file. A row is a conversation in one of the layouts of `diffvision data tokenize --chat`, or
-            has a prompt alone. An answer that ends it is left away, and the teacher's is put in its place.
+            has only a prompt. The teacher's answer replaces the one at the conversation's end, if there is one.
         output: the .jsonl file to write; it must not exist.
         chat: how the conversation is written: tokenizer, the template that came with the teacher's; chatml, question,
             plain, or a file of Jinja.

@@ -122,7 +122,7 @@ def _heard(
 ) -> Tried | _Ended:
     seconds: dict[int, float] = {}
     current: int | None = None
-    waited, until = 0.0, float("inf")  # waits are counted, for a clock goes on where both processes are suspended
+    waited, until = 0.0, float("inf")  # waits are counted: a clock runs while both processes are suspended
     while True:
         ended = not reader.is_alive()  # asked first: what it read before is in the queue
         try:

@@ -278,15 +278,14 @@ def equal_loss_table(points: Sequence[Point], count: int) -> Iterator[str]:
         # A family whose parameters count m times as many needs 1 / m of them.
         best, drawn, error = bootstrapped(points, column, count)
         low, high = np.percentile(1 / drawn, [2.5, 97.5], axis=0)
-        cells = [needed(*one) for one in zip(1 / best, low, high, strict=True)]
-        yield f"| {name} | {' | '.join(cells)} | {100 * error:.1f}% |"
+        yield f"| {name} | {' | '.join(needed(1 / best, low, high))} | {100 * error:.1f}% |"
 
 
-def needed(ratio: float, low: float, high: float) -> str:
-    """Return a ratio and its interval, or that it is beyond what the fit may give."""
-    if abs(math.log(ratio)) > 0.99 * LARGEST:
-        return f"{'more' if ratio > 1 else 'less'} than {math.exp(math.copysign(LARGEST, math.log(ratio))):.2g}"
-    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+def needed(ratios: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[str]:
+    """Return each family's ratio and interval; nothing is identified by a fit that ends at the bound of one of them."""
+    if np.any(np.abs(np.log(ratios)) > 0.99 * LARGEST):
+        return ["not identified"] * len(ratios)
+    return [f"{one:.2f} [{a:.2f}, {b:.2f}]" for one, a, b in zip(ratios, low, high, strict=True)]
 
 
 def speed_table(study: Study) -> Iterator[str]:

@@ -347,8 +347,9 @@ def test_the_fit_finds_the_multipliers_that_made_its_points():
     assert best == pytest.approx([0.8, 1.3], rel=0.03)
     assert drawn.shape == (5, 2)
     assert error < 2e-3
-    assert scaling.needed(0.8, 0.7, 0.9) == "0.80 [0.70, 0.90]"
-    assert scaling.needed(20.08, 19, 20.08) == "more than 20"
+    ends = np.array([0.7, 0.6]), np.array([0.9, 1.1])
+    assert scaling.needed(np.array([0.8, 0.9]), *ends) == ["0.80 [0.70, 0.90]", "0.90 [0.60, 1.10]"]
+    assert scaling.needed(np.array([20.08, 0.9]), *ends) == ["not identified"] * 2
 
 
 def test_parts_of_v1_are_what_their_names_say():
