@@ -54,7 +54,7 @@ def answer(
     from diffvision.evaluation.language.chats import chat_of, ends_of, template_text
     from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for
     from diffvision.evaluation.language.tasks import model_identity
-    from diffvision.evaluation.output import bar
+    from diffvision.evaluation.output import bar, write_bytes
     from diffvision.opening import open_model
 
     for name, value in (("new_tokens", new_tokens), ("batch_size", batch_size)):
@@ -108,9 +108,7 @@ def answer(
         }
         for one in whole
     ]
-    done = target.with_name(f"{target.name}.part")
-    done.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
-    done.replace(target)
+    write_bytes(target, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
     partial.unlink()
     counts = {
         "written": len(rows),

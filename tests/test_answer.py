@@ -99,6 +99,21 @@ def test_an_answer_ends_where_the_template_ends_it_and_begins_where_it_begins(te
     assert rows == ["<think>\nthought</think>1", "<think>\n2"]
 
 
+def test_a_template_that_wants_a_system_s_message_writes_the_rows_that_have_one(teacher, written, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+    )
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "a.jsonl"
+    rows = [{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]}]
+    prompts.write_text(json.dumps(rows[0]) + "\n")
+    assert answer(teacher, str(prompts), str(output), chat=str(template), new_tokens=20)["written"] == 1
+    prompts.write_text('{"prompt": "one"}\n')
+    with pytest.raises(ValueError, match=r"row prompts-1 of .*refuses the row: no system"):
+        answer(teacher, str(prompts), str(tmp_path / "b.jsonl"), chat=str(template), new_tokens=20)
+
+
 def test_a_real_model_answers(teacher, tmp_path):
     """An untrained one ends nothing: what its greedy text is, is said by the error alone."""
     file = tmp_path / "prompts.jsonl"

@@ -3,7 +3,7 @@
     diffvision data make arithmetic data/arithmetic --documents 60000 --steps 2 --highest 20
     python scripts/studies/arithmetic.py data --source data/arithmetic   # tokens, in runs/arithmetic/data.pt
     python scripts/studies/arithmetic.py grid                            # the runs, and what they cost
-    python scripts/studies/arithmetic.py tune                            # four learning rates a family, one seed
+    python scripts/studies/arithmetic.py tune                            # five learning rates a family, one seed
     python scripts/studies/arithmetic.py train                           # fresh seeds
     python scripts/studies/arithmetic.py report --images docs/images
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.text.chat import TEMPLATES, Messages, open_chat, read_template, template_of
+from diffvision.data.text.chat import TEMPLATES, Chat, Messages, open_chat, read_template, template_of
+from diffvision.evaluation.language.generations import tokenizer_of
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.opening import Model
 
@@ -32,13 +33,6 @@ def asking(model: Model, chat: str | None) -> Ask:
         return lambda text: [*start_tokens(tokenizer), *tokenizer.encode(text)]
     written = chat_of(model, chat)
     return lambda text: written([{"role": "user", "content": text}])
-
-
-def tokenizer_of(model: Model) -> Any:
-    """Return a model's tokenizer; ValueError if it came without one."""
-    if model.tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
-    return model.tokenizer
 
 
 def has_template(model: Model) -> bool:
@@ -74,10 +68,10 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
     Raises:
         ValueError: no tokenizer, no such template, or it fails; also of the function that is returned.
     """
-    tokenizer = tokenizer_of(model)
+    tokenizer_of(model)
     theirs = _of_transformers(model)
     if theirs is None:
-        chat = open_chat(chosen, tokenizer, tokenizer.source or model.name)
+        chat = _ours(model, chosen)
 
         def written(messages: Messages) -> list[int]:
             try:
@@ -102,19 +96,26 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
 def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
     """Return what a template writes directly after an answer, such as "<|im_end|>", where a model's answer ends.
 
-    Nothing, if the template ends answers with a new line at most, or none is chosen.
+    Nothing, if the template ends answers with a new line at most, or refuses a question with its answer and nothing
+    else, or none is chosen.
     """
     if chosen is None:
         return ()
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     theirs = _of_transformers(model)
-    if theirs is None:
-        tokenizer = tokenizer_of(model)
-        text = open_chat(chosen, tokenizer, tokenizer.source or model.name).render(turns, prompt=False)
-    else:
-        text = theirs.apply_chat_template(turns, tokenize=False, chat_template=template_text(model, chosen))
+    try:
+        if theirs is None:
+            text = _ours(model, chosen).render(turns, prompt=False)
+        else:
+            text = theirs.apply_chat_template(turns, tokenize=False, chat_template=template_text(model, chosen))
+    except Exception:  # a template's expressions can fail in any way, as where it wants a system's message
+        return ()
     end = text.rpartition(_ANSWER)[2].strip().partition("\n")[0]
     return (end,) if end else ()
+
+
+def _ours(model: Model, chosen: str) -> Chat:
+    return open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
 
 
 def _of_transformers(model: Model) -> Any:

@@ -81,8 +81,7 @@ def generate_rows(
     Raises:
         ValueError: no tokenizer; two prompts of one id; a file of other prompts or settings.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
+    tokenizer_of(model)
     check_unique([prompt.id for prompt in prompts])
     records = Records(file, {"max_new_tokens": max_new_tokens, "stops": list(stops), "settings": settings})
     inputs = {prompt.id: fingerprint(prompt.tokens) for prompt in prompts}
@@ -96,6 +95,13 @@ def generate_rows(
                     for prompt, new in zip(batch, tokens, strict=True)]  # fmt: skip
             records.add([(prompt.id, inputs[prompt.id], row) for prompt, row in zip(batch, rows, strict=True)])
     return [_generation(records, prompt.id, inputs[prompt.id]) for prompt in prompts]
+
+
+def tokenizer_of(model: Model) -> Any:
+    """Return a model's tokenizer; ValueError if it came without one."""
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
+    return model.tokenizer
 
 
 def check_unique(ids: Sequence[str]) -> None:
