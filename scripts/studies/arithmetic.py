@@ -264,6 +264,7 @@ def report(grid: Grid) -> None:
     print(grid.describe(), end="\n\n")
     cells = cells_of(grid)
     distractors = sorted({d for _, d in cells})
+    print(grid.tuned(["accuracy"]), end="\n\n")
     print(grid.table(["accuracy", MORE_STEPS]), end="\n\n")
     print(grid.table([at_distractors(d) for d in distractors]), end="\n\n")
     print(grid.means([*KINDS[1:], "wrong first step", BY_CHANCE]), end="\n\n")

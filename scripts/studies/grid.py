@@ -207,6 +207,18 @@ class Grid:
             lines.append(f"| {family} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def tuned(self, metrics: Sequence[str]) -> str:
+        """Return a table of validation metrics by learning rate, shares in percent, of the runs that choose one."""
+        runs = {(run.family, run.rate): numbers for run in self.tuning() if (numbers := self.numbers(run))}
+        families = list(dict.fromkeys(family for family, _ in runs))
+        columns = [f"{family}: {metric}" for family in families for metric in metrics]
+        lines = [f"| learning rate | {' | '.join(columns)} |", "|---:|" + "---:|" * len(columns)]
+        for rate in sorted({rate for _, rate in runs}):
+            found = [runs.get((family, rate), {}).get("validation", {}) for family in families]
+            cells = [f"{100 * one[metric]:.1f}" if metric in one else "" for one in found for metric in metrics]
+            lines.append(f"| {rate:g} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
     def _spread(self, family: str, metric: str, shared: bool) -> str:
         values = self.by_seed(family, metric, shared=shared).values()
         return spread(list(values), self.digits.get(metric, 1))

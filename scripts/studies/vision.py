@@ -245,6 +245,7 @@ def report(grid: Grid) -> None:
     print(grid.describe(), end="\n\n")
     print(grid.table(PRIMARY), end="\n\n")
     print(grid.means(SECONDARY), end="\n\n")
+    print(grid.tuned(PRIMARY), end="\n\n")
     for metric in PRIMARY:
         pair = differences({family: grid.by_seed(family, metric) for family in ("V1 depth", "timm")})
         print(f"timm's differential from V1 depth, {metric}: {pair.get('timm', '')}")

@@ -452,6 +452,18 @@ def test_tables_of_pruned_caches(capsys):
     assert "| plain, diff" not in row
 
 
+def test_the_rates_that_were_tried(tmp_path):
+    study = Grid(tmp_path, ("plain", "V1"), (1e-3, 2e-3), ("accuracy",), (1, 2), epochs=1)
+    for run, accuracy in zip(study.tuning(), (0.5, 0.25, 0.75), strict=False):  # the last is not done
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"validation": {"accuracy": accuracy}}))
+    assert study.tuned(["accuracy"]).splitlines() == [
+        "| learning rate | plain: accuracy | V1: accuracy |",
+        "|---:|---:|---:|",
+        "| 0.001 | 50.0 | 25.0 |",
+        "| 0.002 | 75.0 |  |",
+    ]
+
+
 def test_models_of_several_seeds(tmp_path, capsys):
     models = {f"{name}-{seed}": {"2x1/correct": right, "2x1/distracted": 0.5, "2x1/fabricated": 0.5 - right}
               | {"2x1/malformed": 0.0}
