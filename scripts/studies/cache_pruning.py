@@ -1,5 +1,6 @@
 """Small models for `evaluate-language --tasks cache_pruning`, of text that can only be continued from its context.
 
+    python scripts/studies/cache_pruning.py --output runs/cache_pruning --tune
     python scripts/studies/cache_pruning.py --output runs/cache_pruning --seeds 3
     diffvision evaluate-language runs/cache_pruning/{plain,V1,V2}-{0,1,2} --tasks cache_pruning --output results ...
     python scripts/studies/cache_pruning.py --report results/cache_pruning.json
@@ -28,7 +29,9 @@ from language_grid import FAMILIES, WARMUP
 from seeds import Models, by_seed, means_of
 from small_language import BATCH, LENGTH, VALIDATION_TOKENS, Data, fit
 
-SIZE, RATE, VOCABULARY, WORDS, VALIDATION_SEED = "0.1M", 4e-3, 1024, 140, 1_000_000
+SIZE, VOCABULARY, WORDS, VALIDATION_SEED = "0.1M", 1024, 140, 1_000_000
+TRIED, TUNING_SEED = (1e-3, 2e-3, 4e-3, 8e-3), 100
+RATES = {"plain": 4e-3, "V1": 4e-3, "V2": 4e-3}  # of the tried ones, the lowest validation loss: `--tune`
 LONG, NEEDLES = 300, 6  # words and facts of a validation document
 RATIOS = ("0.5", "0.75", "0.9")  # of the tables
 CONTRASTS = (("diff", "map1"), ("diff", "sum"), ("diff", "snap"), ("diff_value", "diff"), ("diff_value", "snap_value"))
@@ -124,6 +127,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/cache_pruning"))
     parser.add_argument("--tokens", type=int, default=1_500_000)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
+    parser.add_argument("--tune", action="store_true", help="print the loss by learning rate instead, of another seed")
     parser.add_argument("--report", type=Path, help="print the tables of a cache_pruning.json instead")
     options = parser.parse_args()
     if options.report:
@@ -132,13 +136,20 @@ def main() -> None:
     torch.set_num_threads(1)
     data = make_data(options.output, options.tokens)
     steps = options.tokens // (BATCH * LENGTH)
+    settings = {"warmup": round(WARMUP * steps), "lengths": [steps]}
+    if options.tune:
+        for rate, (name, family) in itertools.product(TRIED, FAMILIES.items()):
+            torch.manual_seed(TUNING_SEED)
+            trained = fit(family.create(SIZE), data, rate=rate, seed=TUNING_SEED, **settings)
+            print(f"{name} at {rate:g}: {trained.branches[0].loss:.3f} nats a token", flush=True)
+        return
     for seed, (name, family) in itertools.product(range(options.seeds), FAMILIES.items()):
         folder = options.output / f"{name}-{seed}"
         if folder.exists():
             continue
         torch.manual_seed(seed)
         model = family.create(SIZE)
-        trained = fit(model, data, rate=RATE, warmup=round(WARMUP * steps), lengths=[steps], seed=seed)
+        trained = fit(model, data, rate=RATES[name], seed=seed, **settings)
         language.save(model, folder, options.output / "tokenizer.json")
         print(f"{folder.name}: {trained.branches[0].loss:.3f} nats a token, {trained.seconds:.0f} s", flush=True)
 
