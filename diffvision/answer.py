@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 _LAST = 8  # tokens of a prompt in which its end is looked for
 
@@ -29,8 +28,9 @@ def answer(
 
     Args:
         model: the teacher: hf:PATH_OR_ID of a causal model of transformers, or one of ours.
-        prompts: a .jsonl file. A row is a conversation in one of the layouts of `diffvision data tokenize --chat`, or
-            has only a prompt. The teacher's answer replaces the one at the conversation's end, if there is one.
+        prompts: a file that `diffvision.data.rows` reads: .jsonl, .json or .parquet. A row is a conversation in one of
+            the layouts of `diffvision data tokenize --chat`, or has only a prompt. The teacher's answer replaces the
+            one at the conversation's end, if there is one.
         output: the .jsonl file to write; it must not exist.
         chat: how the conversation is written: tokenizer, the template that came with the teacher's; chatml, question,
             plain, or a file of Jinja.
@@ -126,32 +126,24 @@ def _begun(prompt: str) -> str:
 
 
 def _conversations(path: Path) -> dict[str, list[dict[str, str]]]:
-    """Return the messages that are to be answered, by the numbers of their lines."""
+    """Return the messages that are to be answered, by the numbers of their rows."""
+    from diffvision.data.rows import read_rows
     from diffvision.data.shards.sample import BadSample
     from diffvision.data.text.chat import ASSISTANT, messages_of
 
     conversations: dict[str, list[dict[str, str]]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
+    for number, row in read_rows(path):
+        where = f"row {number} of {path}"
         try:
-            row: Any = json.loads(line)
             is_prompt = isinstance(row, dict) and "prompt" in row and not {"response", "completion"} & row.keys()
             messages = messages_of({**row, "response": ""} if is_prompt else row)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON ({error}): write one object on each line") from error
         except BadSample as reason:
             raise ValueError(f"{where}: {reason}") from reason
         if messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         if not messages or messages[-1]["role"] == ASSISTANT:
-            raise ValueError(f"{where} has no question before its answer: leave the line out")
+            raise ValueError(f"{where} has no question before its answer: leave the row out")
         conversations[f"{path.stem}-{number}"] = messages
     if not conversations:
-        raise ValueError(f"no rows in {path}: give a file of JSON lines")
+        raise ValueError(f"no rows in {path}: give a file of rows, such as .jsonl")
     return conversations

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from diffvision.data.rows import read_rows as rows_of
 from diffvision.data.text.tokenizers import check_text
 
 Kind = Literal["summary", "qa"]
@@ -45,25 +46,25 @@ class Row:
 
 
 def read_rows(sources: Sequence[str | Path], *, count: int | None = None, seed: int = 0) -> list[Row]:
-    """Read the rows of files of JSON lines, each line in one of the layouts of `LAYOUTS`.
+    """Read the rows of files, each row in one of the layouts of `LAYOUTS`.
 
     Args:
-        sources: files. A row without an id has the file's name and its line's number.
+        sources: files that `diffvision.data.rows` reads. A row without an id has the file's name and its number.
         count: how many rows are drawn; None for all.
         seed: of the draw; the rows stay in the files' order.
 
     Raises:
-        FileNotFoundError; ValueError: not UTF-8, a line of no layout, two rows of one id, no rows.
+        FileNotFoundError; ValueError: a damaged file, a row of no layout, two rows of one id, no rows.
     """
     rows = [row for source in sources for row in _read(Path(source))]
     if not rows:
-        raise ValueError(f"no rows in {', '.join(map(str, sources))}: give files of JSON lines")
+        raise ValueError(f"no rows in {', '.join(map(str, sources))}: give files of rows, such as .jsonl")
     seen: set[str] = set()
     for row in rows:
         if row.id in seen:
             raise ValueError(
                 f"two rows of the data have the id {row.id!r}: give each another (one without has its "
-                "file's name and its line)"
+                "file's name and its number)"
             )
         seen.add(row.id)
     if count is None or count >= len(rows):
@@ -72,21 +73,11 @@ def read_rows(sources: Sequence[str | Path], *, count: int | None = None, seed: 
 
 
 def _read(path: Path) -> list[Row]:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give its files of JSON lines, with commas between them")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from error
-    return [_row(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [_row(record, path, number) for number, record in rows_of(path)]
 
 
-def _row(line: str, path: Path, number: int) -> Row:
-    where = f"line {number} of {path}"
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}): write one object on each line") from error
+def _row(record: Any, path: Path, number: int | str) -> Row:
+    where = f"row {number} of {path}"
     fields = set(record) if isinstance(record, dict) else set()
     for wanted, read in LAYOUTS.items():
         if wanted <= fields:
@@ -97,7 +88,7 @@ def _row(line: str, path: Path, number: int) -> Row:
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{where}: {error}") from error
             if not row.document.strip():
-                raise ValueError(f"{where} has an empty document: leave the line out")
+                raise ValueError(f"{where} has an empty document: leave the row out")
             return row
     layouts = ", or ".join("{" + ", ".join(sorted(wanted)) + ", ...}" for wanted in LAYOUTS)
     raise ValueError(f"{where} has the fields {', '.join(sorted(fields)) or 'of no object'}: write {layouts}")
@@ -134,7 +125,7 @@ def _lookback_question(record: Mapping[str, Any], id: str) -> Row:
     if not passages[True] or len(passages[False]) < 2:
         raise ValueError(
             f"ctxs has {len(passages[True])} passages with the answer and {len(passages[False])} without: one and two "
-            "are needed; leave the line out"
+            "are needed; leave the row out"
         )
     question = _question(record)
     question = question[:1].upper() + question[1:] + ("" if question.endswith("?") else "?")

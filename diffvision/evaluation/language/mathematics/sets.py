@@ -1,12 +1,11 @@
 """Mathematical questions with their answers, from the files of published sets as they are, and from your own.
 
-A layout is recognised by the keys of a file's first row. .jsonl has a row a line; .json a row, a list of rows, or an
-object of them by their ids. A folder, such as MATH's, stands for all such files in it.
+A layout is recognised by the keys of a file's first row. Files are read by `diffvision.data.rows`: .jsonl, .json, both
+also as .gz, and .parquet. A folder, such as MATH's, stands for all such files in it.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
+from diffvision.data.rows import SUFFIXES, read_rows
 from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
 from diffvision.evaluation.language.mathematics.errors import check
 
@@ -159,15 +159,16 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
 def _files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
-    files = sorted(path for path in source.rglob("*") if path.suffix in (".json", ".jsonl"))
+    files = sorted(path for path in source.rglob("*") if path.name.endswith(SUFFIXES))
     if not files:
-        raise ValueError(f"{source} has no .json or .jsonl files: give questions with their answers")
+        raise ValueError(f"{source} has no {', '.join(SUFFIXES)} files: give questions with their answers")
     return files
 
 
 def _questions(path: Path) -> Iterator[Question]:
     name = None
-    for where, row in _rows(path):
+    for number, row in read_rows(path):
+        where = f"{path}:{number}"
         if not isinstance(row, dict):
             raise ValueError(f'{where} is {row!r:.60}, no object: write {{"question": ..., "answer": ...}}')
         name = name or _layout(row, where)
@@ -224,33 +225,6 @@ def _layout(row: Row, where: str) -> str:
             return name
     known = "; ".join(f"{name}: {', '.join(sorted(layout.keys))}" for name, layout in LAYOUTS.items())
     raise ValueError(f"{where} has the keys {', '.join(map(str, row))}, which no layout has. The layouts are {known}")
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield where each row is, and the row."""
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from None
-    if path.suffix == ".json":
-        whole = _json(content, str(path))
-        if isinstance(whole, dict) and not any(isinstance(value, dict) for value in whole.values()):
-            yield str(path), whole
-            return
-        rows = whole.items() if isinstance(whole, dict) else enumerate(whole if isinstance(whole, list) else [], 1)
-        yield from ((f"{path}:{key}", row) for key, row in rows)
-        return
-    # Lines end at \n alone: JSON may have other line ends in its strings.
-    for number, line in enumerate(content.split("\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", _json(line, f"{path}:{number}")
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}): write an object of a question with its answer") from None
 
 
 def _whole(value: Any) -> Any:

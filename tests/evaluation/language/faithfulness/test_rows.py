@@ -58,18 +58,18 @@ def test_rows_are_drawn_by_the_seed(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "x"}, r"line 2 of .*a\.jsonl has the fields text: write \{document, task, \.\.\.\}, or \{answers, "),
-        ([1], r"line 2 of .* has the fields of no object"),
-        (OURS | {"id": "x", "task": "poem"}, "line 2 of .*: task is 'poem': write summary or qa"),
-        (OURS | {"id": "x", "question": None}, "line 2 of .*: question is None: write a text"),
-        (OURS | {"id": "x", "question": " "}, "line 2 of .*: question is empty: write one"),
-        (QUESTION | {"ctxs": ["a"]}, "line 2 of .*: ctxs has 'a': write passages with text and hasanswer"),
-        (QUESTION | {"ctxs": [{"text": "a"}]}, "line 2 of .*: ctxs has .*: write passages with text and hasanswer"),
-        (OURS | {"id": "x", "answers": "Oslo"}, "line 2 of .*: answers is 'Oslo': write a list"),
-        (OURS | {"id": "x", "document": " "}, "line 2 of .* has an empty document: leave the line out"),
-        (OURS | {"id": "x", "document": "\ud800"}, "line 2 of .*: text not UTF-8"),
+        ({"text": "x"}, r"row 2 of .*a\.jsonl has the fields text: write \{document, task, \.\.\.\}, or \{answers, "),
+        ([1], r"row 2 of .* has the fields of no object"),
+        (OURS | {"id": "x", "task": "poem"}, "row 2 of .*: task is 'poem': write summary or qa"),
+        (OURS | {"id": "x", "question": None}, "row 2 of .*: question is None: write a text"),
+        (OURS | {"id": "x", "question": " "}, "row 2 of .*: question is empty: write one"),
+        (QUESTION | {"ctxs": ["a"]}, "row 2 of .*: ctxs has 'a': write passages with text and hasanswer"),
+        (QUESTION | {"ctxs": [{"text": "a"}]}, "row 2 of .*: ctxs has .*: write passages with text and hasanswer"),
+        (OURS | {"id": "x", "answers": "Oslo"}, "row 2 of .*: answers is 'Oslo': write a list"),
+        (OURS | {"id": "x", "document": " "}, "row 2 of .* has an empty document: leave the row out"),
+        (OURS | {"id": "x", "document": "\ud800"}, "row 2 of .*: text not UTF-8"),
         (OURS, "two rows of the data have the id 'q1'"),
-        (QUESTION | {"ctxs": QUESTION["ctxs"][:2]}, "line 2 of .*: ctxs has 1 passages with the answer and 1 without"),
+        (QUESTION | {"ctxs": QUESTION["ctxs"][:2]}, "row 2 of .*: ctxs has 1 passages with the answer and 1 without"),
     ],
 )
 def test_bad_lines_are_named(record, message, tmp_path):
@@ -83,7 +83,7 @@ def test_files_without_rows_are_refused(tmp_path):
     (tmp_path / "cut.jsonl").write_text('{"document": "a')
     with pytest.raises(ValueError, match=r"line 1 of .*cut\.jsonl is not JSON"):
         read_rows([tmp_path / "cut.jsonl"])
-    with pytest.raises(ValueError, match="is a folder: give its files of JSON lines"):
+    with pytest.raises(ValueError, match="is a folder: give files in it"):
         read_rows([tmp_path])
 
 
