@@ -250,7 +250,7 @@ class Images:
 
 PARTS: dict[str, Any] = {"text": Text, "images": Images}
 PRIMARY = {"text": "probability of a token", "images": "accuracy"}
-RATES = {"text": (1e-4, 2e-4, 4e-4, 8e-4), "images": (1e-5, 2e-5, 4e-5, 8e-5)}
+RATES = {"text": (1e-4, 2e-4, 4e-4, 8e-4), "images": (2e-5, 4e-5, 8e-5, 1.6e-4)}
 STEPS = {"text": 32, "images": 250}
 
 

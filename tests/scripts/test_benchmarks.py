@@ -21,6 +21,7 @@ import bench_growth
 import bench_language
 import bench_models
 import bench_programs
+import bench_retrieval
 import bench_step
 import benchmark
 import int8_cache
@@ -267,3 +268,13 @@ def test_the_check_says_that_there_is_no_gpu(tmp_path):
     assert done.returncode == 1
     assert "no GPU" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_retrieval(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_retrieval.py", "--images", "20", "--memory", "0"])
+    bench_retrieval.main()
+    assert "| 20 x 100 | diffvision | " in (printed := capsys.readouterr().out)
+    assert "CLIP_benchmark" not in printed
+    near = bench_retrieval.ours(*bench_retrieval.features(20))
+    assert near["image_retrieval_recall@10"] > near["image_retrieval_recall@1"] > 0.5
