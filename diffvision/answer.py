@@ -45,8 +45,8 @@ def answer(
 
     Raises:
         ValueError: a row without a prompt, or with one that cannot be written; a model without a tokenizer, a chat
-            template or an end of answers; no prompt that leaves room; batch_size or new_tokens below 1, or new_tokens
-            not below what the model reads.
+            template or an end of answers; no prompt that leaves room; an output that is no .jsonl; batch_size or
+            new_tokens below 1, or new_tokens not below what the model reads.
         FileNotFoundError: no such model or file.
         FileExistsError: the output exists.
     """
@@ -61,6 +61,8 @@ def answer(
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
     target = Path(output)
+    if target.suffix != ".jsonl":
+        raise ValueError(f"the output is {output}: rows are written as lines, give a name that ends with .jsonl")
     if target.exists():
         raise FileExistsError(f"{output} exists: give another output")
     target.parent.mkdir(parents=True, exist_ok=True)

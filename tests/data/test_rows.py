@@ -27,6 +27,7 @@ def test_lines_have_their_numbers(name, tmp_path):
         (ROWS, list(enumerate(ROWS, start=1))),
         (ROWS[0], [(1, ROWS[0])]),
         ({"q1": ROWS[0], "q2": ROWS[1]}, [("q1", ROWS[0]), ("q2", ROWS[1])]),
+        ({"question": "a", "meta": {"b": 1}}, [(1, {"question": "a", "meta": {"b": 1}})]),
         ([], []),
     ],
 )
@@ -36,10 +37,30 @@ def test_json_is_a_row_a_list_or_rows_by_their_ids(name, content, expected, tmp_
     assert list(read_rows(tmp_path / name)) == expected
 
 
+def test_endings_are_known_in_any_case_and_json_may_have_lines(tmp_path):
+    (tmp_path / "A.JSON.GZ").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    assert list(read_rows(tmp_path / "A.JSON.GZ")) == [(1, ROWS[0]), (2, ROWS[1])]
+    (tmp_path / "lines.json").write_bytes(lines())
+    assert list(read_rows(tmp_path / "lines.json")) == [(1, ROWS[0]), (3, ROWS[1])]
+
+
 def test_parquet(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     assert list(read_rows(tmp_path / "a.parquet")) == list(enumerate(ROWS, start=1))
+    numbers = arrow.table({"answer": arrow.array([0.1, None], arrow.float32()), "text": ["a", "b"]})
+    parquet.write_table(numbers, tmp_path / "B.PARQUET")
+    assert [row for _, row in read_rows(tmp_path / "B.PARQUET")] == [{"answer": 0.1, "text": "a"}, {"text": "b"}]
+    late = arrow.table({"question": ["a"], "when": arrow.array([2**60], arrow.timestamp("ms"))})
+    parquet.write_table(late, tmp_path / "c.parquet")
+    with pytest.raises(ValueError, match=r"c\.parquet cannot be read .*leave out the columns that are not needed"):
+        list(read_rows(tmp_path / "c.parquet"))
+    parquet.write_table(arrow.table({"text": [str(number) for number in range(9999)]}), tmp_path / "d.parquet")
+    data = bytearray((tmp_path / "d.parquet").read_bytes())
+    data[1000:1040] = bytes(40)
+    (tmp_path / "d.parquet").write_bytes(data)
+    with pytest.raises(ValueError, match=r"d\.parquet cannot be read .*: get the file again"):
+        list(read_rows(tmp_path / "d.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -48,10 +69,10 @@ def test_parquet(tmp_path):
         ("a.jsonl", b'{"a": 1}\n{"a"', r"line 2 of .*a\.jsonl is not JSON"),
         ("a.json", b"[1", r"a\.json is not JSON"),
         ("a.jsonl", b"[" * 100_000, r"line 1 of .*a\.jsonl is not JSON"),
-        ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8 .*: convert it"),
+        ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8 .*: convert it; \.jsonl, "),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is a damaged \.gz .*: get the file again"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-9], r"a\.jsonl\.gz is a damaged \.gz"),
-        ("a.parquet", b"no parquet", r"a\.parquet is damaged .*: get the file again"),
+        ("a.parquet", b"no parquet", r"a\.parquet cannot be read .*: get the file again"),
     ],
 )
 def test_damaged_files_are_named(name, data, message, tmp_path):

@@ -38,10 +38,11 @@ def run(
         tasks: perplexity, position_nll, associative_recall, needle, recall_errors, lookback, faithfulness, math,
             attention_mass, many_shot, outliers, quantization, low_bit, cache_pruning (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
-            token shards of the model's tokenizer. For faithfulness, files of JSON lines {"id", "task" (summary or qa),
-            "document", "question", "answers", "reference"}, or in the layouts of Lookback Lens and LongBench. For math,
-            .jsonl or .json files, or folders of them, of {"question", "answer"}, {"prompt", "response"}, or as GSM8K,
-            MATH, SVAMP, ASDiv, MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic` have them.
+            token shards of the model's tokenizer. For faithfulness, files (.jsonl, .json, both also as .gz, .parquet)
+            of rows {"id", "task" (summary or qa), "document", "question", "answers", "reference"}, or in the layouts of
+            Lookback Lens and LongBench. For math, such files, or folders of them, of {"question", "answer"}, {"prompt",
+            "response"}, or as GSM8K, MATH, SVAMP, ASDiv, MAWPS, CARP, TABMWP, CollegeMath and `data make arithmetic`
+            have them.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what faithfulness and math generate and judges say, from
             which a run that was ended resumes.

@@ -54,8 +54,8 @@ def measured(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
 
 _DATA = {
     "documents": "text: give data, files or folders of .txt or .jsonl, or shards",
-    "rows": "documents with questions: give data, files of JSON lines",
-    "questions": "questions with answers: give data, .jsonl or .json files of GSM8K, MATH or others",
+    "rows": "documents with questions: give data, files of rows such as .jsonl or .parquet",
+    "questions": "questions with answers: give data, files of GSM8K, MATH or others",
 }
 """What tasks read as data."""
 

@@ -6,14 +6,18 @@ also as .gz, and .parquet. A folder, such as MATH's, stands for all such files i
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
 from diffvision.data.rows import SUFFIXES, read_rows
+from diffvision.data.text.tokenizers import check_text
 from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
 from diffvision.evaluation.language.mathematics.errors import check
 
@@ -108,6 +112,11 @@ def _gsm8k(row: Row) -> _Read:
     return _Read(row["question"], after_hashes(answer), re.sub(r"<<.*?>>", "", answer), steps)
 
 
+def _plain(row: Row) -> _Read:
+    answer = row["answer"]  # in a file of them one may be as GSM8K's
+    return _gsm8k(row) if isinstance(answer, str) and "####" in answer else _Read(row["question"], answer)
+
+
 def _response(row: Row) -> _Read:
     response = str(row["response"])
     return _Read(row["prompt"], after_hashes(response) or boxed(response), response)
@@ -125,7 +134,7 @@ LAYOUTS: dict[str, Layout] = {
         frozenset({"question", "answer", "question_number"}), lambda row: _Read(row["question"], row["answer"])
     ),
     "gsm8k": Layout(frozenset({"question", "answer"}), _gsm8k, True, lambda row: "####" in str(row["answer"])),
-    "questions": Layout(frozenset({"question", "answer"}), lambda row: _Read(row["question"], row["answer"])),
+    "questions": Layout(frozenset({"question", "answer"}), _plain),
     "responses": Layout(frozenset({"prompt", "response"}), _response),
 }
 """The layouts by name, in the order in which they are tried: the paper's eight sets, ours, and two plain ones."""
@@ -141,15 +150,19 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: a source is given twice, a folder has no such files; a file is not UTF-8, has no rows or another
-            layout; a row lacks a key of its file's layout, or an answer that can be read.
+        ValueError: a file is given twice, also as a .gz, or a folder has no such files; a file is not UTF-8, has no
+            rows or another layout; a row lacks a key of its file's layout, or an answer that can be read.
     """
-    paths = [Path(source).resolve() for source in sources]
-    if twice := [str(source) for source, path in zip(sources, paths, strict=True) if paths.count(path) > 1]:
-        raise ValueError(f"{twice[0]} is given twice: give each file once")
+    files = [_files(Path(source)) for source in sources]
+    seen: dict[str, Path] = {}
+    for file in itertools.chain(*files):
+        content = str(file.resolve()).removesuffix(".gz")
+        if content in seen:
+            raise ValueError(f"{file} is given twice, also by {seen[content]}: give each file once")
+        seen[content] = file
     questions: list[Question] = []
-    for source in sources:
-        read = [question for file in _files(Path(source)) for question in _questions(file)]
+    for of_source in files:
+        read = [question for file in of_source for question in _questions(file)]
         if count is not None and count < len(read):
             read = [read[number] for number in sorted(random.Random(seed).sample(range(len(read)), count))]
         questions += read
@@ -159,7 +172,9 @@ def read_questions(sources: Sequence[str | Path], *, count: int | None = None, s
 def _files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
-    files = sorted(path for path in source.rglob("*") if path.name.endswith(SUFFIXES))
+    files = sorted(
+        path for path in source.rglob("*") if path.name.lower().endswith(SUFFIXES) and path.name != "about.json"
+    )
     if not files:
         raise ValueError(f"{source} has no {', '.join(SUFFIXES)} files: give questions with their answers")
     return files
@@ -198,7 +213,11 @@ def _question(name: str, row: Row, where: str) -> Question:
             or (name_of == "question" and not str(value).strip())
         ):
             raise ValueError(f"{where} has {value!r:.60} for its {name_of}, which rows of {name} do not: correct it")
-    answer = "" if read.answer is None else str(read.answer).strip()
+    try:
+        check_text(f"{read.text}{read.solution or ''}")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    answer = "" if read.answer is None else _text(read.answer)
     if not answer or (layout.is_number and as_fraction(answer) is None):
         content = row.get("solution", row.get("answer", row.get("response", read.answer)))
         raise ValueError(
@@ -212,6 +231,13 @@ def _question(name: str, row: Row, where: str) -> Question:
         except ValueError as error:
             raise ValueError(f"{where}: {error}; correct the row, or leave it out") from None
     return Question(where, name, str(read.text).strip(), answer, solution.strip(), read.steps, read.distractors)
+
+
+def _text(answer: str | float) -> str:
+    """Return an answer as text, a number in digits alone; empty for one that is not finite."""
+    if not isinstance(answer, float):
+        return str(answer).strip()
+    return format(Decimal(repr(answer)), "f") if math.isfinite(answer) else ""
 
 
 def _wanted(name: str) -> str:

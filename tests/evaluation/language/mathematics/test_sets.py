@@ -1,5 +1,6 @@
 """Miniatures of published sets in their layouts, with rows written for these tests."""
 
+import gzip
 import json
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_byte_order_mark_and_line_ends_of_windows(tmp_path):
 
 def test_a_file_that_is_given_twice(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "1"}\n')
-    with pytest.raises(ValueError, match=r"x.jsonl is given twice: give each file once"):
+    with pytest.raises(ValueError, match=r"x.jsonl is given twice, also by .*x.jsonl: give each file once"):
         read_questions([tmp_path / "x.jsonl", tmp_path / "." / "x.jsonl"])
 
 
@@ -142,3 +143,35 @@ def test_a_worded_problem_needs_its_steps(tmp_path):
         ValueError, match=r"x.jsonl:1: the solution .* is none of .*: its lines are .*; correct the row"
     ):
         read_questions([tmp_path / "x.jsonl"])
+
+
+def test_a_file_in_two_forms_and_a_link_to_one(tmp_path):
+    row = b'{"question": "a", "answer": "1"}\n'
+    (tmp_path / "x.jsonl").write_bytes(row)
+    (tmp_path / "about.json").write_text('{"source": "made"}')
+    assert len(read_questions([tmp_path])) == 1
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(row))
+    with pytest.raises(ValueError, match=r"x.jsonl.gz is given twice, also by .*x.jsonl: give each file once"):
+        read_questions([tmp_path])
+    (tmp_path / "x.jsonl.gz").unlink()
+    (tmp_path / "y.jsonl").symlink_to(tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match=r"y.jsonl is given twice, also by .*x.jsonl"):
+        read_questions([tmp_path])
+
+
+def test_numbers_are_digits_and_finite(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"input": "a", "target": 0.00001}\n{"input": "b", "target": 1e16}\n')
+    assert [one.answer for one in read_questions([file])] == ["0.00001", "10000000000000000"]
+    file.write_text('{"question": "a", "answer": NaN}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl:1 has an answer that cannot be read"):
+        read_questions([file])
+
+
+def test_one_row_of_gsm8k_among_others(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"question": "a", "answer": "7"}\n{"question": "b", "answer": "3+4\\n#### 7"}\n')
+    assert [one.answer for one in read_questions([file])] == ["7", "7"]
+    file.write_text('{"question": "a \\ud83d", "answer": "7"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl:1: text not UTF-8"):
+        read_questions([file])
