@@ -34,7 +34,14 @@ TRIED, TUNING_SEED = (1e-3, 2e-3, 4e-3, 8e-3), 100
 RATES = {"plain": 2e-3, "V1": 2e-3, "V2": 2e-3}  # of the tried ones, that with the lowest loss: `--tune`
 LONG, NEEDLES = 300, 6  # words and facts of a validation document
 RATIOS = ("0.5", "0.75", "0.9")  # of the tables
-CONTRASTS = (("diff", "map1"), ("diff", "sum"), ("diff", "snap"), ("diff_value", "diff"), ("diff_value", "snap_value"))
+CONTRASTS = (
+    ("diff", "map1"),
+    ("diff", "sum"),
+    ("diff", "snap"),
+    ("diff_value", "diff"),
+    ("diff_value", "snap_value"),
+    ("snap_value", "snap"),
+)
 KINDS = {"nll_rise": "loss", "needle_agnostic": "later", "needle_aware": "before"}
 
 
