@@ -289,6 +289,7 @@ def trainer(part: str) -> Callable[[Path, int], Callable[[Run], dict[str, Any]]]
 def report(grid: Grid) -> None:
     """Print the tables, in Markdown, and the differences of V2 and DEX from the control of equal parameters."""
     print(grid.describe(), end="\n\n")
+    print(grid.tuned(grid.primary), end="\n\n")
     print(grid.table((*grid.primary, "loss")), end="\n\n")
     is_text = grid.primary == (PRIMARY["text"],)
     if is_text:
