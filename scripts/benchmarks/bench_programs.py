@@ -100,6 +100,7 @@ class Programs:
         """Return `diffvision fit` for an epoch of a recipe without evaluation, with the callbacks of a usual run."""
         settings = {
             "model.model": model,
+            "model.init_args.optimizer.warmup_epochs": 0,  # which would be longer than these runs
             "data.init_args.batch_size": self.batch,
             "data.init_args.num_workers": self.workers,
             "trainer.max_epochs": 1,
@@ -195,7 +196,7 @@ def python_of(folder: Path) -> str:
     """Make the environment for OpenCLIP's training and CLIP_benchmark, and return its Python."""
     python = openclip_versus.environment(folder)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, "--no-deps", "clip_benchmark==1.6.2"], check=True)
+    subprocess.run([*install, "--no-deps", "clip_benchmark==1.6.2", "pycocoevalcap"], check=True)
     subprocess.run([*install, "numpy<2.4"], check=True)
     return python
 
