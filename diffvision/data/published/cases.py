@@ -16,8 +16,8 @@ from typing import Any
 from diffvision.data.images.decode import decode_image, is_blank, open_image
 from diffvision.data.images.packing import SUFFIXES
 from diffvision.data.images.samples import MAX_KIND
+from diffvision.data.rows import read_rows as rows_of
 from diffvision.data.shards.sample import BadSample, BadSource
-from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.writer import (
     Sample,
     refuse_existing,
@@ -127,29 +127,19 @@ def file_in(folder: Path, name: str, layout: str) -> Path:
 
 
 def read_rows(path: Path, **fields: type) -> list[dict[str, Any]]:
-    """Return the objects of a JSON list, of JSON lines, or of a JSON object whose values are objects, in order.
+    """Return the objects of a file that `diffvision.data.rows` reads, in order.
 
     Args:
         path: the file.
         fields: the fields that each must have, and their types.
 
     Raises:
-        ValueError: the file is not JSON, or an object has no such field.
+        ValueError: the file cannot be read, or an object has no such field.
     """
-    text = decoded(path.read_bytes(), path)
-    try:
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError:
-            content = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): get the file again") from None
-    if isinstance(content, dict):
-        nested = all(isinstance(value, dict) for value in content.values())
-        content = list(content.values()) if nested else [content]
-    if not isinstance(content, list) or not content:
+    rows = [row for _, row in rows_of(path)]
+    if not rows:
         raise ValueError(f"{path} has no rows: get the file again")
-    return checked_rows(content, path, **fields)
+    return checked_rows(rows, path, **fields)
 
 
 def checked_rows(rows: list[Any], path: Path, **fields: type) -> list[dict[str, Any]]:
