@@ -13,10 +13,10 @@ Half precision is computed in float32 and rounded once at the end.
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops.attention.problem import Problem
@@ -28,8 +28,13 @@ BLOCK_SCORES = 2**19
 BLOCK_ROWS = 256
 JOINED_SCORES = 2**18
 
-# Up to here the maps are kept for backward: an eighth less time, for less memory than the formula takes.
-KEEP_MAPS_MAX_KEYS = 512
+# Causal calls have at least so many blocks, if not of fewer than half of `BLOCK_ROWS`: the keys after a block's last
+# row are left out.
+CAUSAL_BLOCKS = 8
+
+# Up to here the maps are kept for backward: a sixth less time, for less memory than the formula takes. At 1,024 keys
+# new pages of memory cost what it saves.
+KEEP_MAPS_MAX_KEYS = 768
 
 # From here on the sums of keys' and values' gradients have their keys side by side: their products are then faster by
 # an eighth to a quarter, and for shorter rows slower by a tenth.
@@ -66,65 +71,71 @@ def diff_attention(
     return out.to(q.dtype)
 
 
-class _Block(NamedTuple):
-    """A part of a call that is computed at once, with the keys that its query rows may attend to.
-
-    It is several whole samples, or consecutive query rows of some heads of one sample.
-    """
+class _Heads(NamedTuple):
+    """What is computed with the same keys: several whole samples, or some key/value heads of one sample."""
 
     samples: slice
-    heads: slice  # key/value heads
+    heads: slice
+
+    def of(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return the part of x [B, H, ...] as [S, K, G, ...]: K key/value heads, with the G heads of each."""
+        return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))[self.samples, self.heads]
+
+
+class _Rows(NamedTuple):
+    """Consecutive queries of all samples and heads, with the keys that they may attend to."""
+
     rows: slice
-    keys: slice  # from the first key to the last that any row may attend to
+    keys: int  # up to the last that any row may attend to
     masked_from: int = 0  # every row may attend to the columns before this one
-    forbidden: Tensor | None = None  # broadcastable to [samples, heads, rows, columns from masked_from]
+    forbidden: Tensor | None = None  # broadcastable to [S, heads, rows, columns from masked_from]
     may_be_dead: bool = False  # a row without any key is possible
 
+    def with_mask(self, mask: Tensor | None, part: _Heads, group: int) -> "_Rows":
+        """Return these rows of some samples and heads, with what a mask forbids there as well."""
+        if mask is None:
+            return self
+        forbidden = ~mask[part.samples if mask.shape[0] > 1 else slice(None)]
+        if mask.shape[1] > 1:
+            forbidden = forbidden[:, part.heads.start * group : part.heads.stop * group]
+        forbidden = forbidden[:, :, self.rows] if mask.shape[2] > 1 else forbidden
+        forbidden = forbidden[..., : self.keys] if mask.shape[3] > 1 else forbidden.expand(-1, -1, -1, self.keys)
+        if self.forbidden is not None:
+            forbidden = forbidden | F.pad(self.forbidden, (self.masked_from, 0))
+        return self._replace(masked_from=0, forbidden=forbidden, may_be_dead=True)
 
-def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator[_Block]:
-    """Split a call into blocks, from the last rows to the first, since the last rows of a causal call need all keys.
 
-    Sizes follow `JOINED_SCORES`, `BLOCK_ROWS` and `BLOCK_SCORES`, so that the scores of a block fit the CPU's cache.
+def _blocks(q: Tensor, k: Tensor, causal: bool) -> tuple[list[_Heads], list[_Rows]]:
+    """Split a call: the blocks are all rows of the first heads, from the last row to the first, then those of the next.
+
+    The last rows of a causal call need all keys. Sizes follow `JOINED_SCORES`, `BLOCK_ROWS` and `BLOCK_SCORES`, so that
+    the scores of a block fit the CPU's cache.
     """
-    (batch, heads, _, queries, _), keys = q.shape, k.shape[3]
+    (batch, heads, _, queries, _), kv_heads, keys = q.shape, k.shape[1], k.shape[3]
     if not (batch and heads and queries and keys):
-        return
-    kv_heads, group = k.shape[1], heads // k.shape[1]
+        return [], []
+    group, past = heads // kv_heads, keys - queries  # query i attends to keys up to i + past
     samples_a_block = max(1, JOINED_SCORES // (heads * queries * keys))
-    rows = min(queries, max(BLOCK_ROWS // group, 1))
+    rows = min(BLOCK_ROWS, max(BLOCK_ROWS // 2, queries // CAUSAL_BLOCKS)) if causal else BLOCK_ROWS
+    rows = min(queries, max(rows // group, 1))
     rows = -(-queries // -(-queries // rows))  # blocks of nearly equal size
     heads_a_block = min(kv_heads, max(2, BLOCK_SCORES // (group * rows * keys)))
     if samples_a_block > 1:
         rows, heads_a_block = queries, kv_heads
-    past = keys - queries  # query i attends to keys up to i + past
-    for sample, head in itertools.product(range(0, batch, samples_a_block), range(0, kv_heads, heads_a_block)):
-        sample_slice = slice(sample, min(batch, sample + samples_a_block))
-        head_slice = slice(head, min(kv_heads, head + heads_a_block))
-        for lo in reversed(range(0, queries, rows)):
-            hi = min(queries, lo + rows)
-            end = max(0, min(keys, hi + past)) if causal else keys
-            block = _Block(sample_slice, head_slice, slice(lo, hi), slice(0, end))
-            if mask is not None or causal:
-                block = _masked(block, mask, group, past if causal else None)
-            yield block
-
-
-def _masked(block: _Block, mask: Tensor | None, group: int, past: int | None) -> _Block:
-    """Return the block with its mask; row i attends to keys up to i + past, or to all if past is None."""
-    lo, hi, end, start, forbidden = block.rows.start, block.rows.stop, block.keys.stop, 0, None
-    if mask is not None:
-        forbidden = ~mask[block.samples if mask.shape[0] > 1 else slice(None)]
-        forbidden = (
-            forbidden[:, block.heads.start * group : block.heads.stop * group] if mask.shape[1] > 1 else forbidden
-        )
-        forbidden = forbidden[:, :, lo:hi] if mask.shape[2] > 1 else forbidden
-        forbidden = forbidden[..., :end] if mask.shape[3] > 1 else forbidden.expand(-1, -1, -1, end)
-    if past is not None:
-        start = 0 if mask is not None else max(0, min(end, lo + past + 1))
-        later = torch.ones(hi - lo, end - start, dtype=torch.bool).triu(lo + past + 1 - start)
-        forbidden = later[None, None] if forbidden is None else forbidden | later
-    dead = mask is not None or (past is not None and lo + past < 0)
-    return block._replace(masked_from=start, forbidden=forbidden, may_be_dead=dead)
+    parts = [
+        _Heads(slice(sample, min(batch, sample + samples_a_block)), slice(head, min(kv_heads, head + heads_a_block)))
+        for sample, head in itertools.product(range(0, batch, samples_a_block), range(0, kv_heads, heads_a_block))
+    ]
+    blocks = []
+    for lo in reversed(range(0, queries, rows)):
+        block = _Rows(slice(lo, min(queries, lo + rows)), keys)
+        if causal:
+            end = max(0, min(keys, block.rows.stop + past))
+            start = max(0, min(end, lo + past + 1))
+            later = torch.ones(block.rows.stop - lo, end - start, dtype=torch.bool).triu(lo + past + 1 - start)
+            block = _Rows(block.rows, end, start, later[None, None], lo + past < 0)
+        blocks.append(block)
+    return parts, blocks
 
 
 class _Scratch:
@@ -141,6 +152,10 @@ class _Scratch:
             self._held[name] = self._like.new_empty(size)
         return self._held[name][:size].view(shape)
 
+    def pack(self, name: str, x: Tensor) -> Tensor:
+        """Return a contiguous copy."""
+        return self.take(name, *x.shape).copy_(x)
+
     def sums(self, name: str, heads: int, keys: int, size: int) -> Tensor:
         """Return an uninitialised [heads, size, keys], in the memory order in which products are added fastest."""
         if keys >= LONG_KEYS:
@@ -148,46 +163,23 @@ class _Scratch:
         return self.take(name, heads, keys, size).transpose(1, 2)
 
 
-def _part(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """Return a block's part of x [B, H, ...] as [S, K, G, ...]: K key/value heads, with the G heads of each."""
-    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))[block.samples, block.heads]
-
-
-def _queries(q: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """Return a block's queries [2, S * K, G * rows, D]: heads that share keys are more rows of one product."""
-    return _part(q, kv_heads, block)[:, :, :, :, block.rows].permute(3, 0, 1, 2, 4, 5).flatten(3, 4).flatten(1, 2)
-
-
-def _rows(x: Tensor, kv_heads: int, block: _Block) -> Tensor:
-    """Return a block's rows of x [B, H, M, X] as [S * K, G * rows, X]."""
-    return _part(x, kv_heads, block)[:, :, :, block.rows].flatten(2, 3).flatten(0, 1)
-
-
-def _keys(k: Tensor, block: _Block) -> Tensor:
-    """Return a block's keys [P, S * K, n, D]."""
-    return k[block.samples, block.heads, :, block.keys].movedim(2, 0).flatten(1, 2)
-
-
-def _values(v: Tensor, block: _Block) -> Tensor:
-    """Return a block's values [S * K, n, V]."""
-    return v[block.samples, block.heads, block.keys].flatten(0, 1)
-
-
-def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, scale: float, block: _Block) -> None:
-    """Write both maps of a block [2, S * K, G * rows, n], of q [2, S * K, G * rows, D] and k [P, S * K, n, D]."""
-    dead = block.forbidden.all(-1, keepdim=True) if block.forbidden is not None and block.may_be_dead else None
-    for m in range(2):
-        key = k[min(m, k.shape[0] - 1)].transpose(1, 2)
-        scores = maps[m]
-        torch.baddbmm(scores, q[m], key, beta=0, alpha=scale, out=scores)
-        samples, rows = block.samples.stop - block.samples.start, block.rows.stop - block.rows.start
-        heads = maps.shape[1] * maps.shape[2] // (samples * rows)
-        by_head = maps[m].view(samples, heads, rows, maps.shape[3])
-        if block.forbidden is not None:
-            by_head[..., block.masked_from :].masked_fill_(block.forbidden, -torch.inf)
-        torch.softmax(maps[m], -1, out=maps[m])
-        if dead is not None and dead.any():
-            by_head.masked_fill_(dead, 0.0)
+def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, samples: int, block: _Rows) -> None:
+    """Write both maps of a block [2, X, G * rows, n], of scaled q [2, X, G * rows, D] and k [P, X, n, D], X = S * K."""
+    scores = maps.flatten(0, 1)
+    if k.shape[0] == 2:
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out=scores)
+    else:
+        for m in range(2):
+            torch.bmm(q[m], k[0].transpose(1, 2), out=maps[m])
+    if block.forbidden is None:
+        torch.softmax(scores, -1, out=scores)
+        return
+    rows = block.rows.stop - block.rows.start
+    by_head = maps.view(2, samples, maps.shape[1] * maps.shape[2] // (samples * rows), rows, block.keys)
+    by_head[..., block.masked_from :].masked_fill_(block.forbidden, -torch.inf)
+    torch.softmax(scores, -1, out=scores)
+    if block.may_be_dead and (dead := block.forbidden.all(-1, keepdim=True)).any():
+        by_head.masked_fill_(dead, 0.0)
 
 
 @torch.library.custom_op("diffvision::diff_attention_blocked", mutates_args=(), device_types="cpu")
@@ -199,18 +191,45 @@ def _forward(
     (out, kept), scratch, used = _new_outputs(q, k, v, keep), _Scratch(q), 0
     if k.shape[3] == 0:
         out.zero_()
-    for block in _blocks(q, k, mask, causal):
-        query, key, value = _queries(q, kv_heads, block), _keys(k, block), _values(v, block)
-        shape = (*query.shape[:3], key.shape[2])
-        maps = kept[used : used + math.prod(shape)].view(shape) if keep else scratch.take("maps", *shape)
-        used += maps.numel()
-        _fill_maps(maps, query, key, scale, block)
-        difference = scratch.take("difference", *maps.shape[1:])
-        torch.addcmul(maps[0], maps[1], _rows(lam, kv_heads, block), value=-1, out=difference)
-        product = torch.bmm(difference, value, out=scratch.take("product", *query.shape[1:3], v.shape[3]))
-        target = _part(out, kv_heads, block)[:, :, :, block.rows]
-        target.copy_(product.view(target.shape))
+    parts, blocks = _blocks(q, k, causal)
+    for part in parts:
+        query, key, value, weight = _tensors(q, k, v, lam, part, scratch if len(blocks) > 1 else None)
+        target = part.of(out, kv_heads)
+        for unmasked in blocks:
+            block = unmasked.with_mask(mask, part, query.shape[2])
+            rows, end = block.rows, block.keys
+            scaled = _scaled(query, rows, scale, scratch)
+            shape = (*scaled.shape[:3], end)
+            maps = kept[used : used + math.prod(shape)].view(shape) if keep else scratch.take("maps", *shape)
+            used += maps.numel()
+            _fill_maps(maps, scaled, key[:, :, :end], target.shape[0], block)
+            difference = scratch.take("difference", *shape[1:])
+            torch.addcmul(maps[0], maps[1], weight[:, :, rows].flatten(1, 2), value=-1, out=difference)
+            product = torch.bmm(difference, value[:, :end], out=scratch.take("product", *shape[1:3], v.shape[3]))
+            of_rows = target[:, :, :, rows]
+            of_rows.copy_(product.view(of_rows.shape))
     return out, kept
+
+
+def _scaled(query: Tensor, rows: slice, scale: float, scratch: _Scratch) -> Tensor:
+    """Return a block's queries times the scale [2, S * K, G * rows, D]: heads of the same keys share a product."""
+    part = query[:, :, :, rows]
+    return torch.mul(part, scale, out=scratch.take("q", *part.shape)).flatten(2, 3)
+
+
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, part: _Heads, scratch: _Scratch | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a part's queries [2, S * K, G, M, D], keys [P, S * K, N, D], values [S * K, N, V], lam [S * K, G, M, 1].
+
+    With scratch the keys and values are copied to it, for the products of several blocks: a projection writes a token's
+    heads side by side.
+    """
+    query = part.of(q, k.shape[1]).permute(3, 0, 1, 2, 4, 5).flatten(1, 2)
+    key, value = k[part.samples, part.heads].movedim(2, 0), v[part.samples, part.heads]
+    if scratch is not None:
+        key, value = scratch.pack("k", key), scratch.pack("v", value)
+    return query, key.flatten(1, 2), value.flatten(0, 1), part.of(lam, k.shape[1]).flatten(0, 1)
 
 
 @torch.library.custom_op("diffvision::diff_attention_blocked_backward", mutates_args=(), device_types="cpu")
@@ -228,47 +247,53 @@ def _backward(
     """Return the gradients of q, k, v and lam (expanded)."""
     kv_heads = k.shape[1]
     grads, scratch, used = _new_gradients(q, k, v), _Scratch(q), 0
-    grad_q, grad_k, grad_v, grad_lam = grads
     if not (q.shape[3] and k.shape[3]):
         for empty in grads:
             empty.zero_()
-    for block in _blocks(q, k, mask, causal):
-        query, key, value = _queries(q, kv_heads, block), _keys(k, block), _values(v, block)
-        weight, outer = _rows(lam, kv_heads, block), _rows(grad, kv_heads, block)
-        shape = (*query.shape[:3], key.shape[2])
-        if kept.numel():
-            maps = kept[used : used + math.prod(shape)].view(shape)
-            used += maps.numel()
-        else:
-            maps = scratch.take("maps", *shape)
-            _fill_maps(maps, query, key, scale, block)
-        # A call's first block of some heads has all keys: its products overwrite the sums.
-        first, last = block.rows.stop == q.shape[3], block.rows.start == 0
-        sum_v = scratch.sums("v", shape[1], k.shape[3], v.shape[3])
-        sums_k = [scratch.sums(f"k{m}", shape[1], *k.shape[3:]) for m in range(k.shape[2])]
-        shared = torch.bmm(outer, value.transpose(1, 2), out=scratch.take("shared", *shape[1:]))  # dP = dO V'
-        work = scratch.take("work", *shape[1:])
-        torch.addcmul(maps[0], maps[1], weight, value=-1, out=work)
-        _add_product(sum_v, outer, work, first)
-        torch.mul(maps[1], shared, out=work)
-        row_sums = work.sum(-1, keepdim=True)
-        target = _part(grad_lam, kv_heads, block)[:, :, :, block.rows]
-        target.copy_(row_sums.neg().view(target.shape))
-        work.addcmul_(maps[1], row_sums, value=-1)
-        for m in (1, 0):
-            if m == 0:
-                torch.ops.aten._softmax_backward_data.out(shared, maps[0], -1, maps.dtype, grad_input=work)
-            factor = -scale * weight if m else scale
-            key_map = min(m, k.shape[2] - 1)
-            scaled = torch.mul(query[m], factor, out=scratch.take("scaled", *query.shape[1:]))
-            _add_product(sums_k[key_map], scaled, work, first and (m == 1 or k.shape[2] == 2))
-            product = torch.bmm(work, key[key_map], out=scratch.take("product", *query.shape[1:]))
-            target = _part(grad_q, kv_heads, block)[:, :, :, m, block.rows]
-            target.copy_(product.mul_(factor).view(target.shape))
-        if last:
-            for target, total in ((grad_v, sum_v), *((grad_k[:, :, m], total) for m, total in enumerate(sums_k))):
-                target = target[block.samples, block.heads]
-                target.copy_(total.transpose(1, 2).view(target.shape))
+    parts, blocks = _blocks(q, k, causal)
+    for part in parts:
+        query, key, value, weight = _tensors(q, k, v, lam, part, scratch if len(blocks) > 1 else None)
+        outer = part.of(grad, kv_heads).flatten(0, 1)
+        grad_q, grad_lam = part.of(grads[0], kv_heads), part.of(grads[3], kv_heads)
+        heads, keys = value.shape[:2]
+        sum_v = scratch.sums("sum_v", heads, keys, v.shape[3])
+        sums_k = [scratch.sums(f"sum_k{m}", heads, keys, k.shape[4]) for m in range(k.shape[2])]
+        for unmasked in blocks:
+            # The first block has all keys: its products overwrite the sums.
+            first, block = unmasked is blocks[0], unmasked.with_mask(mask, part, query.shape[2])
+            rows, end = block.rows, block.keys
+            scaled, block_outer = _scaled(query, rows, scale, scratch), outer[:, :, rows].flatten(1, 2)
+            negative, shape = weight[:, :, rows].flatten(1, 2).neg(), (*scaled.shape[:3], end)
+            if kept.numel():
+                maps = kept[used : used + math.prod(shape)].view(shape)
+                used += maps.numel()
+            else:
+                maps = scratch.take("maps", *shape)
+                _fill_maps(maps, scaled, key[:, :, :end], grad_q.shape[0], block)
+            shared = scratch.take("shared", *shape[1:])  # dP = dO V'
+            torch.bmm(block_outer, value[:, :end].transpose(1, 2), out=shared)
+            work = scratch.take("work", *shape[1:])
+            torch.addcmul(maps[0], maps[1], negative, out=work)
+            _add_product(sum_v, block_outer, work, first)
+            torch.mul(maps[1], shared, out=work)
+            row_sums = work.sum(-1, keepdim=True)
+            of_rows = grad_lam[:, :, :, rows]
+            torch.neg(row_sums.view(of_rows.shape), out=of_rows)
+            work.addcmul_(maps[1], row_sums, value=-1)
+            for m in (1, 0):
+                if m == 0:
+                    torch.ops.aten._softmax_backward_data.out(shared, maps[0], -1, maps.dtype, grad_input=work)
+                factor = scale * negative if m else scale
+                key_map = min(m, k.shape[2] - 1)
+                key_rows = scaled[1].mul_(negative) if m else scaled[0]
+                _add_product(sums_k[key_map], key_rows, work, first and (m == 1 or k.shape[2] == 2))
+                product = torch.bmm(work, key[key_map, :, :end], out=scratch.take("product", *scaled.shape[1:]))
+                of_rows = grad_q[:, :, :, m, rows]
+                of_rows.copy_(product.mul_(factor).view(of_rows.shape))
+        sums = [(grads[2], sum_v), *((grads[1][:, :, m], total) for m, total in enumerate(sums_k))]
+        for target, total in sums:
+            of_part = target[part.samples, part.heads]
+            of_part.copy_(total.transpose(1, 2).view(of_part.shape))
     return grads
 
 
