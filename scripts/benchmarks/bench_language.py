@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import (
     Way,
@@ -60,8 +61,8 @@ QUICK_SECONDS = 20.0
 METHOD = """Speeds "x Llama" and "x DiffLlama" are tokens/s over that model's in the same run (higher is better): all
 models take turns within each round, and a cell is the median over rounds of the ratio in one round. Decoding's time is
 that of a call less that of a call for one token in the same round, so the prompt's pass is not in it; another table
-has the whole call. Peak memory is what a training step holds beyond weights, optimiser state and batch.
-Quartiles and every single time are in the JSON."""
+has the whole call. Operations are the calls of torch's that a further token makes, views included. Peak memory is
+what a training step holds beyond weights, optimiser state and batch. Quartiles and single times are in the JSON."""
 
 
 class Setting(NamedTuple):
@@ -147,6 +148,26 @@ def decoding(name: str, model: nn.Module, prompt: Tensor, new: int) -> list[int]
     return tokens[0, prompt.shape[1] :].tolist()
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch that are called."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_a_token(name: str, model: nn.Module, prompt: Tensor) -> float:
+    """Return how many operations a further token takes: those of four tokens less those of one, over three."""
+    counts = []
+    for new in (1, 4):
+        with Operations() as counted:
+            decoding(name, model, prompt, new)
+        counts.append(counted.count)
+    return (counts[1] - counts[0]) / 3
+
+
 def ways(setting: Setting, built: Built, args: Any) -> list[Way]:
     """Return the ways of a setting: each model, when decoding for one token ("first") and for all ("whole")."""
     if setting.task == "linear":
@@ -221,6 +242,10 @@ def measure(setting: Setting, built: Built, args: Any) -> list[dict[str, Any]]:
         whole = {name: results.get(f"{name}: whole", results.get(name)) for name in built.names}
         first = {name: results.get(f"{name}: first", results.get(name)) for name in built.names}
         alone = {name: without_first(first[name], whole[name]) for name in built.names}
+        prompt = torch.full((1, setting.tokens), 3, device=args.device)
+        for name, result in alone.items():
+            if "times_ms" in result:
+                result["operations"] = operations_a_token(name, built[name].eval(), prompt)
         title = f"{setting.title}: whole call"
         tables = [
             entry | {"tokens": args.new - 1, "models": alone},
@@ -243,10 +268,14 @@ def model_rows(entry: dict[str, Any], report: dict[str, Any]) -> list[list[str]]
             absent = "–" if report["versions"]["transformers"] else ABSENT
             row.append(f"{speed:.2f}" if speed else absent)
         row.append("{:.1f}–{:.1f}".format(*result["quartiles_ms"]) if "median_ms" in result else "–")
-        rows.append([*row, f"{result['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in result else "–"])
+        last = {"training": "peak_bytes", "decoding": "operations"}.get(entry["task"])
+        if last:
+            value = result.get(last)
+            row.append("–" if value is None else f"{value / 2**20 if last == 'peak_bytes' else value:,.0f}")
+        rows.append(row)
     if not report["versions"]["transformers"]:
-        rows += [[name, *[ABSENT] * 5, ABSENT] for name in PEERS]
-    return rows if entry["task"] == "training" else [row[:-1] for row in rows]
+        rows += [[name, *[ABSENT] * (len(rows[0]) - 1)] for name in PEERS]
+    return rows
 
 
 def linear_rows(entry: dict[str, Any]) -> list[list[str]]:
@@ -268,7 +297,8 @@ def markdown(report: dict[str, Any]) -> str:
     if version := report["versions"]["transformers"]:
         parts.append(f"transformers {version}")
     parts.append(METHOD)
-    columns = ["model", "parameters", "tokens/s", "x Llama", "x DiffLlama", "time, ms (quartiles)", "peak memory, MiB"]
+    columns = ["model", "parameters", "tokens/s", "x Llama", "x DiffLlama", "time, ms (quartiles)"]
+    last = {"training": ["peak memory, MiB"], "decoding": ["operations a token"]}
     for entry in report["tables"]:
         parts.append(f"## {entry['title'].capitalize()}")
         if entry["task"] == "linear":
@@ -278,8 +308,7 @@ def markdown(report: dict[str, Any]) -> str:
             )
             parts.append(table(["rows", "F.linear, us", "few_rows_linear, us", "times as fast"], linear_rows(entry)))
         else:
-            shown = columns if entry["task"] == "training" else columns[:-1]
-            parts.append(table(shown, model_rows(entry, report)))
+            parts.append(table([*columns, *last.get(entry["task"], [])], model_rows(entry, report)))
     return "\n\n".join([*parts, *remarks(report, [(entry["title"], entry["models"]) for entry in report["tables"]])])
 
 

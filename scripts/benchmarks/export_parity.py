@@ -1,7 +1,7 @@
 """How far onnxruntime and a loaded torch.export program are from the model itself, by kind of model.
 
     python scripts/benchmarks/export_parity.py   the table of docs/guides/export.md: differences, sizes of files
-    python scripts/benchmarks/export_parity.py --time     onnxruntime against torch, diff_vit_small at batch 1, in turns
+    python scripts/benchmarks/export_parity.py --time     onnxruntime against torch for one sample, in turns
 
 Weights are random, with noise on each parameter so that none has its initial value. Batches are of 1 and 3
 rows; 2 were traced.
@@ -25,6 +25,8 @@ from diffvision.export.graphs import Graph, graphs
 from diffvision.export.onnx import save_onnx
 from diffvision.export.program import export_program, save_program
 from diffvision.models import language
+
+TIMED = ("diff_vit_small", "ViT-B-16", "DiffCLIP-ViT-B-16", "DiffCLIP-V2-ViT-B-16")
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module]]:
@@ -97,29 +99,35 @@ def table() -> None:
 
 
 def timed(rounds: int = 40) -> None:
-    model = timm.create_model("diff_vit_small").eval()
+    """Print how long onnxruntime and torch take for one sample on two cores, in turns, with quartiles of the ratio."""
     torch.set_num_threads(2)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
     # Or it holds the cores in torch's turns.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    image = torch.randn(1, 3, 224, 224)
-    with tempfile.TemporaryDirectory() as folder:
-        save_onnx(graphs(model)["model"], Path(folder) / "model.onnx")
-        size = (Path(folder) / "model.onnx").stat().st_size
-        session = onnxruntime.InferenceSession(Path(folder) / "model.onnx", options)
-    took: dict[str, list[float]] = {"torch": [], "onnxruntime": []}
-    with torch.inference_mode():
-        for _ in range(rounds):
-            start = time.perf_counter()
-            model(image)
-            middle = time.perf_counter()
-            session.run(None, {"image": image.numpy()})
-            took["torch"].append(middle - start)
-            took["onnxruntime"].append(time.perf_counter() - middle)
-    medians = {name: statistics.median(values[5:]) for name, values in took.items()}
-    print(f"torch {1e3 * medians['torch']:.1f} ms, onnxruntime {1e3 * medians['onnxruntime']:.1f} ms, ratio "
-          f"{medians['onnxruntime'] / medians['torch']:.2f}; model.onnx {size / 1e6:.1f} MB")  # fmt: skip
+    print("| model | graph | torch, ms | onnxruntime, ms | ratio (quartiles) |\n|---|---|---:|---:|---:|")
+    for name in TIMED:
+        model = timm.create_model(name) if "vit" in name else open_clip.create_model(name)
+        for part, graph in graphs(model.eval()).items():
+            run = model if part == "model" else graph.module
+            with tempfile.TemporaryDirectory() as folder:
+                save_onnx(graph, Path(folder) / "graph.onnx")
+                session = onnxruntime.InferenceSession(Path(folder) / "graph.onnx", options)
+            given = [example[:1] for example in graph.inputs.values()]
+            arrays = {key: value.numpy() for key, value in zip(graph.inputs, given, strict=True)}
+            took: dict[str, list[float]] = {"torch": [], "onnxruntime": []}
+            with torch.inference_mode():
+                for _ in range(rounds):
+                    start = time.perf_counter()
+                    run(*given)
+                    middle = time.perf_counter()
+                    session.run(None, arrays)
+                    took["torch"].append(middle - start)
+                    took["onnxruntime"].append(time.perf_counter() - middle)
+            first, second = (f"{1e3 * statistics.median(values[5:]):.1f}" for values in took.values())
+            ratios = [b / a for a, b in zip(took["torch"][5:], took["onnxruntime"][5:], strict=True)]
+            low, middle_one, high = statistics.quantiles(ratios)
+            print(f"| {name} | {part} | {first} | {second} | {middle_one:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
 
 
 if __name__ == "__main__":
