@@ -91,6 +91,8 @@ CPU_MODULE = [
     Shape("1 x 4096 causal", 1, 6, 6, 4096, 4096, 64, True),
     Shape("1 x 1024 causal", 1, 6, 6, 1024, 1024, 64, True),
     Shape("1 x 2048 causal", 1, 6, 6, 2048, 2048, 64, True),
+    Shape("1 x 197", 1, 6, 6, 197, 197, 64, backward=False),
+    Shape("1 x 577", 1, 6, 6, 577, 577, 64, backward=False),
 ]
 CUDA_MODULE = [
     Shape("256 x 197", 256, 6, 6, 197, 197, 64),

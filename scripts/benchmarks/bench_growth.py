@@ -48,7 +48,7 @@ SIZES = {
     "workers": (0, 1, 2, 4),
 }
 QUICK_SIZES = {"tokens": (64, 128, 256), "batch": (1, 2), "depth": (2, 4), "workers": (0, 1)}
-SECONDS = 60.0  # of rounds at a size, after which only the least number of them is made
+SECONDS = 30.0  # of rounds at a size, after which only the least number of them is made
 DEPTH_BATCH, SLOPE_POINTS = 8, 4
 VITS = {
     "plain": ("plain", "vit_tiny_patch16_224", {}),

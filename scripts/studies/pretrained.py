@@ -2,7 +2,7 @@
 
     python scripts/studies/pretrained.py text data --source SOURCE   # or images, here and below
     python scripts/studies/pretrained.py text grid                   # the runs, and what they cost
-    python scripts/studies/pretrained.py text tune                   # four learning rates a family, one seed
+    python scripts/studies/pretrained.py text tune                   # learning rates of each family, one seed
     python scripts/studies/pretrained.py text train                  # fresh seeds
     python scripts/studies/pretrained.py text report
 
@@ -250,7 +250,7 @@ class Images:
 
 PARTS: dict[str, Any] = {"text": Text, "images": Images}
 PRIMARY = {"text": "probability of a token", "images": "accuracy"}
-RATES = {"text": (1e-4, 2e-4, 4e-4, 8e-4), "images": (2e-5, 4e-5, 8e-5, 1.6e-4)}
+RATES = {"text": (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3), "images": (2e-5, 4e-5, 8e-5, 1.6e-4)}
 STEPS = {"text": 32, "images": 250}
 
 
