@@ -250,7 +250,7 @@ class Images:
 
 PARTS: dict[str, Any] = {"text": Text, "images": Images}
 PRIMARY = {"text": "probability of a token", "images": "accuracy"}
-RATES = {"text": (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3), "images": (2e-5, 4e-5, 8e-5, 1.6e-4)}
+RATES = {"text": (2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3), "images": (2e-5, 4e-5, 8e-5, 1.6e-4)}
 STEPS = {"text": 32, "images": 250}
 
 
