@@ -34,7 +34,7 @@ from diffvision.opening import Model, open_model, open_ours
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.index.json")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.index.json")
 MEASURED = 64  # samples for the choice of heads by entropy
 
 
@@ -93,7 +93,9 @@ def _random_inputs(opened: Model) -> dict[str, Tensor]:
         shape = (2, min(64, model.config.max_length))
         return {"tokens": torch.randint(model.config.vocab_size, shape, generator=draws)}
     size = getattr(getattr(model, "visual", None), "image_size", None) or opened.preprocess["input_size"][1:]
-    batch = {"image": torch.randn(2, 3, *((size, size) if isinstance(size, int) else size), generator=draws).to(dtype)}
+    channels = getattr(getattr(getattr(model, "patch_embed", None), "proj", None), "in_channels", 3)
+    sides = (size, size) if isinstance(size, int) else size
+    batch = {"image": torch.randn(2, channels, *sides, generator=draws).to(dtype)}
     if hasattr(model, "encode_text"):
         text = torch.randint(
             1, opened.config["text_cfg"].get("vocab_size", 49408), (2, model.context_length), generator=draws
@@ -199,7 +201,9 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
     after: Any = adapt_model(copy.deepcopy(before), method, heads=_numbered(heads))
     _compare(before, after, inputs, method)
     with written_whole(target) as made:
-        shutil.copytree(folder, made, ignore=shutil.ignore_patterns(*_WEIGHTS, "config.json", ".*"))
+        # Of the encoder's weights alone: folders below hold other modules of sentence-transformers, as 2_Dense.
+        of_encoder = shutil.ignore_patterns(*_WEIGHTS, "config.json", "onnx", "openvino*", ".*")
+        shutil.copytree(folder, made, ignore=lambda at, names: of_encoder(at, names) if Path(at) == folder else set())
         if (card := made / "README.md").is_file():
             card.rename(made / "README.of_the_source.md")
         after.save_pretrained(made)

@@ -172,6 +172,12 @@ def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, G
     config, device = model.config, model.head_weight.device
     about |= {"vocab_size": str(config.vocab_size), "max_length": str(config.max_length)}
     example = model.new_cache(EXAMPLES, ROOM)
+    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in example.layers}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the layers of this model (variant_by_layer={config.variant_by_layer!r}) keep keys and values of "
+            "different shapes, and a graph has one tensor of them for all layers: export it without --to, as a folder"
+        )
     keys = torch.stack([layer.keys for layer in example.layers])
     values = torch.stack([layer.values for layer in example.layers])
     tokens = torch.zeros(EXAMPLES, LENGTH, dtype=torch.int64, device=device)

@@ -6,12 +6,15 @@ Reading checkpoints is in `checkpoint.py`.
 import json
 import pickle
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 FOLDER = "local-dir:"
 """Before the path of a folder that holds a model, as timm and OpenCLIP call one."""
@@ -43,7 +46,7 @@ def tensors_only(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, LookupError, EOFError) as error:
         if isinstance(error, LookupError | EOFError) and not _of_torch(error):
             raise
         if "weight_scale" in str(error):  # among the keys that do not fit
@@ -73,15 +76,22 @@ def unreadable(path: Path, error: Exception) -> ValueError:
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
             "could run code: save its state_dict alone"
         )
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return ValueError(
-            f"{path} is a GGUF file: convert it first, `diffvision convert {path} FOLDER --to language`, and give the "
-            "folder"
+            f"{path} is a GGUF file: convert it first, `diffvision convert {shlex.quote(str(path))} FOLDER --to "
+            "language`, and give the folder"
         )
     return ValueError(
         f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
         "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"
     )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is llama.cpp's, by its ending or its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
+    return path.is_file() and path.open("rb").read(4) == b"GGUF"
 
 
 def read_json(path: Path) -> dict[str, Any]:

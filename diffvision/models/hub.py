@@ -16,7 +16,15 @@ HUGGING_FACE = "hf:"
 HUB = "hf-hub:"
 """The prefix of the id of an OpenCLIP or timm model on the Hugging Face Hub."""
 
-_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "model*.safetensors", "open_clip_model.safetensors")
+_FILES = (
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "*.model",
+    "model*.safetensors",
+    "open_clip_model.safetensors",
+    "*/model.safetensors",
+)
 
 
 def local(spec: str | Path) -> Path:

@@ -114,7 +114,10 @@ def main() -> None:
     parser.add_argument("name", choices=SOURCES)
     parser.add_argument("folder", type=Path, help="to write; it must not exist yet")
     given = parser.parse_args()
-    check_free(given.folder)
+    try:
+        check_free(given.folder)
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as scratch:
         file = unpack(SOURCES[given.name], Path(scratch))
         with written_whole(given.folder) as made:

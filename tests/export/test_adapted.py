@@ -163,3 +163,10 @@ def test_weights_that_are_not_finite_are_refused(folders, tmp_path, capsys):
     assert main(["adapt", str(tmp_path / "broken"), str(tmp_path / "out")]) == 1
     assert "the weights are not finite" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_images_of_one_channel(tmp_path, capsys):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=2, in_chans=1)
+    timm.models.save_for_hf(model, tmp_path / "grey", safe_serialization=True, model_args={"in_chans": 1})
+    adapt_to_folder(address(tmp_path / "grey"), str(tmp_path / "v2"), method="v2")
+    assert "v2: outputs differ by" in capsys.readouterr().out

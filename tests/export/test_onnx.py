@@ -130,3 +130,9 @@ def test_without_onnx_the_error_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"onnx needs onnxscript: pip install 'diffvision\[export\]'"):
         save_onnx(graphs(model)["model"], tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_of_different_keys_are_refused():
+    model = language.create("diff-debug", variant_by_layer="1*standard").eval()
+    with pytest.raises(ValueError, match="keep keys and values of different shapes, and a graph has one tensor"):
+        graphs(model)

@@ -99,6 +99,24 @@ def test_the_command_writes_a_folder_with_its_tokenizer(tmp_path, capsys):
     assert (tmp_path / "v2" / "vocab.txt").is_file()
 
 
+def test_modules_of_sentence_transformers_keep_their_weights(tmp_path):
+    _bert().save_pretrained(tmp_path / "bert")
+    (tmp_path / "bert" / "2_Dense").mkdir()
+    save_file({"linear.weight": torch.ones(2, 2)}, tmp_path / "bert" / "2_Dense" / "model.safetensors")
+    (tmp_path / "bert" / "onnx").mkdir()
+    (tmp_path / "bert" / "onnx" / "model.onnx").write_bytes(b"of the encoder before")
+    adapt_to_folder(str(tmp_path / "bert"), str(tmp_path / "v2"), method="v2")
+    assert load_file(tmp_path / "v2" / "2_Dense" / "model.safetensors").keys() == {"linear.weight"}
+    assert not (tmp_path / "v2" / "onnx").exists()
+
+
+def test_damaged_weights_are_one_error(tmp_path):
+    _bert().save_pretrained(tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").write_bytes(bytes(50))
+    with pytest.raises(ValueError, match="are damaged"):
+        adapt_to_folder(str(tmp_path / "bert"), str(tmp_path / "v2"), method="v2")
+
+
 def test_what_is_no_encoder_or_differential_already_is_refused():
     with pytest.raises(ValueError, match="a BERT that is a decoder cannot be made differential"):
         diffvision.adapt(_bert(is_decoder=True))

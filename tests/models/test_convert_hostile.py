@@ -7,6 +7,8 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from diffvision.export import save_folder
 from diffvision.models import language
@@ -183,12 +185,58 @@ def test_what_lies_beside_the_shards_is_not_read(llama, tmp_path):
         ({"num_attention_heads": "4"}, "num_attention_heads='4', which is no number above 0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5', which is no number"),
         ({"rope_parameters": "default"}, "has 'default' for its rotary embedding"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta=\[1\], which is no number"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"has quantised weights \(fp8\)"),
     ],
 )
 def test_a_hostile_configuration(changed, words, llama, tmp_path):
     _settings(llama[0], **changed)
     with pytest.raises(ValueError, match=words):
         convert(str(llama[0]), str(tmp_path / "again"), to="language")
+
+
+def test_several_dtypes_become_the_configuration_s(llama, tmp_path):
+    folder, weights = llama
+    mixed = {name: value.half() if "layers.0" in name else value for name, value in weights.items()}
+    for dtype in ("float16", "float32"):
+        _settings(folder, dtype=dtype)
+        save_file(mixed, folder / "model.safetensors")
+        convert(str(folder), str(tmp_path / dtype), to="language")
+        model = language.load(tmp_path / dtype)
+        assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    save_file(
+        {n: v.to(torch.float8_e4m3fn) if v.dim() == 2 else v for n, v in weights.items()}, folder / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"quantised weights \(torch.float8_e4m3fn\)"):
+        convert(str(folder), str(tmp_path / "eight"), to="language")
+
+
+def test_tokenizers_of_a_folder(llama, tmp_path, capsys):
+    folder, _ = llama
+    convert(str(folder), str(tmp_path / "none"), to="language")
+    assert "has no tokenizer.json, so none has none" in capsys.readouterr().out
+    for name, words in (("small", ["the", "cat"]), ("large", [f"word{number}" for number in range(200)])):
+        (tmp_path / name).mkdir()
+        words = WordLevel({word: number for number, word in enumerate(["<|endoftext|>", *words])})
+        Tokenizer(words).save(str(tmp_path / name / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text("{bad")
+    with pytest.raises(ValueError, match=r"tokenizer.json is damaged, or no tokenizer.json"):
+        convert(str(folder), str(tmp_path / "damaged"), to="language")
+    with pytest.raises(ValueError, match=r"tokens and the model 97: they do not belong together"):
+        convert(
+            str(folder), str(tmp_path / "other"), to="language", tokenizer=str(tmp_path / "large" / "tokenizer.json")
+        )
+    small = tmp_path / "small" / "tokenizer.json"
+    convert(str(folder), str(tmp_path / "given"), to="language", tokenizer=str(small))
+    assert (tmp_path / "given" / "tokenizer.json").read_bytes() == small.read_bytes()
+    with pytest.raises(ValueError, match=r"give a tokenizer\.json that is there, and --to language"):
+        convert(str(tmp_path / "given"), str(tmp_path / "x"), to="huggingface", tokenizer=str(small))
+
+
+def test_a_width_that_transformers_llama_refuses(tmp_path):
+    language.save(language.create("transformer-debug", num_heads=3, head_dim=16), tmp_path / "ours")
+    with pytest.raises(ValueError, match="a width of 64 and 3 heads, and transformers' Llama takes only"):
+        convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), to="huggingface")
 
 
 def test_a_tied_head_that_is_another(llama, tmp_path):

@@ -273,6 +273,8 @@ def test_exported_for_transformers(tmp_path):
         ({"model_type": "llama"}, "type 'llama' is not Motif"),
         ({"kv_lora_rank": 512}, "kv_lora_rank=512, the latent keys and values of Motif-3, .* give Motif-2"),
         ({"use_sliding_window": True}, "use_sliding_window=True, and ours False always: run this one with its authors"),
+        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "ours attends to all earlier"),
+        ({"sliding_window": 8, "use_sliding_window": None}, "sliding_window=8, and ours attends to all earlier tokens"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn', and ours 'default' always"),
         ({"hidden_act": "silu"}, "hidden_act='silu', and ours 'poly_norm' always"),
         ({"attn_rms_norm_eps": 1e-6}, "attn_rms_norm_eps=1e-06, and ours 1e-05 always"),

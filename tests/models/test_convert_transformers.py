@@ -148,3 +148,16 @@ def test_reads_settings_of_transformers_4(scaling):
     theta = values.pop("rope_parameters")["rope_theta"]
     config, _ = from_hugging_face({**values, "rope_theta": theta, "rope_scaling": scaling}, state)
     assert config == model.config
+
+
+def test_a_width_that_the_heads_do_not_divide_is_saved(tmp_path):
+    values, state = to_hugging_face(*_config_and_state(num_heads=3, head_dim=16))
+    model = _theirs(values, state)
+    model.save_pretrained(tmp_path)
+    again = DiffLlamaV2ForCausalLM.from_pretrained(tmp_path)
+    assert again.config.num_attention_heads == 6
+
+
+def _config_and_state(**changed):
+    model = LanguageModel(LanguageConfig(**{**SHAPE, "dim": 64, **changed}, variant="v2"))
+    return model.config, model.state_dict()

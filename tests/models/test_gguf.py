@@ -144,6 +144,17 @@ def test_the_tokenizer_is_the_files(pre, write, tmp_path):
     assert "m.content" in (tmp_path / "ours" / "tokenizer_config.json").read_text()
 
 
+def test_a_file_is_known_by_its_first_bytes_and_another_tokenizer_is_taken(write, tmp_path):
+    path, original = write(pre="qwen2"), tmp_path / "original"
+    path = path.rename(tmp_path / "sha256-1a2b")
+    with pytest.raises(ValueError, match=r"give the original model's with --tokenizer tokenizer\.json"):
+        convert(str(path), str(tmp_path / "ours"), to="language")
+    original.mkdir()
+    train_tokenizer(CORPUS, 270).save(original)
+    convert(str(path), str(tmp_path / "ours"), to="language", tokenizer=str(original / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "ours").vocab_size == load_tokenizer(original).vocab_size
+
+
 def test_a_sentencepiece_tokenizer_is_that_of_transformers():
     words = ["▁", *"abcdehilmorstw", "he", "▁t", "▁the", "the", "at", "▁c", "▁cat", "cat", "▁m", "▁mat", "s", "▁s"]
     words = list(dict.fromkeys(words))

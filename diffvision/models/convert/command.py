@@ -10,7 +10,13 @@ _FOLDERS = ("openclip", "language", "huggingface", "motif")  # layouts that are 
 
 
 def convert(
-    source: str, destination: str, *, to: Layout, tower: str | None = None, lambda_init: float | Literal["depth"] = 0.8
+    source: str,
+    destination: str,
+    *,
+    to: Layout,
+    tower: str | None = None,
+    lambda_init: float | Literal["depth"] = 0.8,
+    tokenizer: str | None = None,
 ) -> None:
     """Write weights of one layout in another, and print the layout of the source. A failure leaves no file behind.
 
@@ -22,6 +28,7 @@ def convert(
         to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2, huggingface or motif.
         tower: for DiffCLIP: the timm model of the image tower, if no model of ours has its size.
         lambda_init: for DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
+        tokenizer: for language: the tokenizer.json to write, in place of the source's.
 
     Raises:
         FileNotFoundError: there is no such source.
@@ -35,6 +42,8 @@ def convert(
     if to not in get_args(Layout):
         raise ValueError(f"to is {to!r}: choose one of {', '.join(get_args(Layout))}")
     check_free(target)
+    if tokenizer is not None and (to != "language" or not Path(tokenizer).is_file()):
+        raise ValueError(f"tokenizer is {tokenizer!r}: give a tokenizer.json that is there, and --to language")
     if to not in _FOLDERS:
         check_weights_name(target)
     weights = recognise(source)
@@ -44,5 +53,7 @@ def convert(
             f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
         )
     with written_whole(target) as partial_target:
-        CONVERSIONS[weights.layout, to](weights, partial_target, Options(tower, lambda_init))
+        CONVERSIONS[weights.layout, to](
+            weights, partial_target, Options(tower, lambda_init, Path(tokenizer) if tokenizer else None)
+        )
     print(f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: wrote {target} as {to}")

@@ -54,6 +54,7 @@ class Options:
 
     tower: str | None = None
     lambda_init: float | str = 0.8
+    tokenizer: Path | None = None
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -161,8 +162,9 @@ def read_language(folder: Path) -> LanguageModel:
         FileNotFoundError: a shard is missing.
         ValueError: settings or weights are missing, do not fit each other, or our model does not have them.
     """
-    theirs = {name: value for file in weight_files(folder) for name, value in read_state(file).items()}
     values = read_json(folder / "config.json")
+    theirs = {name: value for file in weight_files(folder) for name, value in read_state(file).items()}
+    theirs = _in_one_dtype(theirs, values, folder)
     of_motif = motif.recognised(values)
     try:
         config, state = (motif.from_motif if of_motif else hugging_face.from_hugging_face)(values, theirs)
@@ -182,8 +184,51 @@ def read_language(folder: Path) -> LanguageModel:
 
 
 def _to_language(source: Weights, target: Path, options: Options) -> None:
-    tokenizer = source.path / "tokenizer.json"
-    language.save(read_language(source.path), target, tokenizer if tokenizer.is_file() else None)
+    model = read_language(source.path)
+    tokenizer = options.tokenizer or source.path / "tokenizer.json"
+    if not tokenizer.is_file():
+        print(
+            f"{source.path} has no tokenizer.json, so {target.name} has none: if it has a tokenizer of another kind, "
+            f"transformers' AutoTokenizer.from_pretrained({str(source.path)!r}).save_pretrained(FOLDER) writes one for "
+            "--tokenizer"
+        )
+        language.save(model, target)
+    else:
+        language.save(model, target, _checked(tokenizer, model.config.vocab_size))
+
+
+def _in_one_dtype(state: dict[str, Tensor], values: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Return weights of several dtypes in the one of config.json, as transformers loads them, or in the widest.
+
+    Raises:
+        ValueError: they are quantised.
+    """
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if (quantised := values.get("quantization_config")) or any(dtype.itemsize == 1 for dtype in dtypes):
+        smallest = min(dtypes, key=lambda one: one.itemsize)
+        how = quantised.get("quant_method") if isinstance(quantised, dict) else smallest
+        raise ValueError(
+            f"{folder} has quantised weights ({how}), which our layers do not compute with: give the model that they "
+            "were made of"
+        )
+    if len(dtypes) < 2:
+        return state
+    named = getattr(torch, str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), None)
+    dtype = named if named in dtypes else max(dtypes, key=lambda one: one.itemsize)
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+
+
+def _checked(tokenizer: Path, vocab_size: int) -> Path:
+    """Return a tokenizer.json that can be read and fits the model, its tokenizer_config.json too."""
+    try:
+        size = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    except Exception as error:  # the library raises this class itself
+        raise ValueError(f"{tokenizer} is damaged, or no tokenizer.json ({error}): get the file again") from None
+    if size > vocab_size:
+        raise ValueError(f"{tokenizer} has {size} tokens and the model {vocab_size}: they do not belong together")
+    if (settings := tokenizer.with_name("tokenizer_config.json")).is_file():
+        read_json(settings)
+    return tokenizer
 
 
 def _from_gguf(source: Weights, target: Path, options: Options) -> None:
@@ -194,7 +239,10 @@ def _from_gguf(source: Weights, target: Path, options: Options) -> None:
     check_fits(state, model.state_dict(), f"{source.path} is a GGUF file of a Llama, and")
     model.load_state_dict(state, assign=True)
     with tempfile.TemporaryDirectory() as folder:
-        language.save(model, target, file.write_tokenizer(Path(folder), model.config.vocab_size), origin=file.origin())
+        size = model.config.vocab_size
+        given = options.tokenizer
+        tokenizer = _checked(given, size) if given else file.write_tokenizer(Path(folder), size)
+        language.save(model, target, tokenizer, origin=file.origin())
 
 
 def _to_hugging_face(

@@ -117,7 +117,8 @@ class Gguf:
             if value != ours:
                 raise ValueError(f"{self.path} has {name} {value!r}, and our model computes with {ours!r} alone")
         names = {tensor.name for tensor in self._tensors}
-        vocabulary = get("vocab_size") or len(self.metadata.get("tokenizer.ggml.tokens", ()))
+        embedding = [int(tensor.shape[1]) for tensor in self._tensors if tensor.name == "token_embd.weight"]
+        vocabulary = get("vocab_size") or len(self.metadata.get("tokenizer.ggml.tokens", ())) or sum(embedding)
         try:
             return LanguageConfig(
                 vocab_size=vocabulary,

@@ -53,7 +53,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], what: str) -> tuple[tokeniz
     if kind == "gpt2" and known.get("pre") not in _SPLITS:
         raise ValueError(
             f"{what} splits text as {known.get('pre')!r}, which is not known ({', '.join(_SPLITS)} are): give "
-            "tokenizer.json of the original model instead"
+            "the original model's with --tokenizer tokenizer.json"
         )
     try:
         tokenizer = (_byte_level if kind == "gpt2" else _sentence_piece)(known, tokens)

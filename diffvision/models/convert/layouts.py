@@ -13,7 +13,7 @@ from diffvision.models import hub, language
 from diffvision.models.convert import diffclip, motif, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.state import read_state
-from diffvision.models.files import read_json
+from diffvision.models.files import is_gguf, read_json
 
 LAYOUTS = {
     "openclip": "a folder that open_clip.create_model_and_transforms('local-dir:...') loads",
@@ -58,7 +58,7 @@ def recognise(source: str | Path) -> Weights:
     path = hub.local(source)
     if path.is_dir():
         return _folder(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf(path):
         return Weights(path, "gguf", {})
     if path.suffix == ".ckpt" and path.is_file():
         try:

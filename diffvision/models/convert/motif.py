@@ -155,6 +155,14 @@ def _our_config(values: Mapping[str, Any], *, tied: bool) -> LanguageConfig:
             raise ValueError(
                 f"the Motif model has {name}={given!r}, and ours {ours!r} always: run this one with its authors' code"
             )
+    kinds = values.get("layer_types") or ()
+    windows = {*kinds} - {"full_attention"}
+    if windows or (values.get("sliding_window") is not None and values.get("use_sliding_window") is None):
+        raise ValueError(
+            f"the Motif model has layer_types={list(kinds)!r} and sliding_window={values.get('sliding_window')!r}, and "
+            "ours attends to all earlier tokens: run this one with its authors' code (use_sliding_window=false in "
+            "config.json, if its windows are not used)"
+        )
     heads = values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
     noise = values.get("num_noise_heads") or (0 if heads % 2 else heads // 2)

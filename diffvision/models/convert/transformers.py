@@ -67,6 +67,11 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
     """
     _check(config)
     kv_heads = config.num_kv_heads or config.num_heads
+    if config.variant == "standard" and config.dim % config.num_heads:
+        raise ValueError(
+            f"this model has a width of {config.dim} and {config.num_heads} heads, and transformers' Llama takes only "
+            "widths that are a multiple of the heads: `diffvision export` writes it with a class that takes it"
+        )
     values = {
         "model_type": MODEL_TYPES[config.variant],
         "vocab_size": config.vocab_size,
@@ -224,6 +229,11 @@ def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         given = (mapping.get(name) for mapping in mappings for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
+    given = [mapping.get("rope_theta") for mapping in mappings]
+    if wrong := [
+        one for one in given if one is not None and (isinstance(one, bool) or not isinstance(one, int | float))
+    ]:
+        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, which is no number")
     thetas = [value for mapping in mappings if (value := mapping.get("rope_theta")) is not None]
     return {
         "rope_theta": thetas[0] if thetas else 10_000.0,

@@ -43,6 +43,11 @@ class DiffLlamaV2Config(LlamaConfig):
         super().__post_init__(**kwargs)
         self.validate_architecture()  # a subclass's is not called
 
+    def validate(self) -> None:
+        """Call this class's checks: transformers calls Llama's, which refuse widths that 2H does not divide."""
+        for check in type(self).__class_validators__:  # type: ignore[attr-defined]  # of a strict dataclass
+            getattr(self, check.__name__)()
+
     def validate_architecture(self) -> None:
         """Raise a ValueError if the two queries of a head would not read the same key/value head."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 1  # None is filled in before
