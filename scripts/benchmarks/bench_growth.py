@@ -1,6 +1,6 @@
 """How cost grows with tokens, batch, depth and workers: ours next to the peers, in turns, on one device.
 
-    python scripts/benchmarks/bench_growth.py [tokens] [batch] [depth] [workers] [--threads 2] [--output DIR]
+    python scripts/benchmarks/bench_growth.py [tokens] [batch] [depth] [workers] [--tokens 4096] [--threads 2]
 
 writes growth-<device>-<dtype>.md, .json (every time of every round) and .png. `benchmark.py` says how times are taken.
 
@@ -48,7 +48,7 @@ SIZES = {
     "workers": (0, 1, 2, 4),
 }
 QUICK_SIZES = {"tokens": (64, 128, 256), "batch": (1, 2), "depth": (2, 4), "workers": (0, 1)}
-SECONDS = 30.0  # of rounds at a size, after which only the least number of them is made
+SECONDS = 15.0  # of rounds at a size, after which only the least number of them is made
 DEPTH_BATCH, SLOPE_POINTS = 8, 4
 VITS = {
     "plain": ("plain", "vit_tiny_patch16_224", {}),
@@ -174,7 +174,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             report["axes"].setdefault(axis, {})[str(size)] = results
 
         sizes = QUICK_SIZES if args.quick else SIZES
-        settings = {f"{size} {axis}": partial(measure, axis, size) for axis in args.axes for size in sizes[axis]}
+        wanted = [(axis, size) for axis in args.axes for size in sizes[axis] if axis != "tokens" or size <= args.tokens]
+        settings = {f"{size} {axis}": partial(measure, axis, size) for axis, size in wanted}
         try:
             measure_all(args, name, report, settings, markdown)
         finally:
@@ -187,6 +188,8 @@ def main(given: list[str] | None = None) -> int:
     """Run the command line."""
     parser = arguments(__doc__)
     parser.add_argument("axes", nargs="*", metavar="AXIS", help=f"of {', '.join(SIZES)}; all of them by default")
+    largest = SIZES["tokens"][-1]
+    parser.add_argument("--tokens", type=int, default=largest, help=f"the most tokens, {largest:,} by default")
     args = parse(parser, given)
     if unknown := [axis for axis in args.axes if axis not in SIZES]:
         parser.error(f"no axis is called {unknown[0]}: there are {', '.join(SIZES)}")
