@@ -131,19 +131,18 @@ def markdown(report: dict[str, Any]) -> str:
 
 @styled
 def draw(report: dict[str, Any]) -> Figure:
-    """Return a panel for each axis, with logarithmic scales; workers count from 0."""
+    """Return a panel for each axis: the ratios to its first column; all sizes but workers are logarithmic."""
     figure, axes = panels(len(report["axes"]), width=3.6, height=3.8)
     names = list(dict.fromkeys(group for axis in report["axes"].values() for group in curves(axis)))
     looks = {name: {"color": COLOURS[index % len(COLOURS)], "marker": "o^s"[index // len(COLOURS)], "label": name}
              for index, name in enumerate(names)}  # fmt: skip
     for ax, (name, axis) in zip(axes, report["axes"].items(), strict=True):
         for group, points in curves(axis).items():
-            ax.plot([x for x, *_ in points], [ms for _, ms, _ in points], markersize=3, linewidth=1.4, **looks[group])
+            ax.plot([x for x, *_ in points], [one for *_, one in points], markersize=3, linewidth=1.4, **looks[group])
         if name != "workers":
             ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
         ax.set(title=name, xlabel=name)
-    axes[0].set_ylabel("milliseconds")
+    axes[0].set_ylabel("time over plain's, or webdataset's")
     handles: dict[str, Any] = {}
     for ax in axes:
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
