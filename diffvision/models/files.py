@@ -42,11 +42,15 @@ def refuse_urls(given: Any, setting: str) -> None:
 def tensors_only(name: str) -> Iterator[None]:
     """Turn a host's error about weights into a ValueError that names them.
 
-    It is raised for weights that the host refuses to unpickle, and for weights in eight bits.
+    It is raised for damaged files, for weights that the host refuses to unpickle, and for weights in eight bits.
     """
     try:
         yield
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, LookupError, EOFError) as error:
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of {name} are damaged, or no .safetensors: {error}; copy or download the file again"
+        ) from error
+    except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
         if isinstance(error, LookupError | EOFError) and not _of_torch(error):
             raise
         if "weight_scale" in str(error):  # among the keys that do not fit
