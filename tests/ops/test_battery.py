@@ -31,6 +31,7 @@ INTERPRETED = 257  # tokens
 EVERY = [
     ("eager", "cpu", (FP32, FP16, BF16)),
     ("blocked", "cpu", (FP32, FP16, BF16)),
+    ("native", "cpu", (FP32, FP16, BF16)),
     ("sdpa", "cpu", (FP32, FP16, BF16)),
     ("triton", "cpu", (FP32, FP16)),
     ("eager", "cuda", (FP32, FP16, BF16)),

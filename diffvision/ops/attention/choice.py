@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, eager, flash, flex, sdpa, single, triton, tuned
+from diffvision.ops.attention import blocked, eager, flash, flex, native, sdpa, single, triton, tuned
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -14,6 +14,7 @@ from diffvision.ops.attention.problem import Problem
 BACKENDS: dict[str, ModuleType] = {
     "eager": eager,
     "blocked": blocked,
+    "native": native,
     "sdpa": sdpa,
     "single": single,
     "flex": flex,

@@ -1,0 +1,240 @@
+"""The kernel in C: forms of inputs in float32 against the formula in float64, and how it is compiled, kept and refused.
+
+tests/ops/test_battery.py has what every backend promises.
+"""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diffvision.ops import attention_backend, diff_attention, supported_backends
+from diffvision.ops.attention import Problem
+from diffvision.ops.attention.native import KEEP_MAPS_MAX_KEYS, build
+
+FORMS = {
+    "v1": {},
+    "v1, grouped": {"hk": 2},
+    "v2": {"maps": 1, "v": 8},
+    "v2, grouped": {"hk": 1, "maps": 1, "v": 8},
+    "odd sizes": {"d": 7, "v": 5},
+    "lambda of each head": {"lam": (4, 1, 1)},
+    "lambda of each token": {"lam": (2, 4, 70, 1)},
+    "one query": {"m": 1},
+    "a cache of keys": {"m": 20, "n": 90},
+    "more queries than keys": {"m": 90, "n": 20},
+    "several blocks": {"m": 300, "n": 300},
+    "maps computed again": {"m": 130, "n": KEEP_MAPS_MAX_KEYS + 1},
+}
+
+
+def tensors(b=2, h=4, hk=None, m=70, n=None, d=8, v=16, maps=2, lam=(1,)):
+    hk, n = hk or h, n or m
+    made = [torch.randn(b, h, 2, m, d), torch.randn(b, hk, maps, n, d), torch.randn(b, hk, n, v), torch.rand(lam)]
+    return [t.requires_grad_() for t in made]
+
+
+def assert_right(inputs, **settings):
+    """Output and gradients of random weights are the formula's."""
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out = diff_attention(*inputs, backend="native", **settings)
+    true = diff_attention(*exact, backend="eager", **settings)
+    torch.testing.assert_close(out.double(), true, rtol=0, atol=5e-6)
+    weight = torch.randn(true.shape)
+    grads = torch.autograd.grad(out, inputs, weight)
+    for got, want in zip(grads, torch.autograd.grad(true, exact, weight.double()), strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * max(1.0, want.abs().max().item()))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form, causal):
+    inputs = tensors(**FORMS[form])
+    shape = (2, 4, inputs[0].shape[3], inputs[1].shape[3])
+    assert_right(inputs, causal=causal)
+    pairs = torch.rand(shape) > 0.3
+    pairs[0, 1, 0] = False
+    for mask in (pairs, pairs[:, :1, :1], pairs[:1, :, :, :1], pairs[0, 0, 0]):
+        assert_right(inputs, causal=causal, mask=mask)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, 1e-8, 3.0])
+def test_any_finite_scale(scale):
+    assert_right(tensors(), scale=scale, causal=True)
+
+
+def test_rows_before_the_first_key_and_no_keys_at_all():
+    inputs = tensors(b=1, h=10, hk=2, m=232, n=93, d=24, v=5, maps=1)
+    assert_right(inputs, causal=True)
+    assert (diff_attention(*inputs, causal=True, backend="native")[:, :, :139] == 0).all()
+    for sizes in ({"m": 5}, {"m": 0}):
+        q, k, v, lam = tensors(m=sizes["m"], n=5)
+        empty = (q, k, v, lam) if not sizes["m"] else (q, k[:, :, :, :0], v[:, :, :0], lam)
+        out = diff_attention(*empty, backend="native")
+        assert (out == 0).all()
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v, lam)))
+
+
+def test_layouts_that_are_no_row_major_matrices():
+    q, k, v, lam = tensors()
+    columns = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)]
+    assert_right([*(t.detach().requires_grad_() for t in columns), lam])
+    everyone = [t.detach()[:, :, ..., :1, :].expand_as(t).requires_grad_() for t in (q, k, v)]  # rows in one place
+    assert_right([*everyone, lam])
+    out = diff_attention(q, k, v, lam, backend="native")
+    gradient = torch.randn(()).expand_as(out)  # of a sum: no strides at all
+    true = torch.autograd.grad(diff_attention(q, k, v, lam, backend="eager"), (q, k, v, lam), gradient)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v, lam), gradient), true, rtol=0, atol=2e-5)
+    out = diff_attention(q, k, v, lam, backend="native")
+    out *= 2  # as torch's results, it may be changed in place
+    out.sum().backward()
+
+
+def test_threads_change_no_bit_and_gradients_can_be_asked_for_twice():
+    inputs = tensors(b=3, h=6, hk=3, m=200)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out = diff_attention(*inputs, causal=True, backend="native")
+            first = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+            assert all(map(torch.equal, first, torch.autograd.grad(out.square().sum(), inputs)))
+            results.append((out, *first))
+    finally:
+        torch.set_num_threads(before)
+    assert all(all(map(torch.equal, results[0], other)) for other in results[1:])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_are_not_hidden(value):
+    q, k, v, lam = (t.detach() for t in tensors())
+    q[1, 2, 0, 5] = value
+    out = diff_attention(q, k, v, lam, backend="native")
+    assert out[1, 2, 5].isnan().all()
+    assert out[0].isfinite().all()
+    q.fill_(value)
+    assert diff_attention(q, k, v, lam, backend="native").isnan().all()
+
+
+def test_whole_graphs_and_models():
+    import timm
+
+    model = timm.create_model("diff_vit_debug", num_classes=10)
+    images = torch.randn(2, 3, *model.patch_embed.img_size)
+    with torch.no_grad():
+        expected = model(images)
+        with attention_backend("native"):
+            torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- the compiler --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache folder without a kernel, and nothing remembered of another."""
+    remembered = (build._reason_against, build.kernel, build._compiler, build._name)
+    monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
+    for function in remembered:
+        function.cache_clear()
+    yield tmp_path / "cache" / "kernels"
+    for function in remembered:
+        function.cache_clear()
+
+
+def works():
+    q, k, v, lam = tensors()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            diff_attention(q, k, v, lam, backend="native"), diff_attention(q, k, v, lam, backend="eager")
+        )
+    return True
+
+
+def test_it_is_compiled_once_when_it_is_first_used(cache, monkeypatch):
+    assert supported_backends(Problem(1, 2, 2, 9, 9, 8, 16))["native"].startswith("passed over")
+    assert not cache.exists()
+    assert works()
+    [file] = cache.iterdir()
+    build.kernel.cache_clear()
+    monkeypatch.setattr(build, "_compiler", lambda: None)  # no longer there, nor needed
+    build._reason_against.cache_clear()
+    assert works()
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_file_that_others_may_write_is_not_run(cache):
+    cache.mkdir(parents=True)
+    file = cache / build._name()
+    file.write_bytes(b"of somebody else")
+    file.chmod(0o722)
+    assert works()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    assert len(file.read_bytes()) > 1000
+
+
+def test_a_folder_that_others_may_write_is_not_used(cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    file = cache / build._name()
+    file.write_bytes(b"of somebody else")
+    assert works()  # from a temporary folder
+    assert file.read_bytes() == b"of somebody else"
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_folder_that_cannot_be_made(cache):
+    cache.parent.write_text("a file")
+    assert works()
+
+
+def test_no_compiler_and_one_that_fails(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ValueError, match="'native' cannot take this call: no C compiler was found: install gcc"):
+        works()
+    broken = tmp_path / "cc"
+    broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('unknown option')\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CC", str(broken))
+    for function in (build._reason_against, build._compiler):
+        function.cache_clear()
+    with pytest.raises(RuntimeError, match=f"cannot be compiled by {broken}: unknown option"):
+        works()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_damaged_kernel_is_named(cache):
+    cache.mkdir(parents=True)
+    (cache / build._name()).write_bytes(b"\x7fELF")
+    with pytest.raises(RuntimeError, match=r"kernel .*\.so cannot be loaded: .*; remove it"):
+        works()
+
+
+def test_other_processors_and_systems(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
+    assert "AVX2 or AVX512, torch found NEON" in build._reason_against.__wrapped__()
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    assert "on Linux only, this is darwin" in build._reason_against.__wrapped__()
+
+
+def test_instructions_of_older_processors(cache, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for form in ("v1", "several blocks"):
+        assert_right(tensors(**FORMS[form]), causal=True)
+
+
+def test_processes_that_compile_at_once_leave_one_file(tmp_path):
+    program = (
+        "import torch; from diffvision.ops import diff_attention as f;"
+        "q, k, v = torch.randn(1, 2, 2, 9, 8), torch.randn(1, 2, 2, 9, 8), torch.randn(1, 2, 9, 16);"
+        "torch.testing.assert_close(f(q, k, v, 0.5, backend='native'), f(q, k, v, 0.5, backend='eager'))"
+    )
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", program], env=env) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert len(list((tmp_path / "diffvision" / "kernels").iterdir())) == 1
