@@ -5,6 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+# Numbers up to which torch's call is faster without gradients.
+SMALL = 2**14
+
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float | None) -> Float[Tensor, "... D"]:
     """Return `x / sqrt(mean(x**2) + eps) * weight` over the last axis, in x's dtype.
@@ -27,10 +30,15 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     if torch.jit.is_tracing():  # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    ours = ours and torch.is_grad_enabled()  # for forward alone, torch's call costs a fifth of an autograd function's
-    if ours and not torch.compiler.is_compiling() and x.numel():
+    if not ours or torch.compiler.is_compiling() or not x.numel():
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    # For forward alone an autograd function would cost five times torch's call, and small calls count in decoding.
+    return _forward(x, weight, eps) if x.numel() > SMALL else F.rms_norm(x, weight.shape, weight, eps)
+
+
+# Results are changed in place: memory that is newly taken costs more than a pass over it.
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -38,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return (x * _inverse(x, eps)) * weight
+        return _forward(x, weight, eps)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -50,14 +58,23 @@ class _RMSNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
         inverse = _inverse(x, ctx.eps)
-        unit = x * inverse
-        terms = grad * unit
-        grad_weight = terms.reshape(-1, weight.shape[0]).sum(0)
-        along = (terms * weight).mean(-1, keepdim=True)  # the part of the gradient along x
-        return (grad * weight - unit * along) * inverse, grad_weight, None
+        grad_weight = inverse.reshape(1, -1) @ (grad * x).reshape(-1, weight.shape[0])
+        terms = grad * weight
+        along = _products(terms, x) * inverse**3 / x.shape[-1]  # times x, the part of the gradient along x
+        scaled = terms * inverse if torch.is_grad_enabled() else terms.mul_(inverse)
+        return scaled.addcmul_(x, along, value=-1), grad_weight.view(-1), None
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (x * _inverse(x, eps)).mul_(weight)
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x**2) + eps), [..., 1]; autocast would take the sum of products in half precision."""
+    """1 / sqrt(mean(x**2) + eps), [..., 1]."""
+    return (_products(x, x) / x.shape[-1] + eps).rsqrt()
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """The sums of products [..., 1], which autocast would take in half precision."""
     with torch.autocast(x.device.type, enabled=False):
-        return (torch.linalg.vecdot(x, x) / x.shape[-1] + eps).rsqrt().unsqueeze(-1)
+        return torch.linalg.vecdot(x, y).unsqueeze(-1)

@@ -43,20 +43,20 @@ class _Shape(NamedTuple):
     decoding: bool = False
 
 
-# In the order of their importance, for the time may end before all are measured.
+# In the order of their importance, and the largest last, for the time may end before all are measured.
 USUAL = (
     _Shape("ViT-B/16 at 224, V1", {"cpu": 8, "cuda": 256}, 6, 6, 197, 64),
     _Shape("CLIP's text, V1", {"cpu": 16, "cuda": 1024}, 4, 4, 77, 64, causal=True),
     _Shape("language, 1024 tokens, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True),
     _Shape("ViT-B/16 at 224, V2", {"cpu": 8, "cuda": 256}, 12, 12, 197, 64, v2=True),
     _Shape("ViT-B/16 at 384, V1", {"cpu": 2, "cuda": 64}, 6, 6, 577, 64),
-    _Shape("language, 4096 tokens, V1", {"cpu": 1, "cuda": 4}, 12, 12, 4096, 128, causal=True),
-    _Shape("language, 4096 tokens, V2", {"cpu": 1, "cuda": 4}, 24, 6, 4096, 128, v2=True, causal=True),
     _Shape("decoding at 1024 tokens, V1", {"cpu": 1, "cuda": 32}, 6, 6, 1024, 64, decoding=True),
     _Shape("decoding at 4096 tokens, V2", {"cpu": 1, "cuda": 32}, 24, 6, 4096, 128, v2=True, decoding=True),
     _Shape("text of 512, padded, V1", {"cpu": 4, "cuda": 64}, 6, 6, 512, 64, masked=True),
     _Shape("documents in a row of 1024, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True, masked=True),
     _Shape("packed, 1024 tokens, V1", {"cpu": 4, "cuda": 16}, 6, 6, 1024, 64, causal=True, packed=True),
+    _Shape("language, 4096 tokens, V1", {"cpu": 1, "cuda": 4}, 12, 12, 4096, 128, causal=True),
+    _Shape("language, 4096 tokens, V2", {"cpu": 1, "cuda": 4}, 24, 6, 4096, 128, v2=True, causal=True),
 )
 
 

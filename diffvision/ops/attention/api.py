@@ -146,17 +146,8 @@ def _as_lambda(lam: Tensor | float, q: Tensor) -> Tensor:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> None:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 5 or k.dim() != 5 or v.dim() != 4 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
-        raise ValueError(f"expected q [B, H, 2, M, D], k [B, Hk, 2 or 1, N, D] and v [B, Hk, N, V]; {shapes}")
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or q.shape[4] != k.shape[4]:
-        raise ValueError(f"q, k and v need one batch size, and q and k one head size; {shapes}")
-    if k.shape[1] != v.shape[1] or k.shape[3] != v.shape[2]:
-        raise ValueError(f"k and v need the same heads and length; {shapes}")
-    if 0 in (q.shape[1], k.shape[1], q.shape[4], v.shape[3]):
-        raise ValueError(f"heads and head sizes must be 1 or more; {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly; {shapes}")
+    if (wrong := _wrong_shapes(q, k, v)) is not None:  # the text is made for a wrong call only
+        raise ValueError(f"{wrong}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise ValueError(
             f"q, k and v need one dtype and device; got {q.dtype} on {q.device}, {k.dtype} on {k.device}, "
@@ -175,6 +166,22 @@ def _check(
                 "0/-inf one, and move it to q's device"
             )
         _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
+
+
+def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return what is wrong with the shapes, None if nothing is."""
+    if q.dim() != 5 or k.dim() != 5 or v.dim() != 4 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
+        return "expected q [B, H, 2, M, D], k [B, Hk, 2 or 1, N, D] and v [B, Hk, N, V]"
+    (batch, heads, _, _, size), (kv_batch, kv_heads, _, keys, kv_size) = q.shape, k.shape
+    if batch != kv_batch or batch != v.shape[0] or size != kv_size:
+        return "q, k and v need one batch size, and q and k one head size"
+    if kv_heads != v.shape[1] or keys != v.shape[2]:
+        return "k and v need the same heads and length"
+    if 0 in (heads, kv_heads, size, v.shape[3]):
+        return "heads and head sizes must be 1 or more"
+    if heads % kv_heads:
+        return f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
+    return None
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
@@ -201,6 +208,8 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu
 
 def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
     shape = tuple(tensor.shape)
+    if shape == (1,):
+        return
     fits = len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
     if not fits:
         raise ValueError(f"{name} of shape {shape} does not broadcast to {list(target)}")

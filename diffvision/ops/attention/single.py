@@ -40,20 +40,26 @@ def diff_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     (batch, heads, _, _, size), (_, kv_heads, key_maps, keys, _) = q.shape, k.shape
     group, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
-    rows = q.to(dtype).mul(scale)
+    rows, products = q.to(dtype), batch * kv_heads * key_maps
     if group > 1:
         rows = rows.view(batch, kv_heads, group, 2, size).transpose(2, 3)
-    # bmm instead of matmul: the broadcasting of matmul costs as much as a small product.
-    rows = rows.reshape(batch * kv_heads * key_maps, -1, size)  # one key for both maps: not copied for each
-    scores = torch.bmm(rows, k.to(dtype).reshape(batch * kv_heads * key_maps, keys, size).transpose(1, 2))
-    scores = scores.view(batch, kv_heads, 2, group, keys)
+    # Few calls: each costs as much as a small product. baddbmm with nothing to add is bmm with a factor.
+    scores = torch.baddbmm(
+        rows.new_empty(1),
+        rows.reshape(products, -1, size),  # one key for both maps: not copied for each
+        k.to(dtype).reshape(products, keys, size).mT,
+        beta=0,
+        alpha=scale,
+    )
+    scores = scores.view(batch * kv_heads, 2, group, keys)
     if mask is not None:
-        mask = mask.expand(-1, heads, -1, -1).reshape(mask.shape[0], kv_heads, 1, group, keys)
+        mask = mask.expand(batch, heads, -1, -1).reshape(batch * kv_heads, 1, group, keys)
         scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
     maps = scores.softmax(-1)
     if mask is not None:
         maps = maps * mask  # a row without any key is zeros
-    lam = lam.to(dtype).expand(batch, heads, 1, 1).reshape(batch, kv_heads, group, 1)
-    difference = torch.addcmul(maps[:, :, 0], maps[:, :, 1], lam, value=-1).view(-1, group, keys)
-    out = torch.bmm(difference, v.to(dtype).reshape(batch * kv_heads, keys, -1))
-    return out.view(batch, heads, 1, v.shape[3]).to(q.dtype)
+    if lam.numel() > 1:
+        lam = lam.expand(batch, heads, 1, 1).reshape(batch * kv_heads, group, 1)
+    one, two = maps.unbind(1)
+    out = torch.bmm(torch.addcmul(one, two, lam, value=-1), v.to(dtype).reshape(batch * kv_heads, keys, -1))
+    return out.view(batch, heads, 1, -1).to(q.dtype)
