@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Numbers up to which torch's call is faster without gradients.
-SMALL = 2**14
+SMALL = 2**18
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float | None) -> Float[Tensor, "... D"]:
@@ -70,11 +70,11 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x**2) + eps), [..., 1]."""
+    """Return 1 / sqrt(mean(x**2) + eps), [..., 1]."""
     return (_products(x, x) / x.shape[-1] + eps).rsqrt()
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    """The sums of products [..., 1], which autocast would take in half precision."""
+    """Return the sums of products [..., 1], which autocast would take in half precision."""
     with torch.autocast(x.device.type, enabled=False):
         return torch.linalg.vecdot(x, y).unsqueeze(-1)
