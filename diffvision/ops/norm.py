@@ -32,6 +32,9 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not ours or torch.compiler.is_compiling() or not x.numel():
         return F.rms_norm(x, weight.shape, weight, eps)
+    if x.dim() > 2 and not x.is_contiguous() and (tokens := x.transpose(-3, -2)).is_contiguous():
+        # Heads [B, H, N, D] that lie in memory as [B, N, H, D]: a third of the time.
+        return rms_norm(tokens, weight, eps).transpose(-3, -2)
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     # For forward alone an autograd function would cost five times torch's call, and small calls count in decoding.

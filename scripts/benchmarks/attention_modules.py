@@ -10,6 +10,7 @@ all parameters.
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from attention_ways import Shape, by_kernel, step, too_large
 from benchmark import Way
 from diffvision.nn import AttentionLayer, DiffAttention, DiffAttentionV2
+from diffvision.ops import attention_backend
 from diffvision.ops.attention import Problem, supported_backends
 
 WIDTH, PLAIN_HEADS, HEADS = 768, 12, 6
@@ -81,12 +83,15 @@ def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -
     else:
         add("maps (DiffCLIP)", "peer", MapsAttention(shape.keys if shape.causal else None), lambda m: m)
     _add_hugging_face(add, ways, shape, device, dtype)
-    for group, layer in (
-        ("ours, V1", DiffAttention(WIDTH, HEADS, lambda_init=0.8, qkv_bias=True)),
-        ("ours, V2", DiffAttentionV2(WIDTH, PLAIN_HEADS, qkv_bias=True)),
+    for variant, layer in (
+        ("V1", DiffAttention(WIDTH, HEADS, lambda_init=0.8, qkv_bias=True)),
+        ("V2", DiffAttentionV2(WIDTH, PLAIN_HEADS, qkv_bias=True)),
     ):
         run = step(*_layer_call(layer.to(device=device, dtype=dtype), x, shape.causal, backward))
-        ways.append(Way(group, "ours", run, kernel=chosen_backend(layer, x, shape.causal, backward)))
+        reasons = supported_backends(problem_of(layer, x, shape.causal, backward))
+        ways.append(Way(f"ours, {variant}", "ours", run, kernel=next(iter(reasons))))
+        if not reasons["native"].startswith(("chosen", "cannot")):
+            ways.append(Way(f"native, {variant}", "ours", run, context=partial(attention_backend, "native")))
     return ways
 
 
@@ -148,9 +153,9 @@ def hugging_face_modules() -> tuple[nn.Module, nn.Module]:
     return made[0], made[1]
 
 
-def chosen_backend(layer: AttentionLayer, x: Tensor, causal: bool, grad: bool) -> str:
-    """Return what `auto` takes inside one of our layers."""
-    problem = Problem(
+def problem_of(layer: AttentionLayer, x: Tensor, causal: bool, grad: bool) -> Problem:
+    """Return the call of the operation inside one of our layers."""
+    return Problem(
         batch=x.shape[0],
         heads=layer.num_heads,
         kv_heads=layer.num_kv_heads,
@@ -164,4 +169,3 @@ def chosen_backend(layer: AttentionLayer, x: Tensor, causal: bool, grad: bool) -
         device=x.device.type,
         grad=grad,
     )
-    return next(iter(supported_backends(problem)))
