@@ -22,10 +22,10 @@ BACKENDS: dict[str, ModuleType] = {
     "triton": triton,
 }
 
-# On a CPU the plain formula wins for very short rows, where the blocks' many small calls cost more than they save: the
+# `native` runs a compiler, and is taken only where `tune` had it do so. Of the others the plain formula wins on a CPU
+# for very short rows, where the blocks' many small calls cost more than they save: the
 # crossing lies between 77 and 197 keys (docs/benchmarks/attention.md).
 EAGER_MAX_KEYS_CPU = 80
-
 _preferred = "auto"
 _seen: list[Problem] | None = None
 
@@ -153,8 +153,8 @@ def rule(problem: Problem) -> tuple[str, str]:
     if problem.queries == 1:
         return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
     if problem.keys <= EAGER_MAX_KEYS_CPU:
-        return "eager", f"on a CPU the plain formula is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
-    return "blocked", f"on a CPU its blocks are the fastest above {EAGER_MAX_KEYS_CPU} keys, and its memory is linear"
+        return "eager", f"by rule on a CPU up to {EAGER_MAX_KEYS_CPU} keys, without a compiler"
+    return "blocked", f"by rule on a CPU above {EAGER_MAX_KEYS_CPU} keys, without a compiler"
 
 
 def _known(name: str) -> None:
