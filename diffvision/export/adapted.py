@@ -6,7 +6,9 @@ Here the model is opened, outputs are compared, and the folder is written; `diff
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -36,6 +38,8 @@ TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.index.json")
 MEASURED = 64  # samples for the choice of heads by entropy
+# Weights of a BERT file that its class may leave out: heads of pretraining, a pooler, a buffer of older versions.
+_LEFT_OUT = re.compile(r"^cls\.|^(bert\.)?(pooler\.dense\.|embeddings\.position_ids$)")
 
 
 def write_adapted(
@@ -182,13 +186,21 @@ def _bert_folder(spec: str) -> Path | None:
 def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
     """Write the adapted encoder with all other files of the folder: tokenizer, sentence-transformers' settings."""
     try:
+        from transformers.activations import ACT2FN
+
         from diffvision.models import bert
     except ModuleNotFoundError as error:
         raise ValueError(f"{folder} needs {error.name}: pip install 'diffvision[hf]'") from None
     if heads.startswith("entropy"):
         raise ValueError(f"heads is {heads!r}, which is not measured for BERT: give all, or numbers as 0,3,5")
     kinds = {kind.__name__: kind for kind in bert.CLASSES}
-    (name, *_) = read_json(folder / "config.json").get("architectures") or [bert.BertModel.__name__]
+    config = read_json(folder / "config.json")
+    if (activation := config.get("hidden_act", "gelu")) not in list(ACT2FN):
+        raise ValueError(
+            f"{folder} has hidden_act {activation!r}, which transformers does not know: correct its config.json, as "
+            "to 'gelu', BERT's own"
+        )
+    (name, *_) = config.get("architectures") or [bert.BertModel.__name__]
     if name not in kinds:
         raise ValueError(
             f"{folder} is a {name}, whose head would be lost: give one of {', '.join(kinds)}, such as what "
@@ -216,13 +228,23 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
 
 def _open_bert(kind: Any, folder: Path) -> Any:
     """Open a BERT with all of its weights; a `BertModel` may have been saved without a pooler."""
+    read = functools.partial(kind.from_pretrained, folder, output_loading_info=True, ignore_mismatched_sizes=True)
     with bounded(folder), tensors_only(str(folder)):
-        model, info = kind.from_pretrained(folder, output_loading_info=True)
-        missing = set(info["missing_keys"])
-        if missing == {"pooler.dense.weight", "pooler.dense.bias"}:
-            model, missing = kind.from_pretrained(folder, add_pooling_layer=False), set()
-    if missing:
+        model, info = read()
+        if info["missing_keys"] == {"pooler.dense.weight", "pooler.dense.bias"}:
+            model, info = read(add_pooling_layer=False)
+    if missing := info["missing_keys"]:
         raise ValueError(f"{folder} lacks {few(sorted(missing))}: save the whole model")
+    faults = sorted(
+        f"{name} is {list(held)} in its file and {list(expected)} by its config.json"
+        for name, held, expected in info["mismatched_keys"]
+    )
+    faults += [f"{name} is not in the model" for name in sorted(info["unexpected_keys"]) if not _LEFT_OUT.search(name)]
+    if faults:
+        raise ValueError(
+            f"{folder} has weights that its config.json does not describe: {few(faults)}; restore the config.json that "
+            "was saved with them"
+        )
     check_finite(model.state_dict(), str(folder))
     return model
 

@@ -1,6 +1,7 @@
 """BERT encoders made differential: the same function, gradients, saved and loaded by transformers' Auto classes."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
+    BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
 )
@@ -190,6 +192,45 @@ def test_folders_that_would_lose_something_are_refused(tmp_path):
     with pytest.raises(ValueError, match="heads is 'x': give all"):
         adapt_to_folder(str(tmp_path / "whole"), str(tmp_path / "v2"), method="dex", heads="x")
     assert not (tmp_path / "v2").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        (
+            BertModel,
+            {"num_hidden_layers": 1},
+            r"describe: encoder\.layer\.1\..* is not in the model; .* \(and 12 more\)",
+        ),
+        (BertForSequenceClassification, {"num_hidden_layers": 1}, r"bert\.encoder\.layer\.1\..* is not in the model"),
+        (BertForSequenceClassification, {"architectures": ["BertModel"]}, r"classifier\.bias is not in the model"),
+        (BertModel, {"vocab_size": 90}, r"word_embeddings\.weight is \[99, 48\] in its file and \[90, 48\] by its"),
+        (BertModel, {"hidden_size": 32}, r"is \[64, 48\] in its file and \[64, 32\] by its config\.json"),
+        (BertModel, {"max_position_embeddings": 32}, r"is \[64, 48\] in its file and \[32, 48\] by its config\.json"),
+        (BertModel, {"hidden_act": "relu6x"}, "hidden_act 'relu6x', which transformers does not know: correct"),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_other_weights_is_refused(kind, changed, message, tmp_path):
+    _bert(kind).save_pretrained(tmp_path / "bert")
+    config = tmp_path / "bert" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+    with pytest.raises(ValueError, match=message):
+        adapt_to_folder(str(tmp_path / "bert"), str(tmp_path / "v2"))
+    assert not (tmp_path / "v2").exists()
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM"])
+def test_heads_of_pretraining_may_be_left_out(name, tmp_path):
+    """As bert-base-uncased is published: weights of BertForPreTraining, and a buffer that is no longer saved."""
+    model = _bert(BertForPreTraining)
+    model.save_pretrained(tmp_path / "bert")
+    config, file = tmp_path / "bert" / "config.json", tmp_path / "bert" / "model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": [name]}))
+    save_file({**load_file(file), "bert.embeddings.position_ids": torch.arange(64)[None]}, file, {"format": "pt"})
+    adapt_to_folder(str(tmp_path / "bert"), str(tmp_path / "v2"))
+    out = AutoModel.from_pretrained(tmp_path / "v2")(**(batch := _batch())).last_hidden_state
+    torch.testing.assert_close(out, model.bert(**batch).last_hidden_state, rtol=0, atol=2e-6)
 
 
 def test_attention_that_adapted_layers_have_not_is_refused_before_anything_changes():
