@@ -100,8 +100,9 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
 
 
 def is_llama_with_v2(config: LanguageConfig) -> bool:
-    """Return whether a model is V2 in all its layers, as the class that `copy_code` copies."""
-    return config.variant == "v2" and config.variant_by_layer is None and not config.head_norm
+    """Return whether a model is V2 with silu in all its layers, as the class that `copy_code` copies."""
+    plain = config.variant_by_layer is None and not config.head_norm and config.activation == "silu"
+    return config.variant == "v2" and plain
 
 
 def copy_code(folder: Path) -> dict[str, str]:

@@ -175,6 +175,17 @@ def test_export_writes_model_and_tokenizer(tmp_path, make_model):
         export(str(tmp_path / "ours"), str(tmp_path / "other"), eos="</s>")
 
 
+@pytest.mark.filterwarnings("ignore:no tokenizer next to")
+@pytest.mark.parametrize("settings", [{"activation": "poly_norm"}, {"head_norm": True}], ids=str)
+def test_v2_that_is_no_llama_is_exported_with_our_classes(settings, tmp_path, make_model):
+    model, tokens = make_model("diffv2-debug", **settings), torch.randint(97, (2, 9))
+    language.save(model, tmp_path / "ours")
+    export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
+    host = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert type(host) is DiffTransformerForCausalLM
+    torch.testing.assert_close(host(tokens).logits, model(tokens), **CLOSE)
+
+
 def test_a_special_token_s_name_in_a_text_is_text_to_an_exported_tokenizer_too(tmp_path, make_model):
     own = own_tokenizers.train_tokenizer(["a cat and a dog <| end of text |>"] * 20, 300)
     model = make_model("diff-debug", vocab_size=300)
