@@ -184,6 +184,7 @@ def test_a_sentencepiece_tokenizer_is_that_of_transformers():
         ({"tensors": {"blk.0.attn_q.bias": (DIM,)}}, "has the tensor blk.0.attn_q.bias"),
         ({"tensors": {"rope_freqs.weight": (8,)}}, "no scaled rotary positions"),
         ({"more": [("add_float32", "llama.rope.scaling.factor", 4.0)]}, "rope.scaling.factor 4.0"),
+        ({"more": [("add_float32", "llama.rope.scaling.attn_factor", 2.0)]}, "rope.scaling.attn_factor 2.0"),
         ({"more": [("add_bool", "llama.attention.causal", False)]}, "attention.causal False"),
         ({"more": [("add_float32", "llama.logit_scale", 0.5)]}, "logit_scale 0.5"),
         ({"infinite": True}, "tensors of .* are not finite"),

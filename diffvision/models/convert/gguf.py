@@ -110,6 +110,7 @@ class Gguf:
             ("rope.scaling.type", get("rope.scaling.type", "none"), "none"),
             ("rope.scale_linear", get("rope.scale_linear", 1.0), 1.0),
             ("rope.scaling.factor", get("rope.scaling.factor", 1.0) or 1.0, 1.0),  # 0 stands for none
+            ("rope.scaling.attn_factor", get("rope.scaling.attn_factor", 1.0), 1.0),
             ("attention.causal", get("attention.causal", True), True),
             ("use_parallel_residual", get("use_parallel_residual", False), False),
             *((name, get(name), None) for name in _NO_SETTING),
