@@ -94,6 +94,8 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if context_dim is not None and (not isinstance(context_dim, int) or context_dim < 1):
+            raise ValueError(f"context_dim is {context_dim!r}: give a whole number of at least 1, or None for dim")
         context_dim = dim if context_dim is None else context_dim
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})")
