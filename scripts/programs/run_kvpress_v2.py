@@ -1,6 +1,6 @@
 """kvpress's presses on V2 as a Llama, in a program without diffvision: what they keep, and the numbers behind it.
 
-    diffvision export MODEL FOLDER              # a language model of variant v2
+    diffvision export MODEL FOLDER              # a language model of variant v2 with at least 296 tokens
     python -m venv kv && kv/bin/pip install kvpress==0.5.5 "transformers>=5.0,<5.3"
     kv/bin/python scripts/programs/run_kvpress_v2.py FOLDER      # a minute on one CPU core
 
@@ -160,6 +160,16 @@ def apart(a: DynamicCache, b: DynamicCache) -> float:
     return max((x - y).abs().max().item() if x.shape == y.shape else float("inf") for x, y in pairs)
 
 
+def drawn(vocabulary: int) -> Tensor:
+    """Return random tokens [1, LENGTH + FURTHER], none of them twice.
+
+    In the first layer equal tokens have keys of one norm, and rounding decides which is kept.
+    """
+    if vocabulary < (least := LENGTH + FURTHER):
+        raise SystemExit(f"the model has a vocabulary of {vocabulary}: give one of at least {least}, no token is twice")
+    return torch.randperm(vocabulary, generator=torch.Generator().manual_seed(1))[None, :least]
+
+
 @torch.no_grad()
 def main() -> int:
     sys.modules["diffvision"] = None  # type: ignore[assignment]  # cannot be imported
@@ -169,9 +179,7 @@ def main() -> int:
     shown = Shown(Path("runs/programs/kvpress_v2"))
     v2 = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
     llama = equal_llama(v2)
-    # No token twice: in the first layer equal tokens have keys of one norm, and rounding decides which is kept.
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randperm(v2.config.vocab_size, generator=generator)[None, : LENGTH + FURTHER]
+    tokens = drawn(v2.config.vocab_size)
     prompt, further = tokens[:, :LENGTH], tokens[:, LENGTH:]
     unpruned = further_logits(v2, prefilled(v2, prompt), further)
     for name, make in PRESSES.items():
