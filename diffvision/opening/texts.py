@@ -14,6 +14,7 @@ from diffvision.models import language
 from diffvision.models.bounds import bounded
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert import motif
+from diffvision.models.convert.state import few
 from diffvision.models.files import tensors_only
 from diffvision.opening.model import Model
 from diffvision.opening.weights import check_name, folder_config, run_of
@@ -85,13 +86,24 @@ def open_transformers(path: str) -> Model:
     """Open a causal language model of transformers' with its tokenizer, from a folder or the Hub.
 
     A folder of Motif's, whose class would be code that comes with it, becomes a `LanguageModel`.
+
+    Raises:
+        ValueError: it is an encoder, which transformers would open as well, or lacks weights, which would be new.
     """
     if Path(path).is_dir() and motif.recognised(folder_config(Path(path))):
         return _convert(Path(path))
     check_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    module = _from_pretrained(AutoModelForCausalLM, path, "causal language model")
+    module, loading = _from_pretrained(AutoModelForCausalLM, path, "causal language model", output_loading_info=True)
+    causal = [part.is_causal for part in module.modules() if hasattr(part, "is_causal")]
+    if causal and not any(causal):
+        raise ValueError(
+            f"{path} is an encoder ({module.config.model_type}): its tokens see those after them, so it does not "
+            "generate; give a causal language model"
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"{path} lacks {few(missing)} of a causal language model: save the whole model")
     folder, tokenizer = Path(path), None
     files = ("tokenizer.json", "tokenizer_config.json")
     if not folder.is_dir() or any((folder / name).exists() for name in files):
@@ -138,14 +150,14 @@ def check_transformers(path: str) -> None:
         raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error
 
 
-def _from_pretrained(kind: Any, path: str, what: str) -> Any:
+def _from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:
     """Load a model or tokenizer with one of transformers' Auto classes, without running code that comes with it."""
     folder = Path(path)
     with bounded(folder if folder.is_dir() else path):
         try:
             with tensors_only(f"hf:{path}"):
                 # Without trust_remote_code=False transformers would ask the user whether to run the code.
-                return kind.from_pretrained(path, trust_remote_code=False)
+                return kind.from_pretrained(path, trust_remote_code=False, **settings)
         # Weights of other sizes and deeply nested JSON are a RuntimeError.
         except (OSError, ValueError, RuntimeError) as error:
             if "trust_remote_code" in str(error):
