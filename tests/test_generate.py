@@ -1,6 +1,7 @@
 """`diffvision generate` on a tiny checkpoint."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,14 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
         generate_text("CLIP-debug", prompt="a")
     with pytest.raises(ValueError, match="diff-debug has new weights"):
         generate_text("diff-debug", prompt="a")
+    two = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **{**sizes, "num_hidden_layers": 2})
+    transformers.LlamaForCausalLM(two).save_pretrained(tmp_path / "two")
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    (tmp_path / "two" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(
+        ValueError, match=r"weights of more layers than its config.json says, such as model\.layers\.1\."
+    ):
+        generate_text(str(tmp_path / "two"), prompt="a")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ transformers is imported only when one of its models is opened.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,7 +89,8 @@ def open_transformers(path: str) -> Model:
     A folder of Motif's, whose class would be code that comes with it, becomes a `LanguageModel`.
 
     Raises:
-        ValueError: it is an encoder, which transformers would open as well, or lacks weights, which would be new.
+        ValueError: it is an encoder, which transformers would open as well, lacks weights, which would be new, or has
+            more layers than its configuration.
     """
     if Path(path).is_dir() and motif.recognised(folder_config(Path(path))):
         return _convert(Path(path))
@@ -104,6 +106,12 @@ def open_transformers(path: str) -> Model:
         )
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"{path} lacks {few(missing)} of a causal language model: save the whole model")
+    kinds = {_without_numbers(name) for name in module.state_dict()}
+    if surplus := sorted(name for name in loading["unexpected_keys"] if _without_numbers(name) in kinds):
+        raise ValueError(
+            f"{path} has weights of more layers than its config.json says, such as {few(surplus)}: restore the "
+            "config.json that was saved with them"
+        )
     folder, tokenizer = Path(path), None
     files = ("tokenizer.json", "tokenizer_config.json")
     if not folder.is_dir() or any((folder / name).exists() for name in files):
@@ -140,6 +148,10 @@ def open_classifier(path: str) -> tuple[Any, Any]:
         raise ValueError(f"{path} is of {', '.join(kinds) or 'no known class'}: give a classifier of sequences")
     module = _from_pretrained(AutoModelForSequenceClassification, path, "classifier of sequences")
     return module, _from_pretrained(AutoTokenizer, path, "tokenizer")
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "", name)
 
 
 def check_transformers(path: str) -> None:
