@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 # Times as fast as torch on two cores: 1.5 to 2.0 for up to 4 rows and 1.15 to 1.3 for 8 and 16, with weights of 7e5 and
-# more; about 1.0 at 1.8e5, and 0.6 at 2**16, where splitting the weight costs as much as the product.
+# more. With 1.8e5, for one row: 2.8 where the weight is read from memory, as each is when a token is decoded, and 0.8
+# where the last call left it in the cache; with 2**16 decoding gains nothing.
 MAX_ROWS = 16
-MIN_WEIGHTS = 2**18
+MIN_WEIGHTS = 2**17
 _PLAIN = (Tensor, nn.Parameter)  # a quantised weight has no rows to view
 
 

@@ -59,17 +59,24 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
-        inverse = _inverse(x, ctx.eps)
-        grad_weight = inverse.reshape(1, -1) @ (grad * x).reshape(-1, weight.shape[0])
-        terms = grad * weight
-        along = _products(terms, x) * inverse**3 / x.shape[-1]  # times x, the part of the gradient along x
-        scaled = terms * inverse if torch.is_grad_enabled() else terms.mul_(inverse)
-        return scaled.addcmul_(x, along, value=-1), grad_weight.view(-1), None
+        with _full_precision(x):
+            # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
+            inverse = _inverse(x, ctx.eps)
+            grad_weight = inverse.reshape(1, -1) @ (grad * x).reshape(-1, weight.shape[0])
+            terms = grad * weight
+            along = _products(terms, x) * inverse**3 / x.shape[-1]  # times x, the part of the gradient along x
+            return (terms * inverse).addcmul_(x, along, value=-1), grad_weight.view(-1), None
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (x * _inverse(x, eps)).mul_(weight)
+    with _full_precision(x):
+        # In this order, since vmap changes in place only what is batched as the other factor is.
+        return (x * weight).mul_(_inverse(x, eps))
+
+
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Let no sum of products be taken in half precision, as autocast would."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
@@ -78,6 +85,5 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sums of products [..., 1], which autocast would take in half precision."""
-    with torch.autocast(x.device.type, enabled=False):
-        return torch.linalg.vecdot(x, y).unsqueeze(-1)
+    """Return the sums of products [..., 1]."""
+    return torch.linalg.vecdot(x, y).unsqueeze(-1)

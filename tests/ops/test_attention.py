@@ -250,3 +250,41 @@ def test_masks_of_any_broadcastable_shape(backend):
     torch.testing.assert_close(diff_attention(q, k, v, lam, mask=keys, backend=backend), expected, rtol=0, atol=1e-12)
     everything = diff_attention(q, k, v, lam, mask=torch.tensor(True), backend=backend)
     torch.testing.assert_close(everything, by_the_formula(q, k, v, lam), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_query_with_any_lambda_and_mask(shape):
+    q, k, v, lam = tensors(**{**SHAPES[shape], "m": 1, "n": 5, "lam": (1,)})
+    for one in (
+        lam,
+        lam.view(1, 1, 1, 1),
+        lam.squeeze(),
+        torch.rand(2, 4, 1, 1).double(),
+        torch.rand(4, 1, 1).double(),
+    ):
+        for mask in (None, torch.tensor(True), torch.tensor([[[[True]]], [[[False]]]]), torch.rand(2, 4, 1, 5) > 0.4):
+            out = diff_attention(q, k, v, one, mask=mask, backend="single")
+            torch.testing.assert_close(out, diff_attention(q, k, v, one, mask=mask, backend="eager"))
+    for rows, keys in ((0, 5), (2, 0)):
+        out = diff_attention(q[:rows], k[:rows, :, :, :keys], v[:rows, :, :keys], lam, backend="single")
+        assert out.shape == (rows, 4, 1, v.shape[3])
+        assert (out == 0).all()
+
+
+def test_forward_mode_derivatives_are_the_formula_s_or_refused():
+    q, k, v, lam = (t.detach() for t in tensors(m=90, n=90))
+
+    def tangent(backend):
+        return torch.func.jvp(lambda q: diff_attention(q, k, v, lam, backend=backend), (q,), (torch.ones_like(q),))[1]
+
+    assert tangent("eager").abs().max() > 0
+    torch.testing.assert_close(tangent("auto"), tangent("eager"))
+    with pytest.raises(ValueError, match="'blocked' cannot take this call: it has no forward-mode derivative"):
+        tangent("blocked")
+
+
+def test_a_scale_that_changes_compiles_whole():
+    inputs = tensors()
+    compiled = torch.compile(lambda s: diff_attention(*inputs, scale=s), fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(scale), diff_attention(*inputs, scale=scale))

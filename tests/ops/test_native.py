@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diffvision.ops import attention_backend, diff_attention, supported_backends
-from diffvision.ops.attention import Problem
+from diffvision.ops.attention import Problem, tuned
 from diffvision.ops.attention.native import KEEP_MAPS_MAX_KEYS, build
 
 FORMS = {
@@ -83,6 +83,10 @@ def test_layouts_that_are_no_row_major_matrices():
     q, k, v, lam = tensors()
     columns = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)]
     assert_right([*(t.detach().requires_grad_() for t in columns), lam])
+    one = [t.detach()[..., :1, :].transpose(-1, -2).contiguous().mT.requires_grad_() for t in (q, k, v)]
+    assert_right([*one, lam])  # a matrix of one row, in steps of one number
+    far = [torch.as_strided(t.detach().clone(), t.shape, (*t.stride()[:-2], 2**32, 1)) for t in one]
+    assert_right([*(t.requires_grad_() for t in far), lam])
     everyone = [t.detach()[:, :, ..., :1, :].expand_as(t).requires_grad_() for t in (q, k, v)]  # rows in one place
     assert_right([*everyone, lam])
     out = diff_attention(q, k, v, lam, backend="native")
@@ -137,13 +141,10 @@ def test_whole_graphs_and_models():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder without a kernel, and nothing remembered of another."""
-    remembered = (build._reason_against, build.kernel, build._compiler, build._name)
     monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
-    for function in remembered:
-        function.cache_clear()
+    build._found.cache_clear()
     yield tmp_path / "cache" / "kernels"
-    for function in remembered:
-        function.cache_clear()
+    build._found.cache_clear()
 
 
 def works():
@@ -155,14 +156,15 @@ def works():
     return True
 
 
-def test_it_is_compiled_once_when_it_is_first_used(cache, monkeypatch):
-    assert supported_backends(Problem(1, 2, 2, 9, 9, 8, 16))["native"].startswith("passed over")
-    assert not cache.exists()
-    assert works()
+def test_it_is_compiled_once(cache, monkeypatch):
+    before = os.umask(0o002)
+    try:
+        assert works()
+    finally:
+        os.umask(before)
     [file] = cache.iterdir()
-    build.kernel.cache_clear()
-    monkeypatch.setattr(build, "_compiler", lambda: None)  # no longer there, nor needed
-    build._reason_against.cache_clear()
+    build._found.cache_clear()
+    monkeypatch.setattr(build, "_compiler", lambda: "none")  # no longer there, nor needed
     assert works()
     assert list(cache.iterdir()) == [file]
 
@@ -192,34 +194,54 @@ def test_a_folder_that_cannot_be_made(cache):
     assert works()
 
 
-def test_no_compiler_and_one_that_fails(cache, monkeypatch, tmp_path):
+def fails(reason):
+    build._found.cache_clear()
+    with pytest.raises(ValueError, match=f"'native' cannot take this call: {reason}"):
+        works()
+
+
+def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "gcc -m64")
+    assert works()
+    [file] = cache.iterdir()
+    file.unlink()
+    monkeypatch.setenv("CC", "a_compiler -m64")
+    fails("the variable CC names 'a_compiler', which is not there")
+    monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ValueError, match="'native' cannot take this call: no C compiler was found: install gcc"):
-        works()
+    fails("no C compiler was found: install gcc or clang, or name one in the variable CC")
     broken = tmp_path / "cc"
-    broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('unknown option')\n")
-    broken.chmod(0o700)
     monkeypatch.setenv("CC", str(broken))
-    for function in (build._reason_against, build._compiler):
-        function.cache_clear()
-    with pytest.raises(RuntimeError, match=f"cannot be compiled by {broken}: unknown option"):
-        works()
-    assert list(cache.iterdir()) == []
+    for program, reason in (
+        ("sys.exit('unknown option')", f"its kernel cannot be compiled by {broken}: unknown option"),
+        ("open(sys.argv[sys.argv.index('-o') + 1], 'w')", "its kernel cannot be compiled or loaded: .*file too short"),
+        ("import time; time.sleep(60)", f"its kernel cannot be compiled: {broken} took more than 0 s"),
+    ):
+        broken.write_text(f"#!{sys.executable}\nimport sys\n{program}\n")
+        broken.chmod(0o700)
+        monkeypatch.setattr(build, "SECONDS", 0.3 if "sleep" in program else 60.0)
+        fails(reason)
+        assert list(cache.iterdir()) == []
+    # What was measured is not taken where it can no longer run.
+    problem = Problem(1, 4, 4, 70, 70, 8, 16)
+    choice = tuned.Choice("native", "eager", 1.3, "2026-11-24", {"eager": 1.3, "native": 1.0}, {})
+    with tuned.kept():
+        tuned.use("cpu", tuned.Tuning({}, {tuned.kind_of(problem, compiled=False): choice}))
+        assert next(iter(supported_backends(problem))) == "eager"
+        diff_attention(*tensors(b=1))
 
 
 def test_a_damaged_kernel_is_named(cache):
     cache.mkdir(parents=True)
     (cache / build._name()).write_bytes(b"\x7fELF")
-    with pytest.raises(RuntimeError, match=r"kernel .*\.so cannot be loaded: .*; remove it"):
-        works()
+    fails(r"its kernel cannot be compiled or loaded: .*\.so")
 
 
 def test_other_processors_and_systems(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
-    assert "AVX2 or AVX512, torch found NEON" in build._reason_against.__wrapped__()
+    assert "AVX2 or AVX512, torch found NEON" in build._found.__wrapped__()
     monkeypatch.setattr(build.sys, "platform", "darwin")
-    assert "on Linux only, this is darwin" in build._reason_against.__wrapped__()
+    assert "on Linux only, this is darwin" in build._found.__wrapped__()
 
 
 def test_instructions_of_older_processors(cache, monkeypatch):

@@ -39,3 +39,19 @@ def test_autocast_leaves_the_statistics_alone_and_a_wrong_weight_is_named():
         torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
     with pytest.raises(ValueError, match=r"weight \(1,\) must be as long as x's last axis"):
         rms_norm(x, weight[:1], 1e-5)
+
+
+def test_weights_of_several_models_at_once_and_gradients_under_autocast():
+    x, weights = torch.randn(5, 16, requires_grad=True), torch.rand(3, 16)
+    many = torch.func.vmap(lambda w: rms_norm(x, w, 1e-5))(weights)
+    grads = torch.func.vmap(torch.func.grad(lambda w: rms_norm(x, w, 1e-5).square().sum()))(weights)
+    for one, grad, weight in zip(many, grads, weights, strict=True):
+        torch.testing.assert_close(one, F.rms_norm(x, (16,), weight, 1e-5))
+        weight = weight.clone().requires_grad_()
+        loss = F.rms_norm(x, (16,), weight, 1e-5).square().sum()
+        torch.testing.assert_close(grad, torch.autograd.grad(loss, weight)[0])
+    weight = torch.rand(16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(rms_norm(x, weight, 1e-5).sum(), (x, weight))
+    true = torch.autograd.grad(F.rms_norm(x, (16,), weight, 1e-5).sum(), (x, weight))
+    torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-5)

@@ -155,7 +155,7 @@ def _check(
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+    if scale is not None and not torch.compiler.is_compiling() and not _is_finite(scale):
         raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}")
     _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     if mask is not None:
@@ -166,6 +166,10 @@ def _check(
                 "0/-inf one, and move it to q's device"
             )
         _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
+
+
+def _is_finite(scale: float) -> bool:
+    return isinstance(scale, int | float) and math.isfinite(scale)
 
 
 def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -22,6 +22,9 @@ BACKENDS: dict[str, ModuleType] = {
     "triton": triton,
 }
 
+# Operators registered with torch, which have no forward-mode derivative and do not say so.
+OPERATORS = ("blocked", "native", "triton")
+
 # `native` runs a compiler, and is taken only where `tune` had it do so. Of the others the plain formula wins on a CPU
 # for very short rows, where the blocks' many small calls cost more than they save: the
 # crossing lies between 77 and 197 keys (docs/benchmarks/attention.md).
@@ -72,7 +75,10 @@ def choose(backend: str, problem: Problem) -> ModuleType:
     name = _preferred if backend == "auto" else backend
     if name == "auto":
         return BACKENDS[_fastest(problem)]
-    if (reason := BACKENDS[name].limit(problem)) is not None:
+    reason = BACKENDS[name].limit(problem)
+    if reason is None and name in OPERATORS and _in_forward_mode():
+        reason = "it has no forward-mode derivative"
+    if reason is not None:
         raise ValueError(f"backend {name!r} cannot take this call: {reason}; use another, or backend='auto'")
     return BACKENDS[name]
 
@@ -102,6 +108,8 @@ def supported_backends(problem: Problem) -> dict[str, str]:
 
 def _fastest(problem: Problem) -> str:
     """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
+    if _in_forward_mode():
+        return "eager"
     usual, _ = rule(problem)
     if torch.compiler.is_exporting():
         return usual
@@ -155,6 +163,11 @@ def rule(problem: Problem) -> tuple[str, str]:
     if problem.keys <= EAGER_MAX_KEYS_CPU:
         return "eager", f"by rule on a CPU up to {EAGER_MAX_KEYS_CPU} keys, without a compiler"
     return "blocked", f"by rule on a CPU above {EAGER_MAX_KEYS_CPU} keys, without a compiler"
+
+
+def _in_forward_mode() -> bool:
+    """Return whether forward-mode derivatives are taken (torch.func.jvp), of which operators of ours give zeros."""
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def _known(name: str) -> None:

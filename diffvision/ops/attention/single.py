@@ -46,20 +46,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, s
     # Few calls: each costs as much as a small product. baddbmm with nothing to add is bmm with a factor.
     scores = torch.baddbmm(
         rows.new_empty(1),
-        rows.reshape(products, -1, size),  # one key for both maps: not copied for each
+        rows.reshape(products, group * 2 // key_maps, size),  # one key for both maps: not copied for each
         k.to(dtype).reshape(products, keys, size).mT,
         beta=0,
         alpha=scale,
     )
     scores = scores.view(batch * kv_heads, 2, group, keys)
     if mask is not None:
-        mask = mask.expand(batch, heads, -1, -1).reshape(batch * kv_heads, 1, group, keys)
+        mask = mask.expand(batch, heads, 1, keys).reshape(batch * kv_heads, 1, group, keys)
         scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
     maps = scores.softmax(-1)
     if mask is not None:
         maps = maps * mask  # a row without any key is zeros
-    if lam.numel() > 1:
+    if lam.dim() > 1:  # not one number, which is broadcast
         lam = lam.expand(batch, heads, 1, 1).reshape(batch * kv_heads, group, 1)
     one, two = maps.unbind(1)
-    out = torch.bmm(torch.addcmul(one, two, lam, value=-1), v.to(dtype).reshape(batch * kv_heads, keys, -1))
-    return out.view(batch, heads, 1, -1).to(q.dtype)
+    values = v.to(dtype).reshape(batch * kv_heads, keys, v.shape[3])
+    out = torch.bmm(torch.addcmul(one, two, lam, value=-1), values)
+    return out.view(batch, heads, 1, v.shape[3]).to(q.dtype)

@@ -97,8 +97,9 @@ def _call(
 
 def _rows_of(x: Tensor) -> Tensor:
     """Return a tensor whose last two axes are a row-major matrix, as the matrix product wants them."""
-    is_matrix = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
-    return x if is_matrix else x.contiguous()
+    is_matrix = x.stride(-1) == 1 and x.shape[-1] <= x.stride(-2) < 2**31
+    # Not `contiguous`, which leaves the stride of an axis of one as it is.
+    return x if is_matrix else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_empty(q: Tensor, k: Tensor) -> bool:

@@ -1,17 +1,17 @@
 """The kernel, compiled by the machine's C compiler and kept in the user's cache folder.
 
-It is compiled when `tune` or the backend's name asks for it. Nothing of Python or torch is included, so that it takes a
-second: tensors are passed as addresses, and the matrix product is the one in torch's library.
+It is compiled when `tune`, `doctor` or the backend's name asks for it. Nothing of Python or torch is included, so that
+it takes a second: tensors are passed as addresses, and the matrix product is the one in torch's library.
 """
 
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma"),
 }
-SECONDS = 120.0
+SECONDS = 60.0
 
 
 class Kernel:
@@ -37,79 +37,82 @@ class Kernel:
         product: the address of the matrix product that a `Call` names.
     """
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, product: ctypes.c_void_p) -> None:
         functions = ctypes.CDLL(str(library))
         self.forward, self.backward = functions.diff_attention_forward, functions.diff_attention_backward
         self.forward.restype = self.backward.restype = None
-        self.product = ctypes.cast(_blas().sgemm_, ctypes.c_void_p)
+        self.product = product
+
+
+def kernel() -> Kernel:
+    """Return the kernel, where `reason_against` has nothing against it."""
+    found = _found()
+    assert isinstance(found, Kernel), found
+    return found
 
 
 @torch.compiler.assume_constant_result  # files are not to be traced
 def reason_against() -> str:
-    """Return why there can be no kernel on this machine; "" if nothing is known against it. Nothing is compiled."""
-    return _reason_against()
+    """Return why there is no kernel on this machine; "" if there is one, which is compiled if the cache lacks it."""
+    found = _found()
+    return found if isinstance(found, str) else ""
 
 
 @cache
-def _reason_against() -> str:
+def _found() -> Kernel | str:
+    """Return the kernel, or why there is none; what failed once in a process is not tried again."""
     if sys.platform != "linux":
         return f"its kernel is compiled on Linux only, this is {sys.platform}"
-    if torch.backends.cpu.get_cpu_capability() not in INSTRUCTIONS:
-        return (
-            f"its kernel is for processors with AVX2 or AVX512, torch found {torch.backends.cpu.get_cpu_capability()}"
-        )
+    if (found := torch.backends.cpu.get_cpu_capability()) not in INSTRUCTIONS:
+        return f"its kernel is for processors with AVX2 or AVX512, torch found {found}"
     try:
-        _blas().sgemm_  # noqa: B018
+        torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        product = ctypes.cast(torchs.sgemm_, ctypes.c_void_p)
     except (OSError, AttributeError):
         return f"torch {torch.__version__} has no matrix product that can be called (sgemm_)"
-    if _compiler() is None and not _is_there():
-        return "no C compiler was found: install gcc or clang, or name one in the variable CC"
-    return ""
+    try:
+        path = _folder() / _name()
+        if _is_private(path.parent) and _is_private(path):
+            return Kernel(path, product)
+        return _compiled(path, product)
+    except OSError as error:  # the loader's message names the file
+        return f"its kernel cannot be compiled or loaded: {error}"
 
 
-@cache
-def kernel() -> Kernel:
-    """Return the kernel, compiled if the cache does not have it.
-
-    Raises:
-        RuntimeError: it cannot be compiled or loaded.
-    """
-    path = _folder() / _name()
-    if _is_there():
-        return _load(path)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    is_kept = _is_private(path.parent) and os.access(path.parent, os.W_OK)
-    with tempfile.TemporaryDirectory(prefix=".kernel-", dir=path.parent if is_kept else None) as folder:
+def _compiled(path: Path, product: ctypes.c_void_p) -> Kernel | str:
+    """Compile the kernel, load it, and keep it at a path that nobody else may write."""
+    if isinstance(compiler := _compiler(), str):
+        return compiler
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept = _is_private(path.parent) and os.access(path.parent, os.W_OK)
+    except OSError:
+        kept = False
+    with tempfile.TemporaryDirectory(prefix=".kernel-", dir=path.parent if kept else None) as folder:
         made = Path(folder, path.name)
-        _compile(made)
-        if is_kept:
+        command = [*compiler, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"its kernel cannot be compiled: {compiler[0]} took more than {SECONDS:.0f} s"
+        if ended.returncode:
+            first = (ended.stderr.strip().splitlines() or ["no message"])[0]
+            return f"its kernel cannot be compiled by {compiler[0]}: {first}"
+        made.chmod(0o700)
+        loaded = Kernel(made, product)  # a file that does not load is not kept
+        if kept:
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(made, path)  # whole or not at all, whoever compiles at the same time
-        return _load(path if is_kept else made)
+        return loaded
 
 
-def _load(path: Path) -> Kernel:
-    try:
-        return Kernel(path)
-    except OSError as error:
-        raise RuntimeError(
-            f"the kernel {path} cannot be loaded: {error}; remove it to have it compiled anew"
-        ) from error
-
-
-def _compile(path: Path) -> None:
-    compiler = _compiler()
-    if compiler is None:
-        raise RuntimeError(_reason_against())
-    command = [compiler, *_flags(), str(SOURCE), "-o", str(path), "-lm"]
-    try:
-        subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=True)
-        path.chmod(0o700)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeError(f"the attention kernel cannot be compiled by {compiler}: {lines[0]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"the attention kernel cannot be compiled by {compiler}: {error}") from error
+def _compiler() -> list[str] | str:
+    """Return the command of the C compiler, or why there is none."""
+    if named := shlex.split(os.environ.get("CC", "")):
+        return named if shutil.which(named[0]) else f"the variable CC names {named[0]!r}, which is not there"
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    return [found] if found else "no C compiler was found: install gcc or clang, or name one in the variable CC"
 
 
 def _is_private(path: Path) -> bool:
@@ -121,17 +124,10 @@ def _is_private(path: Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _is_there() -> bool:
-    """Return whether the cache has a kernel that nobody else may have written."""
-    path = _folder() / _name()
-    return _is_private(path.parent) and _is_private(path)
-
-
 def _folder() -> Path:
     return Path(platformdirs.user_cache_dir("diffvision"), "kernels")
 
 
-@cache
 def _name() -> str:
     """Return the file's name, another one for every source, set of instructions and version of torch."""
     parts = (SOURCE.read_bytes(), repr(_flags()).encode(), torch.__version__.encode())
@@ -140,13 +136,3 @@ def _name() -> str:
 
 def _flags() -> tuple[str, ...]:
     return (*FLAGS, *INSTRUCTIONS[torch.backends.cpu.get_cpu_capability()])
-
-
-@cache
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
-
-
-@cache
-def _blas() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
