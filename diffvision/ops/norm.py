@@ -65,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight = inverse.reshape(1, -1) @ (grad * x).reshape(-1, weight.shape[0])
             terms = grad * weight
             along = _products(terms, x) * inverse**3 / x.shape[-1]  # times x, the part of the gradient along x
-            return (terms * inverse).addcmul_(x, along, value=-1), grad_weight.view(-1), None
+            return torch.addcmul(terms * inverse, x, along, value=-1), grad_weight.view(-1), None
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
