@@ -62,10 +62,11 @@ class _RMSNorm(torch.autograd.Function):
         with _full_precision(x):
             # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
             inverse = _inverse(x, ctx.eps)
-            grad_weight = inverse.reshape(1, -1) @ (grad * x).reshape(-1, weight.shape[0])
-            terms = grad * weight
-            along = _products(terms, x) * inverse**3 / x.shape[-1]  # times x, the part of the gradient along x
-            return torch.addcmul(terms * inverse, x, along, value=-1), grad_weight.view(-1), None
+            terms = grad * x
+            grad_weight = inverse.reshape(1, -1) @ terms.reshape(-1, weight.shape[0])
+            along = (terms @ weight).unsqueeze(-1) * inverse**2 / x.shape[-1]  # the part of the gradient along x
+            del terms  # its memory is taken for what follows
+            return torch.addcmul(grad * weight, x, along, value=-1).mul_(inverse), grad_weight.view(-1), None
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,9 +82,4 @@ def _full_precision(x: Tensor) -> torch.autocast:
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(x**2) + eps), [..., 1]."""
-    return (_products(x, x) / x.shape[-1] + eps).rsqrt()
-
-
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Return the sums of products [..., 1]."""
-    return torch.linalg.vecdot(x, y).unsqueeze(-1)
+    return (torch.linalg.vecdot(x, x).unsqueeze(-1) / x.shape[-1] + eps).rsqrt()
