@@ -71,8 +71,11 @@ class _RMSNorm(torch.autograd.Function):
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     with _full_precision(x):
-        # In this order, since vmap changes in place only what is batched as the other factor is.
-        return (x * weight).mul_(_inverse(x, eps))
+        unit = x * _inverse(x, eps)
+        try:
+            return unit.mul_(weight)
+        except RuntimeError:  # torch.func.vmap over weights alone, of which each makes another result
+            return unit * weight
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
