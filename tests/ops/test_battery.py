@@ -14,6 +14,7 @@ from torch.autograd import gradcheck
 
 from diffvision.ops import diff_attention, diff_attention_varlen
 from diffvision.ops.attention import BACKENDS
+from diffvision.ops.attention.native.build import reason_against
 from diffvision.ops.attention.problem import describe
 from diffvision.tuning.inputs import Inputs
 from diffvision.tuning.proof import errors, rounding
@@ -48,6 +49,8 @@ def _param(*values):
     marks = [pytest.mark.gpu] if device == "cuda" else []
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         marks = [pytest.mark.skip(reason="compiled on this machine: tested on its GPU")]
+    if backend == "native" and (reason := reason_against()):
+        marks = [pytest.mark.skip(reason=reason)]
     return pytest.param(*values, marks=marks, id="-".join(str(v).removeprefix("torch.") for v in values))
 
 
