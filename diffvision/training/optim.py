@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from diffvision.training.durable import lightning_internals
@@ -30,7 +31,8 @@ class OptimizerSettings:
         weight_decay: for matrices only: see `param_groups`.
         betas: AdamW's.
         eps: AdamW's.
-        warmup_epochs: length of the warm-up; fractions are allowed.
+        warmup_epochs: length of the warm-up; fractions are allowed. One that is not shorter than the run is shortened
+            to a tenth of the run.
         warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
         default_warmup_steps: the warm-up if neither of the two is set; None: one epoch. If that is more than half of
             the run, the warm-up is a tenth of the run.
@@ -95,17 +97,28 @@ def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[st
 class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
     """Linear warm-up to each group's rate, then a cosine or a line to `end_lr`: a pure function of the step.
 
-    Its state is only the step. Loading a checkpoint restores the rates, decay, betas and eps of the configuration,
-    which the optimizer's state would silently replace by those of the earlier run.
+    Its state is the step and the warm-up, which a longer or shorter resumed run keeps unless another one is set.
+    Loading a checkpoint restores the rates, decay, betas and eps of the configuration, which the optimizer's state
+    would silently replace by those of the earlier run.
+
+    Args:
+        optimizer: its groups' rates are the highest ones.
+        settings: rates and decay.
+        warmup: steps of the warm-up.
+        total: steps of the run.
+        configured_warmup: steps of the warm-up before it was shortened to fit the run; None: they are not known.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings, warmup: int, total: int) -> None:
-        if not 0 <= warmup < total:
-            raise ValueError(
-                f"the warm-up takes {warmup} of {total} steps; it must be shorter than the run: "
-                "lower model.optimizer.warmup_epochs or model.optimizer.warmup_steps, or train longer"
-            )
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: OptimizerSettings,
+        warmup: int,
+        total: int,
+        configured_warmup: int | None = None,
+    ) -> None:
         self.settings, self.warmup, self.total = settings, warmup, total
+        self.configured_warmup = configured_warmup
         self.configured = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         super().__init__(optimizer)
 
@@ -114,7 +127,7 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
         start, end = self.settings.start_lr / self.settings.lr, self.settings.end_lr / self.settings.lr
         if step < self.warmup:
             return start + (1 - start) * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / (self.total - self.warmup))
+        done = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
         left = 1 - done if self.settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return end + (1 - end) * left
 
@@ -130,12 +143,16 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
             group["lr"] *= scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step."""
-        return {"last_epoch": self.last_epoch}
+        """Return the step and the warm-up; the keys are in files, so never rename them."""
+        return {"last_epoch": self.last_epoch, "warmup": self.warmup, "configured_warmup": self.configured_warmup}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step; everything else stays as configured."""
+        """Restore the step, and the warm-up if the same one is configured; everything else stays as configured."""
         self.last_epoch = state_dict["last_epoch"]
+        kept = state_dict.get("warmup", self.warmup)  # earlier versions did not save it
+        if kept != self.warmup and state_dict["configured_warmup"] == self.configured_warmup:
+            rank_zero_info(f"the warm-up stays at {kept} steps, with which this run began")
+            self.warmup = kept
         for group, configured, lr in zip(self.optimizer.param_groups, self.configured, self.get_lr(), strict=True):
             group.update(configured, lr=lr)
         self._last_lr = self.get_lr()
@@ -165,13 +182,12 @@ def steps_of(trainer: pl.Trainer, batches: int, epoch: int) -> int:
     return math.ceil(batches / every)
 
 
-def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> int:
-    """Return the steps of the warm-up.
+def configured_warmup(settings: OptimizerSettings, epoch: int | None) -> int | None:
+    """Return the steps of the warm-up that the settings ask for; None for a default of an epoch of unknown length.
 
     Args:
         settings: the optimizer's.
         epoch: steps of an epoch; None if they are not known.
-        total: steps of the run.
 
     Raises:
         ValueError: warmup_epochs is set, and an epoch's steps are not known.
@@ -179,11 +195,27 @@ def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> 
     if settings.warmup_steps is not None:
         return settings.warmup_steps
     if settings.warmup_epochs is None:
-        default = epoch if settings.default_warmup_steps is None else settings.default_warmup_steps
-        return default if default is not None and 2 * default <= total else total // 10
+        return epoch if settings.default_warmup_steps is None else settings.default_warmup_steps
     if epoch is None and settings.warmup_epochs:
         raise ValueError("warmup_epochs needs a loader with a length to know an epoch's steps; set warmup_steps")
     return round(settings.warmup_epochs * (epoch or 0))
+
+
+def fitting_warmup(settings: OptimizerSettings, configured: int | None, total: int) -> int:
+    """Return the steps of the warm-up in a run of `total` steps: a tenth of them where the configured one is too long.
+
+    The default is too long if it is more than half of the run; one that was set, if it is not shorter than the run.
+    """
+    is_set = settings.warmup_steps is not None or settings.warmup_epochs is not None
+    if configured is not None and (configured < total if is_set else 2 * configured <= total):
+        return configured
+    if is_set:
+        name = "warmup_epochs" if settings.warmup_steps is None else "warmup_steps"
+        rank_zero_info(
+            f"warm-up shortened to {total // 10} steps, a tenth of the run: {configured} of {total} steps were set "
+            f"(model.optimizer.{name})"
+        )
+    return total // 10
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trainer: pl.Trainer) -> WarmupDecay:
@@ -201,9 +233,10 @@ def schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, trai
             f"the decay needs the run's length: max_steps is {trainer.max_steps}, max_epochs {epochs} and "
             f"an epoch's steps are {epoch}; set trainer.max_steps, or trainer.max_epochs where the loader has a length"
         )
-    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning does not declare it
-    warmup = 0 if dry else warmup_steps(settings, epoch, min(lengths))
-    return WarmupDecay(optimizer, settings, warmup, min(lengths))
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning does not declare it
+        return WarmupDecay(optimizer, settings, 0, min(lengths))
+    total, configured = min(lengths), configured_warmup(settings, epoch)
+    return WarmupDecay(optimizer, settings, fitting_warmup(settings, configured, total), total, configured)
 
 
 def adamw(

@@ -109,8 +109,6 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
         schedule(optimizer, OptimizerSettings(), trainer(batches=None))
     with pytest.raises(ValueError, match="warmup_steps"):
         schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(batches=None, max_steps=5))
-    with pytest.raises(ValueError, match="shorter than the run"):
-        schedule(optimizer, OptimizerSettings(warmup_epochs=4), trainer())
     with pytest.raises(ValueError, match="clip_norm is -1"):
         OptimizerSettings(clip_norm=-1.0)
     with pytest.raises(ValueError, match="max_skipped is -1"):
@@ -120,6 +118,29 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
             OptimizerSettings(**{name: -1})
     with pytest.raises(ValueError, match="decay is 'step'; it must be one of cosine, linear"):
         OptimizerSettings(decay="step")
+
+
+@pytest.mark.parametrize("setting", [{"warmup_epochs": 1}, {"warmup_steps": 10}, {}, {"default_warmup_steps": 9}])
+def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, caplog):
+    def make(epochs: int, **more) -> WarmupDecay:
+        settings = OptimizerSettings(**setting | more)
+        optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+        return schedule(optimizer, settings, trainer(max_epochs=epochs))
+
+    with caplog.at_level("INFO"):
+        short = make(1)
+    assert short.warmup == 1
+    is_set = "default_warmup_steps" not in setting and setting != {}
+    assert any("warm-up shortened to 1" in line for line in caplog.messages) == is_set
+    extended = make(4)
+    assert extended.warmup == (9 if "default_warmup_steps" in setting else 10)
+    extended.load_state_dict(short.state_dict())
+    assert extended.warmup == 1
+    changed = make(4, warmup_steps=3)
+    changed.load_state_dict(short.state_dict())
+    assert changed.warmup == 3
+    changed.load_state_dict({"last_epoch": 2})  # of an earlier version
+    assert (changed.warmup, changed.last_epoch) == (3, 2)
 
 
 def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
