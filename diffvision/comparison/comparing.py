@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,8 +26,8 @@ from diffvision.comparison.measuring import (
     read_text,
     shared_window,
 )
-from diffvision.comparison.result import Comparison, Contestant, Row
-from diffvision.evaluation.intervals import difference
+from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
+from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, RESAMPLES, difference
 from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
@@ -136,8 +137,10 @@ def _rows(measured: Mapping[str, Seeds]) -> list[Row]:
             continue
         values = {label: [seed[metric].value for seed in seeds] for label, seeds in measured.items()}
         samples = {label: seeds[0][metric].samples for label, seeds in measured.items()}
+        largest = math.inf if metric.rpartition("/")[2] in IN_NATS else 1.0
         differences = {
-            label: difference(values[first], values[label], (samples[first], samples[label])) for label in others
+            label: difference(values[first], values[label], (samples[first], samples[label]), largest=largest)
+            for label in others
         }
         of_first = samples[first]
         if of_first is None:
@@ -188,24 +191,31 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
     notes = []
     if "paired" in methods:
         notes.append(
-            "Paired: both models saw the same samples. Intervals are a bootstrap's of 10,000 draws of images or "
-            "documents; a difference is marked if its interval excludes zero and McNemar's p is below 0.05. One run of "
+            f"Paired: both models saw the same samples. 95% CIs from {RESAMPLES:,} bootstrap resamples of images or "
+            "documents. A difference is marked if its interval excludes zero and McNemar's p is below 0.05. One run of "
             "each says nothing about other seeds."
         )
-    if "seeds" in methods:
+    if any(len(values) > 1 for row in rows for values in row.values.values()):
         notes.append(
-            "Over seeds: mean ± standard deviation; intervals are Welch's of the difference of two means, and a "
+            "Across seeds: mean ± standard deviation. Intervals are Welch's 95% CIs of the difference of two means. A "
             "difference is marked if its interval excludes zero."
+        )
+    if any(method.startswith(("too few", "no spread")) for method in methods):
+        notes.append(
+            f"No verdict with fewer than {FEWEST_SAMPLES} independent samples (images or documents) or {FEWEST_SEEDS} "
+            "seeds, or without any spread: the interval would be too narrow."
         )
     what = f"a row of {window} tokens" if first.is_language else "an image"
     what += " and a caption" if first.tokenizer is not None and not first.is_language else ""
-    counted = f"FLOPs: a forward pass of {what}; products of matrices and convolutions, 2 a multiply-add, attention "
-    notes.append(f"{counted}by its formula.")
+    notes.append(
+        f"FLOPs: a forward pass of {what}; matmuls and convolutions, 2 FLOPs per multiply-accumulate, attention by its "
+        "formula."
+    )
     if rounds:
         on_gpu, threads = settings.device.startswith("cuda"), torch.get_num_threads()
         machine = torch.cuda.get_device_name() if on_gpu else f"a CPU, {threads} thread{'s' * (threads > 1)}"
         notes.append(
-            f"Speed: forward passes on {machine}, {settings.precision}, all models in turns, {rounds} rounds; the "
+            f"Speed: forward passes on {machine}, {settings.precision}, models interleaved, {rounds} rounds; the "
             "ratio is the median over the rounds."
         )
     return notes

@@ -32,7 +32,7 @@ def _lead(comparison: Comparison) -> str:
         for row in comparison.rows:
             if row.metric.endswith(_HEADLINES) or row.name in ("nll", "bits_per_byte"):
                 task, dataset, _ = row.metric.split("/", 2)
-                word = row.differences[label].word or "without an interval"
+                word = row.differences[label].word or "without a verdict"
                 words.setdefault(word, []).append(f"{task} {row.name} on {dataset}".replace("_", "-"))
         said = "; ".join(f"{word} in {_and(metrics)}" for word, metrics in words.items())
         sentences.append(f"{label} next to {first}: {said}." if said else f"{label} next to {first}.")
@@ -59,7 +59,7 @@ def _results(comparison: Comparison) -> Section:
             rows.append([f"{row.name}{unit}", *cells, *(difference_text(row, label) for label in others)])
     heads = [f"{label} − {first} [95%]" for label in others] if len(others) > 1 else ["difference [95% interval]"]
     table = Table(["", *comparison.labels, *heads], rows, models=comparison.labels)
-    return Section("Results", [table, *map(Text, _notes(comparison, ("Paired", "Over seeds")))])
+    return Section("Results", [table, *map(Text, _notes(comparison, ("Paired", "Across seeds", "No verdict")))])
 
 
 def _costs(comparison: Comparison) -> Section:

@@ -262,7 +262,7 @@ def difference_text(row: Row, label: str) -> str:
     digits = 1 if row.factor == FACTOR else 3
     value = f"{row.factor * one.value:+.{digits}f}"
     if one.low is None or one.high is None:
-        return f"{value} ({one.method})"
+        return f"{value}, {one.method}"
     return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.word}"
 
 

@@ -1,5 +1,6 @@
 """Functions that both demos share: the record of a run, and the tables that compare models, printed and as HTML."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import rich.table
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
-from diffvision.evaluation.intervals import Difference, difference
+from diffvision.evaluation.intervals import FEWEST_SEEDS, Difference, difference
 
 
 @dataclass
@@ -98,8 +99,9 @@ def results(
             top = 100 if factor == 100 else None
             cells = bars(values, factor=factor, digits=digits, top=top)
             first, *compared = values.values()
-            differences = [_difference(first, other, factor, digits) for other in compared] if several else []
-            rows.append([f"{row}, %" if factor == 100 else row, *cells, *differences])
+            differences = [_difference(first, other, factor) for other in compared] if several else []
+            texts = [f"{_interval(one, factor, digits)} {one.word}".strip() for one in differences]
+            rows.append([f"{row}, %" if factor == 100 else row, *cells, *texts])
     empty = [""] * (len(others) if several else 0)
     rows += [["Size and speed"], *([*cells, *empty] for cells in more)]
     if several:
@@ -132,33 +134,34 @@ def verdict(values: Values, first: str, other: str, metrics: Rows) -> str:
         metrics: what they are compared by.
     """
     pairs = {name: (values[first][key], values[other][key]) for name, (key, _, _) in metrics.items()}
-    if min(len(of_model) for pair in pairs.values() for of_model in pair) == 1:
+    if min(len(of_model) for pair in pairs.values() for of_model in pair) < FEWEST_SEEDS:
         return (
-            "One seed of each says little: how much the numbers vary from seed to seed is not known, so neither model "
-            "is called better. `--seeds 3` repeats the demo with three."
+            f"Fewer than {FEWEST_SEEDS} seeds of each say little: how much the numbers vary from seed to seed is not "
+            f"known, so neither model is called better. `--seeds {FEWEST_SEEDS}` repeats the demo with more."
         )
-    words: dict[str, list[str]] = {"higher": [], "lower": [], "level": []}
+    words: dict[str, list[str]] = {"higher": [], "lower": [], "level": [], "": []}
     for name, (_, factor, digits) in metrics.items():
-        one = difference(*pairs[name])
+        one = _difference(*pairs[name], factor)
         words[one.word].append(f"{name} ({_interval(one, factor, digits)})")
     titles = {
         "higher": f"Higher with {other} than with {first}",
         "lower": f"Lower with {other} than with {first}",
-        "level": f"{other} and {first} are level within the spread between seeds",
+        "level": f"No significant difference across seeds between {other} and {first}",
+        "": "No verdict",
     }
     return " ".join(f"{title}: {', '.join(words[word])}." for word, title in titles.items() if words[word])
 
 
-def _difference(first: Sequence[float], other: Sequence[float], factor: float, digits: int) -> str:
-    one = difference(first, other)
-    return f"{_interval(one, factor, digits)} {one.word}".strip()
+def _difference(first: Sequence[float], other: Sequence[float], factor: float) -> Difference:
+    """Return the difference of two models over their seeds; where the factor is 100 it is one of shares."""
+    return difference(first, other, largest=1.0 if factor == 100 else math.inf)
 
 
 def _interval(one: Difference, factor: float, digits: int) -> str:
-    """Return a difference with its interval, such as "+1.2 [-0.3, 2.7]"."""
+    """Return a difference with its interval, such as "+1.2 [-0.3, 2.7]", or why it has none."""
     value = f"{factor * one.value:+.{digits}f}".replace("-", "−")
     if one.low is None or one.high is None:
-        return value
+        return f"{value}, {one.method}"
     return f"{value} [{factor * one.low:.{digits}f}, {factor * one.high:.{digits}f}]".replace("-", "−")
 
 

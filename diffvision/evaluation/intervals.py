@@ -19,6 +19,10 @@ from diffvision.evaluation.samples import PerSample
 
 LEVEL = 0.95  # of all intervals
 RESAMPLES, SEED = 10_000, 0
+FEWEST_SAMPLES = 10
+"""Units (images, documents) that an interval needs: with 10 the bootstrap of two equal models' losses excludes zero in
+one case of ten, with 3 in one of four, and with equal differences its width is zero whatever their number."""
+FEWEST_SEEDS = 3
 _CELLS = 4_000_000  # of one table of draws
 
 
@@ -29,7 +33,7 @@ class Difference:
     Attributes:
         value: the model's metric minus the first one's.
         low, high: 95% interval; None where none can be given.
-        method: "paired" (over samples), "seeds", or why there is no interval.
+        method: "paired" (over samples), "seeds", or why there is no interval, such as "too few seeds (2 < 3)".
         p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.
     """
 
@@ -83,7 +87,11 @@ def cohen_kappa(first: Sequence[Hashable], other: Sequence[Hashable]) -> float:
 
 
 def difference(
-    first: Sequence[float], other: Sequence[float], samples: tuple[PerSample | None, PerSample | None] = (None, None)
+    first: Sequence[float],
+    other: Sequence[float],
+    samples: tuple[PerSample | None, PerSample | None] = (None, None),
+    *,
+    largest: float = math.inf,
 ) -> Difference:
     """Return the difference of two models' metrics.
 
@@ -91,10 +99,17 @@ def difference(
         first: the metric of each of the first model's runs.
         other: of the other model's.
         samples: the metric sample by sample, of models with one run each.
+        largest: no difference is larger, and the interval ends there: 1 for shares.
     """
     value = statistics.mean(other) - statistics.mean(first)
     if len(first) > 1 and len(other) > 1:
-        return Difference(value, *welch_interval(first, other), "seeds")
+        fewest = min(len(first), len(other))
+        if fewest < FEWEST_SEEDS:
+            return Difference(value, method=f"too few seeds ({fewest} < {FEWEST_SEEDS})")
+        if len({*first}) == len({*other}) == 1:
+            return Difference(value, method="no spread across seeds")
+        low, high = welch_interval(first, other)
+        return Difference(value, max(low, -largest), min(high, largest), "seeds")
     if len(first) > 1 or len(other) > 1:
         return Difference(value, method="one of the two has a single seed")
     a, b = samples
@@ -102,6 +117,8 @@ def difference(
         return Difference(value, method="no result by sample")
     if not a.is_like(b):
         return Difference(value, method="not the same samples")
+    if (units := len(a.units.unique())) < FEWEST_SAMPLES:
+        return Difference(value, method=f"too few independent samples ({units} < {FEWEST_SAMPLES})", p=mcnemar(a, b))
     return Difference(value, *bootstrap_interval(a, b), "paired", mcnemar(a, b))
 
 
@@ -178,8 +195,6 @@ def welch_interval(first: Sequence[float], other: Sequence[float]) -> tuple[floa
     parts = [statistics.variance(values) / len(values) for values in (first, other)]
     value = statistics.mean(other) - statistics.mean(first)
     error = math.sqrt(sum(parts))
-    if not error:
-        return value, value
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(values) - 1) for part, values in zip(parts, (first, other), strict=True)
     )
@@ -197,7 +212,7 @@ def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]
     """Return the metrics, with the interval of each mean over samples as NAME_low and NAME_high.
 
     It is Wilson's for a share of samples that are right or wrong, each a unit by itself, and a bootstrap's over units
-    for any other mean, of two units or more.
+    for any other mean, of `FEWEST_SAMPLES` units or more.
     """
     metrics: dict[str, float] = {}
     for name, result in results.items():
@@ -208,7 +223,7 @@ def with_intervals(results: Mapping[str, PerSample | float]) -> dict[str, float]
         units = len(result.units.unique())
         if result.values.dtype == torch.bool and result.classes is None and units == len(result.units):
             low, high = wilson_interval(int(result.values.sum()), len(result.values))
-        elif result.classes is None and units > 1:
+        elif result.classes is None and units >= FEWEST_SAMPLES:
             low, high = mean_interval(result)
         else:
             continue
@@ -221,7 +236,8 @@ def differences(first: Mapping[str, PerSample | float], other: Mapping[str, PerS
 
     Returns:
         For each metric that is a mean over samples, NAME_difference with its bootstrap interval NAME_difference_low and
-        NAME_difference_high, and NAME_mcnemar_p; nothing for metrics of other samples.
+        NAME_difference_high, and NAME_mcnemar_p; no interval of fewer than `FEWEST_SAMPLES` units, and nothing for
+        metrics of other samples.
     """
     metrics: dict[str, float] = {}
     for name, result in other.items():

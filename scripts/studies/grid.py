@@ -342,7 +342,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of differences, half of its 95% t interval, and p of the t test."""
     mean, freedom = statistics.mean(differences), len(differences) - 1
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(not mean)
+    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else 1.0
     return mean, float(stats.t.ppf(0.975, freedom)) * error, float(p)
 
 

@@ -97,10 +97,38 @@ def test_what_a_difference_is_called():
     assert Difference(-0.1, -0.2, -0.01).word == "lower"
     assert Difference(0.1, 0.0, 0.2).word == "level"
     assert Difference(0.1).word == ""
-    few = difference([0.0], [1.0], (right("..."), right("xxx")))
-    assert few.low == 1.0  # the bootstrap of three samples
-    assert few.p == 0.25
-    assert few.word == "level"
+    unsure = difference([0.5], [0.625], (right("x" * 20 + "." * 20), right("x" * 25 + "." * 15)))
+    assert unsure.low > 0  # of the bootstrap
+    assert unsure.p == 2 / 2**5
+    assert unsure.word == "level"
+
+
+@pytest.mark.parametrize("units", [1, 3, 9, 10])
+def test_few_samples_have_no_verdict_however_equal_their_differences(units):
+    """Losses of two models that differ by the same everywhere: a bootstrap's width is zero, of any number of units."""
+    losses = PerSample(torch.ones(60), torch.arange(60) % units)
+    one = difference([1.0], [2.0], (losses, losses._replace(values=2 * losses.values)))
+    assert (one.word, one.low) == (("higher", 1.0) if units == 10 else ("", None))
+    assert (f"({units} < 10)" in one.method) == (units < 10)
+    assert ("loss_low" in with_intervals({"loss": losses})) == (units == 10)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "method"),
+    [
+        ([0.5, 0.6], [0.8, 0.9], "too few seeds (2 < 3)"),
+        ([0.5, 0.6, 0.7], [0.8, 0.9], "too few seeds (2 < 3)"),
+        ([0.5] * 3, [0.8] * 3, "no spread across seeds"),
+    ],
+)
+def test_seeds_that_are_few_or_equal_have_no_verdict(first, other, method):
+    one = difference(first, other)
+    assert (one.word, one.low, one.method) == ("", None, method)
+
+
+def test_an_interval_of_shares_ends_at_one():
+    one = difference([0.9, 0.95, 1.0], [0.1, 0.9, 0.05], largest=1.0)
+    assert -1.0 == one.low < one.value < one.high
 
 
 def test_where_no_interval_can_be_given():
@@ -108,18 +136,18 @@ def test_where_no_interval_can_be_given():
     assert difference([0.1], [0.3]).method == "no result by sample"
     unequal = difference([0.5], [0.5], (right("x."), right("x..x")))
     assert (unequal.method, unequal.low) == ("not the same samples", None)
-    seeds = difference([0.1, 0.2], [0.3, 0.35])
+    seeds = difference([0.1, 0.2, 0.3], [0.3, 0.35, 0.4])
     assert seeds.method == "seeds"
-    assert seeds.value == pytest.approx(0.175)
+    assert seeds.value == pytest.approx(0.15)
 
 
 def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
-    first, other = [0.5, 0.6], [0.7, float("nan")]
+    first, other = [0.5, 0.6, 0.7], [0.7, 0.8, float("nan")]
     one = difference(first, other)
     assert one.word == ""
     row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
     write_outputs(Comparison("a language model", [], [row], "tokens"), [str(tmp_path / "nan.json")])
-    assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, None]
+    assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, 0.8, None]
 
 
 def test_a_mean_has_the_interval_of_its_units():
@@ -137,6 +165,11 @@ def test_a_mean_has_the_interval_of_its_units():
     wide, narrow = (metrics[f"{name}_high"] - metrics[f"{name}_low"] for name in ("four", "one"))
     assert wide == pytest.approx(narrow, rel=0.15)  # not half of it, as 200 independent answers would have
     assert "row_low" not in metrics
+
+
+def test_the_table_says_why_a_difference_has_no_interval(capsys):
+    show({"a": {"t/right": 0.5}, "b": {"t/right": 0.6, "t/right_difference": 0.1, "t/right_mcnemar_p": 1.0}})
+    assert "fewer than 10" in capsys.readouterr().out
 
 
 def test_the_table_shows_as_many_digits_as_an_interval_has(capsys):

@@ -80,6 +80,7 @@ def test_a_difference_whose_interval_includes_zero_is_level(tmp_path):
     made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.41, 0.50))
     assert str(runs.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
     assert str(Difference(9.5, 6.4, 0.06)) == "+9.5 [+3.1, +15.9] unclear (p 0.06)"
+    assert str(Difference(*grid.paired_interval([2.0, 2.0]))) == "+2.0 [+2.0, +2.0] unclear (p 1)"  # no spread
     write(runs, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
     assert runs.differences("right") == {}  # one seed is left
     assert "| other | 50.0 |  |" in runs.table(["right"])

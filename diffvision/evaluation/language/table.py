@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from diffvision import tables
 from diffvision.analysis.figures.language import Results
-from diffvision.evaluation.intervals import PARTS
+from diffvision.evaluation.intervals import FEWEST_SAMPLES, PARTS
 
 
 def show(results: Results) -> None:
@@ -26,6 +26,8 @@ def show(results: Results) -> None:
         if f"{key}_difference" in metrics:
             p = metrics.get(f"{key}_mcnemar_p")
             paired.add_row(key, name, _cell(metrics, f"{key}_difference"), "" if p is None else f"{p:.2g}")
+            if f"{key}_difference_low" not in metrics:
+                paired.caption = f"no interval: fewer than {FEWEST_SAMPLES} independent samples"
     tables.show(table, *([paired] if paired.row_count else []), data=results)
 
 
