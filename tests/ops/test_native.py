@@ -3,10 +3,13 @@
 tests/ops/test_battery.py has what every backend promises.
 """
 
+import _ctypes
 import os
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,37 +160,96 @@ def works():
     return True
 
 
+def files(cache):
+    return [file for file in cache.iterdir() if file.name != ".lock"]
+
+
 def test_it_is_compiled_once(cache, monkeypatch):
     before = os.umask(0o002)
     try:
         assert works()
     finally:
         os.umask(before)
-    [file] = cache.iterdir()
+    [file] = files(cache)
     build._found.cache_clear()
     monkeypatch.setattr(build, "_compiler", lambda: "none")  # no longer there, nor needed
     assert works()
-    assert list(cache.iterdir()) == [file]
+    assert files(cache) == [file]
 
 
-def test_a_file_that_others_may_write_is_not_run(cache):
-    cache.mkdir(parents=True)
-    file = cache / build._name()
-    file.write_bytes(b"of somebody else")
-    file.chmod(0o722)
+DAMAGE = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "changed": lambda file: file.write_bytes(file.read_bytes().replace(b"\0\0\0\0", b"\0\1\0\0", 1)),
+    "empty": lambda file: os.truncate(file, 0),
+    "random": lambda file: file.write_bytes(os.urandom(9999)),
+    "another library": lambda file: file.write_bytes(Path(_ctypes.__file__).read_bytes()),
+    "a folder": lambda file: (file.unlink(), (file / "inside").mkdir(parents=True)),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a link": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+    "others may write": lambda file: file.chmod(0o722),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A library as the compiler writes it."""
+    library = tmp_path_factory.mktemp("compiled") / "kernel.so"
+    subprocess.run([*build._compiler(), *build._flags(), str(build.SOURCE), "-o", str(library), "-lm"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_foreign_kernel_is_compiled_again(cache, damage, compiled, tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cp {compiled} "$2"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert build.reason_against() == ""
+    [file] = files(cache)
+    before = file.read_bytes()
+    assert before.startswith(compiled.read_bytes())
+    DAMAGE[damage](file)
+    (cache / ".kernel-of-a-killed-process").mkdir()
+    build._found.cache_clear()
     assert works()
+    assert files(cache) == [file]
+    assert not file.is_symlink()
+    assert file.read_bytes() == before
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
-    assert len(file.read_bytes()) > 1000
 
 
-def test_a_folder_that_others_may_write_is_not_used(cache):
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    file = cache / build._name()
+@pytest.fixture
+def reachable(cache, monkeypatch):
+    """A cache folder that other users can reach, as they cannot reach pytest's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda _: f"{folder}/cache")
+        yield Path(folder, "cache", "kernels")
+
+
+@pytest.mark.parametrize("place", ["", "..", "../.."], ids=["itself", "above it", "far above it"])
+def test_a_folder_that_others_may_write_is_not_used(reachable, place):
+    reachable.mkdir(parents=True)
+    (reachable / place).chmod(0o777)
+    file = reachable / build._name()
     file.write_bytes(b"of somebody else")
     assert works()  # from a temporary folder
     assert file.read_bytes() == b"of somebody else"
-    assert list(cache.iterdir()) == [file]
+    assert list(reachable.iterdir()) == [file]
+
+
+def test_a_folder_whose_names_others_cannot_change_is_used(reachable):
+    (reachable.parent / "elsewhere").mkdir(parents=True)
+    reachable.symlink_to("elsewhere")
+    assert build._folder() is None
+    reachable.unlink()
+    assert build._folder() == reachable
+    reachable.parent.chmod(0o1777)  # as /tmp is
+    assert build._folder() == reachable
+    reachable.parent.chmod(0o777)
+    assert build._folder() is None
+    reachable.parent.parent.chmod(0o700)  # which nobody else can enter
+    assert build._folder() == reachable
 
 
 def test_a_folder_that_cannot_be_made(cache):
@@ -204,8 +266,10 @@ def fails(reason):
 def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "gcc -m64")
     assert works()
-    [file] = cache.iterdir()
+    [file] = files(cache)
     file.unlink()
+    monkeypatch.setenv("CC", 'gcc "')
+    fails("the variable CC is 'gcc \"'")
     monkeypatch.setenv("CC", "a_compiler -m64")
     fails("the variable CC names 'a_compiler', which is not there")
     monkeypatch.delenv("CC")
@@ -215,14 +279,18 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(broken))
     for program, reason in (
         ("sys.exit('unknown option')", f"its kernel cannot be compiled by {broken}: unknown option"),
-        ("open(sys.argv[sys.argv.index('-o') + 1], 'w')", "its kernel cannot be compiled or loaded: .*file too short"),
+        ("open(sys.argv[sys.argv.index('-o') + 1], 'w')", "its kernel cannot be compiled or loaded: "),
+        (
+            f"import shutil; shutil.copy({_ctypes.__file__!r}, sys.argv[-2])",
+            "its kernel cannot be compiled or loaded: .*undefined symbol",
+        ),
         ("import time; time.sleep(60)", f"its kernel cannot be compiled: {broken} took more than 0 s"),
     ):
         broken.write_text(f"#!{sys.executable}\nimport sys\n{program}\n")
         broken.chmod(0o700)
         monkeypatch.setattr(build, "SECONDS", 0.3 if "sleep" in program else 60.0)
         fails(reason)
-        assert list(cache.iterdir()) == []
+        assert files(cache) == []
     # What was measured is not taken where it can no longer run.
     problem = Problem(1, 4, 4, 70, 70, 8, 16)
     choice = tuned.Choice("native", "eager", 1.3, "2026-11-24", {"eager": 1.3, "native": 1.0}, {})
@@ -230,12 +298,6 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
         tuned.use("cpu", tuned.Tuning({}, {tuned.kind_of(problem, compiled=False): choice}))
         assert next(iter(supported_backends(problem))) == "eager"
         diff_attention(*tensors(b=1))
-
-
-def test_a_damaged_kernel_is_named(cache):
-    cache.mkdir(parents=True)
-    (cache / build._name()).write_bytes(b"\x7fELF")
-    fails(r"its kernel cannot be compiled or loaded: .*\.so")
 
 
 def test_other_processors_and_systems(monkeypatch):
@@ -260,4 +322,4 @@ def test_processes_that_compile_at_once_leave_one_file(tmp_path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", program], env=env) for _ in range(2)]
     assert [process.wait(timeout=120) for process in started] == [0, 0]
-    assert len(list((tmp_path / "diffvision" / "kernels").iterdir())) == 1
+    assert len(files(tmp_path / "diffvision" / "kernels")) == 1

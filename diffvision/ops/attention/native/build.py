@@ -1,7 +1,9 @@
 """The kernel, compiled by the machine's C compiler and kept in the user's cache folder.
 
 It is compiled when `tune`, `doctor` or the backend's name asks for it. Nothing of Python or torch is included, so that
-it takes a second: tensors are passed as addresses, and the matrix product is the one in torch's library.
+it takes a second: tensors are passed as addresses, and the matrix product is the one in torch's library. A cached
+kernel is run only from a folder that no other user can change, and only if it is byte for byte what was compiled;
+whatever else has its name is replaced.
 """
 
 import ctypes
@@ -9,9 +11,12 @@ import hashlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +31,9 @@ INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 SECONDS = 60.0
+SCRATCH = ".kernel-"
+DIGEST_BYTES = 32  # of a file's sha256, at its end
+MAX_BYTES = 2**24
 
 
 class Kernel:
@@ -71,61 +79,117 @@ def _found() -> Kernel | str:
     except (OSError, AttributeError):
         return f"torch {torch.__version__} has no matrix product that can be called (sgemm_)"
     try:
-        path = _folder() / _name()
-        if _is_private(path.parent) and _is_private(path):
-            return Kernel(path, product)
-        return _compiled(path, product)
-    except OSError as error:  # the loader's message names the file
+        folder = _folder()
+        return (_cached(folder / _name(), product) if folder else None) or _compiled(folder, product)
+    except (OSError, AttributeError) as error:  # the loader's message names the file
         return f"its kernel cannot be compiled or loaded: {error}"
 
 
-def _compiled(path: Path, product: ctypes.c_void_p) -> Kernel | str:
-    """Compile the kernel, load it, and keep it at a path that nobody else may write."""
+def _cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
+    """Load the kernel from a trusted folder; return None unless the file is this user's and as it was written."""
+    try:
+        # Without waiting for the other end of a pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return None
+            content = file.read(MAX_BYTES)
+        if content[-DIGEST_BYTES:] != hashlib.sha256(content[:-DIGEST_BYTES]).digest():
+            return None
+        return Kernel(path, product)
+    except OSError:  # it may have been compiled for a newer system that has the same home folder
+        return None
+
+
+def _compiled(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
+    """Compile the kernel, load it, and keep it in a trusted folder that can be written."""
     if isinstance(compiler := _compiler(), str):
         return compiler
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = _is_private(path.parent) and os.access(path.parent, os.W_OK)
-    except OSError:
-        kept = False
-    with tempfile.TemporaryDirectory(prefix=".kernel-", dir=path.parent if kept else None) as folder:
-        made = Path(folder, path.name)
-        command = [*compiler, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
+    if folder and not os.access(folder, os.W_OK):
+        folder = None
+    with _scratch(folder) as scratch:
+        library = scratch / _name()
+        command = [*compiler, *_flags(), str(SOURCE), "-o", str(library), "-lm"]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            )
         except subprocess.TimeoutExpired:
             return f"its kernel cannot be compiled: {compiler[0]} took more than {SECONDS:.0f} s"
         if ended.returncode:
             first = (ended.stderr.strip().splitlines() or ["no message"])[0]
             return f"its kernel cannot be compiled by {compiler[0]}: {first}"
-        made.chmod(0o700)
-        loaded = Kernel(made, product)  # a file that does not load is not kept
-        if kept:
-            with made.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(made, path)  # whole or not at all, whoever compiles at the same time
+        library.chmod(0o700)
+        # The loader ignores what follows the library, and so one file has both: nothing can replace only one of them.
+        with library.open("r+b") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        loaded = Kernel(library, product)  # a file that does not load is not kept
+        if folder:
+            kept = folder / library.name
+            with suppress(OSError):
+                if kept.is_dir() and not kept.is_symlink():
+                    shutil.rmtree(kept)
+                os.replace(library, kept)  # whole or not at all, whoever compiles at the same time
         return loaded
+
+
+@contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    """Make a temporary folder within the cache's, where those of killed processes are removed, or in the system's."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+        return
+    import fcntl
+
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a lock what others left stays
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = stack.enter_context(open(os.open(folder / ".lock", flags, 0o600), "rb"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in folder.glob(f"{SCRATCH}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:  # shared with the others that compile now
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder)))
 
 
 def _compiler() -> list[str] | str:
     """Return the command of the C compiler, or why there is none."""
-    if named := shlex.split(os.environ.get("CC", "")):
+    setting = os.environ.get("CC", "")
+    try:
+        named = shlex.split(setting)
+    except ValueError as error:
+        return f"the variable CC is {setting!r} ({error}): correct or unset it"
+    if named:
         return named if shutil.which(named[0]) else f"the variable CC names {named[0]!r}, which is not there"
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     return [found] if found else "no C compiler was found: install gcc or clang, or name one in the variable CC"
 
 
-def _is_private(path: Path) -> bool:
-    """Return whether a file or folder is there that nobody else may write: what is in it is to be run."""
+def _folder() -> Path | None:
+    """Return the cache's folder, made if need be; None if another user can change it, or it cannot be made."""
+    folder = Path(os.path.realpath(platformdirs.user_cache_dir("diffvision")), "kernels")
+    places = [*reversed(folder.parents), folder]
     try:
-        status = path.stat()
+        for place in places:
+            place.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+            return None
+        # Whoever may write a folder may put another one in the place of what is in it, except in a sticky one.
+        others_enter = True
+        for status in map(Path.stat, places):
+            others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+            if status.st_uid not in (0, os.getuid()) or (others_enter and others_write):
+                return None
+            others_enter = others_enter and bool(status.st_mode & 0o011)
     except OSError:
-        return False
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def _folder() -> Path:
-    return Path(platformdirs.user_cache_dir("diffvision"), "kernels")
+        return None
+    return folder
 
 
 def _name() -> str:
