@@ -154,6 +154,15 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             attentions=outputs.attentions,
         )
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as `GenerationMixin.generate`; if that fails, restore the depth that early exit lowers."""
+        host: Any = super()
+        depth = self.config.num_hidden_layers
+        try:
+            return host.generate(*args, **kwargs)
+        finally:
+            self.config.num_hidden_layers = depth
+
     def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse more tokens than the model takes, where transformers warns and fails after the last that fits."""
         host: Any = super()  # mypy does not find the host's protocol for self here

@@ -304,7 +304,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         wanted = kwargs.get("output_attentions", self.config.output_attentions)
         explicit = bool(wanted) or self.config._attn_implementation == "eager"
         hidden_states = inputs_embeds
-        for block in self.blocks:
+        for block in self.blocks[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it for a while
             hidden_states, _ = block(
                 hidden_states,
                 attention_mask=mask,

@@ -61,13 +61,14 @@ MODES = {
     "offloaded": {"cache_implementation": "offloaded"},
     "no cache": {"use_cache": False},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 1},
     "chunked prefill": {"prefill_chunk_size": 5},
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_generation_gives_our_tokens(mode, ours, theirs):
-    tokens = torch.randint(97, (1 if mode == "prompt lookup" else 3, 12))
+    tokens = torch.randint(97, (1 if mode in ("prompt lookup", "early exit") else 3, 12))
     settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **MODES[mode]}
     if mode == "offloaded" and not torch.cuda.is_available():
         pytest.skip("offloading needs an accelerator")

@@ -85,6 +85,21 @@ def test_greedy_generation_equals_ours(model, use_cache):
     assert len({tuple(row) for row in made}) == 3
 
 
+def test_early_exit_drafts_the_same_tokens_and_leaves_the_depth(model, tmp_path):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (1, 6))
+    settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 20, "do_sample": False}
+    expected, depth = host.generate(tokens, **settings), model.config.depth
+    for layers in range(1, depth + 1):
+        assert torch.equal(host.generate(tokens, assistant_early_exit=layers, **settings), expected)
+    hook = host.model.norm.register_forward_hook(lambda *_: 1 / (host.config.num_hidden_layers - 1))
+    with pytest.raises(ZeroDivisionError):
+        host.generate(tokens, assistant_early_exit=1, **settings)
+    hook.remove()
+    assert host.config.num_hidden_layers == depth
+    host.save_pretrained(tmp_path)
+    assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, host(tokens).logits)
+
+
 def test_beams_follow_their_cache(model):
     host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
     made = [
