@@ -78,6 +78,9 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher.kill": ("self", "signum"),
     f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher.procs": None,
     f"{_SAVING}._defer_save_until_validation": None,
+    f"{_SAVING}._monitor_candidates": ("self", "trainer"),
+    f"{_SAVING}._save_last_checkpoint": ("self", "trainer", "monitor_candidates"),
+    f"{_SAVING}._save_topk_checkpoint": ("self", "trainer", "monitor_candidates"),
     f"{_SAVING}._last_checkpoint_saved": None,
     f"{_SAVING}._last_global_step_saved": None,
     f"{_SAVING}.current_score": None,
@@ -200,6 +203,18 @@ SAVE_STATE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_
 def set_last_save(callback: ModelCheckpoint, step: int, path: str) -> None:
     """Let a ModelCheckpoint know which file it saved last, and at which step."""
     callback._last_global_step_saved, callback._last_checkpoint_saved = step, path
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """Return the step of what a ModelCheckpoint saved last; 0 if it has saved nothing."""
+    return callback._last_global_step_saved
+
+
+def save_unmonitored(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
+    """Let a ModelCheckpoint that monitors nothing save now, under its names, as at a validation's end."""
+    candidates = callback._monitor_candidates(trainer)
+    callback._save_topk_checkpoint(trainer, candidates)
+    callback._save_last_checkpoint(trainer, candidates)
 
 
 @contextmanager

@@ -52,6 +52,23 @@ def moment(trainer: pl.Trainer, *, validating: bool) -> Moment:
     return "validation" if validating else "validated"
 
 
+def ends_within_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether a run by steps, or one that a callback stops, has ended within an epoch, as at its end.
+
+    Lightning then calls the hooks of the epoch's end, and counts it.
+    """
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    stopped = trainer.should_stop or is_at_last_step(trainer)
+    return stopped and epoch.ready == epoch.processed and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def reopen_epoch(loops: dict[str, Any]) -> None:
+    """Change the state of a fit's loops so that the epoch, which a run's end has cut short, continues."""
+    for counts in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
+        counts["processed"] -= 1
+        counts["completed"] = counts["processed"]
+
+
 def recorded(loops: dict[str, Any], at: Moment) -> Moment:
     """Return the moment that a checkpoint was taken at, from the state of a fit's loops and its record.
 

@@ -18,12 +18,13 @@ from diffvision.ops.attention import tuned
 from diffvision.training.durable import lightning_internals
 from diffvision.training.durable.checkpoints import DurableCheckpointIO
 from diffvision.training.durable.equal_steps import EvenRanks
+from diffvision.training.durable.last_state import LastState
 from diffvision.training.durable.preemption import Preemption, forwarded
 from diffvision.training.durable.rank_monitor import FailureNews, Peers, watched_launcher
 from diffvision.training.durable.resume import Ranks, Resume, prepared
 from diffvision.training.durable.run_state import RunState
 
-_OURS = (FailureNews, RunState, EvenRanks, Preemption)
+_OURS = (FailureNews, LastState, RunState, EvenRanks, Preemption)
 
 
 @contextmanager
@@ -83,12 +84,12 @@ def protect(
 def in_order(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
     """Return callbacks with ours among them, in the order that each needs.
 
-    News of a failure come first. The state is restored after all others have begun, and before checkpoints are saved.
-    Signals are acted on when the others are done with a step.
+    News of a failure come first. The last state is saved before other callbacks change it. The state is restored after
+    all others have begun, and before checkpoints are saved. Signals are acted on when the others are done with a step.
     """
     savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    return [FailureNews(peers), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
+    return [FailureNews(peers), LastState(), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
 
 
 def warn_of_old_last(callbacks: list[Any]) -> None:
@@ -100,8 +101,9 @@ def warn_of_old_last(callbacks: list[Any]) -> None:
     savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if all(saver.monitor and saver.save_top_k >= 0 for saver in savers) and any(saver.save_last for saver in savers):
         rank_zero_warn(
-            "save_last of a ModelCheckpoint that monitors a metric is written only when the metric improves: what is "
-            "trained after that is in no checkpoint. Add a second ModelCheckpoint, with filename: last and no monitor"
+            "save_last of a ModelCheckpoint that monitors a metric is written only when the metric improves and at the "
+            "run's end: what is trained between is in no checkpoint. Add a second ModelCheckpoint, with filename: last "
+            "and no monitor"
         )
 
 

@@ -94,6 +94,9 @@ class RunState(pl.Callback):
             return
         unfinished = loops.unfinished(trainer)
         at = loops.moment(trainer, validating=self._before_validation is not None)
+        if loops.ends_within_epoch(trainer):
+            at = "validated"
+            loops.reopen_epoch(checkpoint["loops"]["fit_loop"])
         random = captured(trainer.strategy.root_device)
         if at == "validation" and self._before_validation is not None:
             random, checkpoint["loops"]["fit_loop"][loops.VALIDATED] = self._before_validation

@@ -74,6 +74,19 @@ def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path
     assert verdict(case, outcome, whole(case)) == []
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_that_ended_within_an_epoch_is_extended_from_there(root, tmp_path, capsys):
+    """Lightning counts that epoch as done, and would leave out its remaining samples."""
+    setting = Setting("language", by="steps, without validation")
+    whole, parts = Outcome(), Outcome()
+    with quietly():
+        once(root / "data", tmp_path / "whole", setting, whole, None, max_steps=11)
+        for steps in (8, 8, 11):
+            assert once(root / "data", tmp_path / "kept", setting, parts, None, max_steps=steps)
+    assert parts.began[0::2] == [0, 8]
+    assert parts.samples == whole.samples
+
+
 def test_what_differs_between_two_runs_is_named(whole):
     outcome = whole(Case(TRAINED, ""))
     other = Outcome(**vars(outcome) | {"samples": outcome.samples | {3: ["x"]}, "files": []})

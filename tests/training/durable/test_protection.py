@@ -37,11 +37,10 @@ def trainer_of(root, steps, **settings):
         accelerator="cpu",
         devices=1,
         logger=CSVLogger(root, "fit", 0),
-        max_steps=steps,
         callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)],
         enable_progress_bar=False,
         enable_model_summary=False,
-        **settings,
+        **{"max_steps": steps} | settings,
     )
 
 
@@ -71,7 +70,8 @@ def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fi
         with protect(trainer, module, settings={"seed": 1}):
             pass
         names = [type(callback).__name__ for callback in trainer.callbacks]
-        assert names == ["FailureNews", "EarlyStopping", "RunState", "ModelCheckpoint", "EvenRanks", "Preemption"]
+        ours = ["RunState", "ModelCheckpoint", "EvenRanks", "Preemption"]
+        assert names == ["FailureNews", "LastState", "EarlyStopping", *ours]
     assert isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
 
 
@@ -101,3 +101,43 @@ def test_every_name_of_the_door_is_there():
     assert sorted(durable.__all__) == sorted(durable._MODULES)
     with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
         _ = durable.nowhere
+
+
+class Validated(Tiny):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.layer(batch).square().mean())
+
+
+@pytest.mark.filterwarnings("ignore:save_last of a ModelCheckpoint:UserWarning")
+@pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_epochs": 1, "check_val_every_n_epoch": 2}])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([{"filename": "last"}], "last.ckpt"),
+        ([{"filename": "best", "monitor": "loss"}], "last.ckpt"),
+        ([{"filename": "best", "monitor": "loss"}, {"filename": "{step}"}], "step={}.ckpt"),
+        ([{"save_top_k": 0}], "last.ckpt"),
+        ([{"monitor": "loss", "save_last": "link"}], "last.ckpt"),
+    ],
+)
+def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_path, settings, expected, length):
+    module, loader = Validated(), DataLoader(torch.ones(8, 3))
+    trainer = trainer_of(tmp_path, -1, limit_val_batches=1, val_check_interval=8, **length)
+    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", **one) for one in settings]
+    with protect(trainer, module):
+        trainer.fit(module, loader, loader)
+    (path,) = (tmp_path / "kept").glob("*.ckpt")
+    assert path.name == expected.format(trainer.global_step)
+    assert verify(path).step == trainer.global_step > 0
+    assert any(str(path) in (saver.last_model_path, saver.best_model_path) for saver in trainer.checkpoint_callbacks)
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(weights["layer.weight"], module.layer.weight)
+
+
+@pytest.mark.parametrize("settings", [{"enable_checkpointing": False}, {"fast_dev_run": True}])
+def test_no_last_state_is_left_where_none_is_wanted(tmp_path, settings):
+    module, trainer = Tiny(), pl.Trainer(accelerator="cpu", logger=False, max_steps=2, default_root_dir=tmp_path,
+                                         enable_progress_bar=False, enable_model_summary=False, **settings)  # fmt: skip
+    with protect(trainer, module):
+        trainer.fit(module, DataLoader(torch.ones(8, 3)))
+    assert not [*tmp_path.rglob("*.ckpt")]
