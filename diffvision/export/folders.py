@@ -136,13 +136,15 @@ def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preproces
         classifier.pretrained_cfg.pop("license", None)  # it is the license of timm's code, not of these weights
     cfg = {key: value for key, value in classifier.pretrained_cfg.items() if key not in _SOURCES and value is not None}
     architecture = config.pop("architecture", cfg.pop("architecture", None))
-    args = {key: value for key, value in config.items() if not key.endswith(("drop_rate", "drop_path_rate"))}
+    # timm takes the classes from the values beside the arguments, and transformers refuses them in both.
+    left_out = ("num_classes", "drop_rate", "drop_path_rate")
+    args = {key: value for key, value in config.items() if not key.endswith(left_out)}
     classes = classifier.num_classes
     values = {
         "architecture": architecture,
         "num_classes": classes,
         "num_features": classifier.num_features,
-        "model_args": {**args, "num_classes": classes},
+        "model_args": args,
         "pretrained_cfg": {**cfg, **preprocess, "num_classes": classes, "custom_load": False},
         **more,
     }

@@ -47,8 +47,23 @@ def test_timm_loads_the_run(runs, exported, image):
         assert torch.equal(model(batch), runs.vision.model.eval()(batch))
     assert model.pretrained_cfg["label_names"] == ["zero", "one", "two"]
     values = json.loads((exported / "vision" / "config.json").read_text())
-    assert values["model_args"] == {"img_size": 48, "num_classes": 3}  # nothing of how it was trained
+    assert values["model_args"] == {"img_size": 48}  # nothing of how it was trained
     assert "license" not in values["pretrained_cfg"]
+
+
+def test_transformers_loads_the_run_through_its_wrapper_of_timm(runs, exported, image, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder, batch = exported / "vision", runs.vision.eval_transform(image)[None]
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    assert model.config.id2label == {0: "zero", 1: "one", 2: "two"}
+    own = runs.vision.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch).logits, own(batch))
+        model.save_pretrained(tmp_path)
+        again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        torch.testing.assert_close(again(batch), own(batch))
+        features = transformers.AutoModel.from_pretrained(folder).eval()(batch).last_hidden_state
+        torch.testing.assert_close(features, own.forward_features(batch))
 
 
 def test_ours_load_them_too(runs, exported, image):
