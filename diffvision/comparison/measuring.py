@@ -22,7 +22,7 @@ from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import bar
 from diffvision.evaluation.prompts import prompts_of
 from diffvision.evaluation.samples import PerSample
-from diffvision.evaluation.suite import EVALUATIONS, expand, plan
+from diffvision.evaluation.suite import EVALUATIONS, check_prompts, expand, plan
 from diffvision.opening import Model
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
@@ -84,7 +84,9 @@ def image_plan(data: Sequence[str], tasks: Sequence[str] | None, host: str, opti
     folders = [folder for path in data for folder in find_folders(path)]
     unique = {folder.path.resolve(): folder for folder in folders}
     names = expand(tasks) if tasks is not None else ["classification"] if host == "timm" else None
-    return plan(list(unique.values()), names, options)
+    planned = plan(list(unique.values()), names, options)
+    check_prompts(planned, options)
+    return planned
 
 
 def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[str, Measured]:
@@ -125,7 +127,7 @@ def few_images(model: Model, planned: Planned, settings: Settings, count: int = 
     inputs = {"image": batch["image"].to(settings.device)}
     if model.tokenizer is not None:
         captions = [text for of_image in batch.get("captions", []) for text in of_image]
-        texts = captions or [of_class[0] for of_class in prompts_of(folder).texts()]
+        texts = captions or [of_class[0] for of_class in prompts_of(folder, settings.options).texts()]
         inputs["text"] = model.tokenizer(texts[:count]).to(settings.device)
     return inputs
 

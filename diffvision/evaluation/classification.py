@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.sources import class_prompts
 from diffvision.evaluation.features import Features
+from diffvision.evaluation.imagenet import WNID, imagenet_wnids
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.prompts import IMAGENET, Prompts, local_labels
 from diffvision.evaluation.samples import PerSample
 from diffvision.evaluation.zero_shot import classification_metrics, classification_samples
 
@@ -39,8 +41,16 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
             "for zero_shot (with texts) or linear_probe"
         )
     images, labels = features.images(folder, options.split)
-    labels = _numbered_as(features.model, folder, labels)
-    _warn_of_more_outputs(features.model, head.out_features, folder)
+    outputs = _outputs(features.model, head.out_features, folder, options)
+    if outputs is not None:
+        labels = torch.tensor(outputs)[local_labels(labels, Prompts(folder.classnames, [], None), folder.name)]
+    elif 0 < len(folder.classnames or ()) < head.out_features:
+        warnings.warn(
+            f"the model tells {head.out_features} classes apart, and evaluation folder {folder.name!r} has "
+            f"{len(folder.classnames)}: they are taken for the first outputs, which is wrong unless the model was "
+            "trained on them as its first",
+            stacklevel=2,
+        )
     if labels.max() >= head.out_features:
         raise ValueError(
             f"evaluation folder {folder.name!r} has the label {labels.max()}, but the model tells "
@@ -51,29 +61,37 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
         return torch.cat([head(batch).float().cpu() for batch in batches]), labels
 
 
-def _warn_of_more_outputs(model: nn.Module, outputs: int, folder: EvaluationFolder) -> None:
-    """Warn where the model has more outputs than the folder classes, and no names say which of them these are."""
-    if not _label_names(model) and 0 < len(folder.classnames or ()) < outputs:
-        warnings.warn(
-            f"the model tells {outputs} classes apart, and evaluation folder {folder.name!r} has "
-            f"{len(folder.classnames)}: they are taken for the first outputs, which is wrong unless the model was "
-            "trained on them as its first",
-            stacklevel=2,
-        )
-
-
-def _label_names(model: nn.Module) -> list[str]:
-    return class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
-
-
-def _numbered_as(model: nn.Module, folder: EvaluationFolder, labels: Tensor) -> Tensor:
-    """Return labels in the order of the model's classes, where the model and the folder both name theirs."""
-    names = _label_names(model)
-    if not names or not folder.classnames or names == folder.classnames:
-        return labels
-    if unknown := [name for name in folder.classnames if name not in names]:
+def _outputs(model: nn.Module, count: int, folder: EvaluationFolder, options: Options) -> list[int] | None:
+    """Return which of a model's outputs each class of the folder is, by names or ImageNet's wnids; None if unknown."""
+    classes = list(folder.classnames or [])
+    names = class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+    if not classes:
+        return None
+    if options.classnames == IMAGENET and count == 1000 and all(map(str.isdecimal, classes)):
+        return [int(name) for name in classes]
+    if classes == names:  # names may occur twice
+        return [*range(len(names))]
+    known = {name: names.index(name) for name in names}
+    if not known.keys() >= set(classes):
+        known = _wnids(model, classes, count) or known
+    if not known:
+        return None
+    if unknown := [name for name in classes if name not in known]:
+        first = ", ".join([*known][:5])
         raise ValueError(
             f"evaluation folder {folder.name!r} has classes that the model does not have: {', '.join(unknown[:5])}; "
-            f"the model's are {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            f"the model's are {first}{', ...' if len(known) > 5 else ''}"
         )
-    return torch.tensor([names.index(name) for name in folder.classnames])[labels]
+    return [known[name] for name in classes]
+
+
+def _wnids(model: nn.Module, classes: list[str], count: int) -> dict[str, int]:
+    """Return {wnid: output} of a model of ImageNet's classes, by their number; empty unless `classes` are wnids."""
+    from timm.data import infer_imagenet_subset
+
+    subset = infer_imagenet_subset(model)
+    if subset is None or not all(map(WNID.fullmatch, classes)):
+        return {}
+    known = imagenet_wnids(subset)
+    # As many other classes as the model has outputs are those that it was trained on.
+    return {} if len(classes) == count and not known.keys() >= set(classes) else known

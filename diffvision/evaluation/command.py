@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from diffvision.evaluation.options import Options, Precision
@@ -13,6 +14,8 @@ def run(
     data: str | list[str],
     checkpoint: str | None = None,
     tasks: str | list[str] | None = None,
+    classnames: str | list[str] | None = None,
+    templates: str | list[str] | None = None,
     output: str | None = None,
     cache: str | None = None,
     blind: str | None = None,
@@ -38,6 +41,10 @@ def run(
         tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
             few_shot (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that
             it fits. By default the first five.
+        classnames: names of the classes in prompts, instead of the data's: imagenet, or a file with a name per line.
+            Classes named by numbers are sorted by number. Folders named by ImageNet's wnids have its names without it.
+        templates: of prompts, instead of the data's: one with {c} where the class name belongs, imagenet for its 80, a
+            file with one per line, or a list.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
         cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
@@ -63,7 +70,16 @@ def run(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.output import bar, check_folder, listed
-    from diffvision.evaluation.suite import Evaluated, check_blind, check_output, evaluate, expand, plan, report
+    from diffvision.evaluation.suite import (
+        Evaluated,
+        check_blind,
+        check_output,
+        check_prompts,
+        evaluate,
+        expand,
+        plan,
+        report,
+    )
     from diffvision.opening import Model, check_spec, open_model
 
     if output is not None:
@@ -77,7 +93,9 @@ def run(
     _check_models([label for label, _ in specs], checkpoint)
     feature_cache = None if cache is None else Cache(cache)
     folders = [folder for path in listed(data) for folder in find_folders(path)]
+    options = replace(options, classnames=classnames or options.classnames, templates=templates or options.templates)
     planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
+    prompts = check_prompts(planned, options)
     reader: Any = blind
     if reader is not None:
         check_blind(planned)
@@ -86,6 +104,8 @@ def run(
     results: dict[str, dict[str, float]] = {}
     evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
+        if prompts and rank_and_world()[0] == 0:
+            print(*prompts, sep="\n", flush=True)
         if reader is not None:
             language = reader if isinstance(reader, Model) else open_model(reader, device=device)
             reader = Blind(language, progress=bar, cache=feature_cache)

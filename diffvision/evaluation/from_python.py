@@ -17,6 +17,8 @@ def evaluate(
     *,
     checkpoint: str | Path | None = None,
     tasks: str | Sequence[str] | None = None,
+    classnames: str | Path | Sequence[str] | None = None,
+    templates: str | Path | Sequence[str] | None = None,
     output: str | Path | None = None,
     cache: str | Path | None = None,
     blind: str | Path | Model | None = None,
@@ -40,6 +42,10 @@ def evaluate(
         checkpoint: of a name: a file of weights, or a tag of pretrained ones.
         tasks: names of evaluations, as a list or separated by commas; by default zero_shot, retrieval, composition,
             pairs and objects.
+        classnames: names of the classes in prompts, instead of the data's: "imagenet", a file with a name per line, or
+            a list. Folders named by ImageNet's wnids have its names without it.
+        templates: of prompts, instead of the data's: one with {c} where the class name belongs, "imagenet" for its 80,
+            a file with one per line, or a list.
         output: a file ending in .json, or a folder, for records as CLIP_benchmark has them.
         cache: folder that features are kept in, from which an evaluation that was ended resumes.
         blind: a language model that reads the captions of composition and pairs without the images; a spec, or a model
@@ -80,7 +86,9 @@ def evaluate(
         specs if isinstance(model, list | tuple) else specs[0],
         data=data,  # type: ignore[arg-type]
         checkpoint=None if checkpoint is None else str(checkpoint),
-        tasks=tasks if tasks is None or isinstance(tasks, str) else list(tasks),
+        tasks=_texts(tasks),
+        classnames=_texts(classnames),
+        templates=_texts(templates),
         output=None if output is None else str(output),
         cache=None if cache is None else str(cache),
         blind=blind if blind is None or isinstance(blind, Model) else _spec(blind),  # type: ignore[arg-type]
@@ -97,3 +105,7 @@ def _spec(model: Any) -> str:
     """Return what `open_model` takes; a Path is a path, even if a model has its name."""
     is_bare = isinstance(model, Path) and len(model.parts) == 1
     return f"./{model}" if is_bare else str(model)
+
+
+def _texts(given: str | Path | Sequence[str] | None) -> str | list[str] | None:
+    return str(given) if isinstance(given, str | Path) else None if given is None else list(given)

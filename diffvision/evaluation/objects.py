@@ -14,7 +14,7 @@ from torch import Tensor
 from diffvision.data.images.folders import TEMPLATES, EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.prompts import Prompts
+from diffvision.evaluation.prompts import Prompts, given_templates
 from diffvision.evaluation.samples import PerSample, means
 
 
@@ -36,7 +36,8 @@ def objects_samples(features: Features, folder: EvaluationFolder, options: Optio
             "because the threshold for each half of the images is chosen on the other half"
         )
     names = sorted(set(asked.names))
-    vectors = features.classes(Prompts(names, folder.templates or list(TEMPLATES), None).texts())
+    templates = given_templates(options) or folder.templates or list(TEMPLATES)
+    vectors = features.classes(Prompts(names, templates, None).texts())
     row = {name: number for number, name in enumerate(names)}
     scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.names]]).sum(dim=1)
     return asked_metrics(*_sides(scores, asked.owner))

@@ -25,6 +25,10 @@ class Options:
         shots: examples a class in an episode.
         queries: images a class that an episode is measured on.
         seed: of what is drawn: episodes, few-shot examples, held-out validation samples.
+        classnames: names of the classes in prompts instead of the data's: "imagenet", a file with a name per line, or
+            in Python a list. Classes named by numbers or ImageNet's wnids are sorted by them.
+        templates: of prompts, instead of the data's: one with {c} where the name belongs, "imagenet" for its 80, a file
+            with one per line, or a list.
     """
 
     split: str = "test"
@@ -40,6 +44,8 @@ class Options:
     shots: int = 5
     queries: int = 6
     seed: int = 0
+    classnames: str | list[str] | None = None
+    templates: str | list[str] | None = None
 
     def __post_init__(self) -> None:
         counts = ("chunk", "fewshot_k", "fewshot_epochs", "episodes", "ways", "shots", "queries")

@@ -1,29 +1,35 @@
-"""Class names and templates: the folder's, or ImageNet's from OpenCLIP, for all classes or for a variant's subset."""
+"""Class names and templates: those given, the folder's, or ImageNet's for all classes or for some of them.
+
+ImageNet's lists are in `imagenet`.
+"""
 
 from __future__ import annotations
 
-import re
-from importlib import resources
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffvision.data.images.decode import MAX_CAPTION
-from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, lines_of
+from diffvision.evaluation.imagenet import (
+    WNID,
+    imagenet_names,
+    imagenet_numbers,
+    imagenet_templates,
+    imagenet_wnids,
+    is_imagenet,
+    variant_numbers,
+)
+from diffvision.evaluation.options import Options
 
 PLACE = "{c}"
 """The class name's place in a template, as CLIP_benchmark writes it."""
-
-# Variants of ImageNet -> the list in timm's data of those of the 1000 classes that the variant has.
-_SUBSETS = {
-    "imagenet": None,
-    "imagenet1k": None,
-    "imagenetv2": None,
-    "imagenetsketch": None,
-    "imageneta": "imagenet_a_indices.txt",
-    "imagenetr": "imagenet_r_indices.txt",
-}
+IMAGENET = "imagenet"
+"""What stands for ImageNet's 1000 class names, or its 80 templates, where a file is expected."""
 
 
 class Prompts(NamedTuple):
@@ -67,38 +73,24 @@ def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "o
     Raises:
         ValueError: another name.
     """
-    import open_clip
-
-    if not is_imagenet(name):
-        raise ValueError(
-            f"{name!r} is no variant of ImageNet known here: imagenet, imagenet-v2, imagenet-sketch, imagenet-a, "
-            "imagenet-r"
-        )
-    names = list(open_clip.IMAGENET_CLASSNAMES)
-    makers = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
-    texts = [make(PLACE) for make in makers[templates]]
-    file = _SUBSETS[_plain(name)]
-    if file is None:
-        return Prompts(names, texts, None)
-    indices = [int(line) for line in (resources.files("timm.data") / "_info" / file).read_text().split()]
-    return Prompts([names[index] for index in indices], texts, indices)
+    names, indices = imagenet_names(), variant_numbers(name)
+    return Prompts(
+        names if indices is None else [names[index] for index in indices], imagenet_templates(templates), indices
+    )
 
 
-def is_imagenet(name: str) -> bool:
-    """Return whether a dataset of this name has ImageNet's classes, or a known subset of them."""
-    return _plain(name) in _SUBSETS
+def prompts_of(folder: EvaluationFolder, options: Options = Options()) -> Prompts:  # noqa: B008  frozen
+    """Return the class names and templates that a folder's classes are told apart by.
 
-
-def prompts_of(folder: EvaluationFolder) -> Prompts:
-    """Return a folder's class names and templates, completed by ImageNet's where its name is of a variant of it.
-
-    A subset's folder may name its 200 classes or all 1000: in the second case the classifier is restricted to the
-    subset, as its published numbers are.
+    Names and templates that are given come first, then the folder's. Classes named by ImageNet's wnids get OpenCLIP's
+    names and, unless there are templates of one's own, its 80 templates; so does what is missing where the folder's
+    name is of a variant of ImageNet. A variant's folder may name its 200 classes or all 1000: in the second case the
+    classifier is restricted to the variant's, as its published numbers are.
 
     Raises:
-        ValueError: names or templates are missing, and the folder is not a variant of ImageNet.
+        ValueError: names or templates are missing, or are not as many as the classes; wnids that are not ImageNet's.
     """
-    names, templates = list(folder.classnames or []), list(folder.templates or [])
+    names, templates = _class_names(folder, options), _templates(folder, options)
     if not is_imagenet(folder.name):
         for what, file in ((names, "classnames.txt"), (templates, "zeroshot_classification_templates.txt")):
             if not what:
@@ -111,6 +103,109 @@ def prompts_of(folder: EvaluationFolder) -> Prompts:
     if known.indices is not None and len(names) == 1000:
         names = [names[index] for index in known.indices]
     return Prompts(names, templates, known.indices if len(names) == len(known.classnames) else None)
+
+
+def describe(folders: Iterable[EvaluationFolder], options: Options = Options()) -> list[str]:  # noqa: B008  frozen
+    """Return a line on each zero-shot folder's prompts, and warn of class names that are numbers.
+
+    Raises:
+        ValueError: a folder's classes make no prompts; see `prompts_of`.
+    """
+    lines = []
+    for folder in folders:
+        prompts = prompts_of(folder, options)
+        texts, count = prompts.texts()[0], len(prompts.templates)
+        usual = TEMPLATES[0].replace(PLACE, prompts.classnames[0])
+        example = usual if usual in texts else texts[0]
+        if all(name.isdecimal() for name in prompts.classnames):
+            warnings.warn(
+                f"class names of {folder.name!r} are numbers, as in the prompt {example!r}: give names with "
+                "--classnames imagenet or FILE, or in its classnames.txt",
+                stacklevel=2,
+            )
+        templates = f"{count} template{'s' if count > 1 else ''}"
+        lines.append(f"zero_shot/{folder.name}: {len(prompts.classnames):,} classes, {templates}, e.g. {example!r}")
+    return lines
+
+
+def given_templates(options: Options) -> list[str]:
+    """Return the templates that are given: one, those of a file, "imagenet" for its 80, or a list."""
+    given = options.templates or []
+    if not isinstance(given, str):
+        return list(given)
+    if PLACE in given:
+        return [given]
+    return (
+        imagenet_templates() if given == IMAGENET else _lines(given, f"templates is {given!r}: give one with {PLACE}")
+    )
+
+
+def _templates(folder: EvaluationFolder, options: Options) -> list[str]:
+    if given := given_templates(options):
+        return given
+    own = list(folder.templates or [])
+    is_default = own in ([], list(TEMPLATES))
+    return imagenet_templates() if is_default and _is_named_by_imagenet(folder, options) else own
+
+
+def _is_named_by_imagenet(folder: EvaluationFolder, options: Options) -> bool:
+    return options.classnames == IMAGENET or imagenet_numbers(folder.classnames or []) is not None
+
+
+def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
+    """Return a name for each of a folder's classes; none where it names none and none are given."""
+    classes, given = list(folder.classnames or []), options.classnames
+    if given == IMAGENET:
+        if classes and _numbers(classes) is None:
+            raise ValueError(
+                f"classnames is imagenet, but {folder.name!r} has the class {classes[0]!r}, neither a number nor a "
+                "wnid: leave it out"
+            )
+        # The names of a variant depend on its labels.
+        return [] if not classes and is_imagenet(folder.name) else _named(classes, imagenet_names(), IMAGENET, folder)
+    if isinstance(given, str):
+        return _named(classes, _lines(given, f"classnames is {given!r}: give names"), given, folder)
+    if given:
+        return _named(classes, list(given), "classnames", folder)
+    if folder.own_names:
+        return _named(classes, list(folder.own_names), "its classnames.txt", folder)
+    if (numbers := imagenet_numbers(classes)) is not None:
+        names = imagenet_names()
+        return [names[number] for number in numbers]
+    if any(WNID.fullmatch(name) for name in classes):
+        unknown = next(name for name in classes if name not in imagenet_wnids())
+        raise ValueError(
+            f"{folder.name!r} has the class {unknown!r}, which is not among ImageNet's 1,000: give names with "
+            "--classnames FILE, or in its classnames.txt"
+        )
+    return classes
+
+
+def _named(classes: list[str], names: list[str], of: str, folder: EvaluationFolder) -> list[str]:
+    """Return the name of each class: by its number or wnid if it has one, else by its place among the classes."""
+    numbers = _numbers(classes)
+    if not classes or (numbers is None and len(classes) == len(names)):
+        return names
+    if numbers is not None and len(classes) == len(names):
+        order = sorted(numbers)
+        return [names[order.index(number)] for number in numbers]
+    if numbers is None or max(numbers) >= len(names):
+        raise ValueError(
+            f"{of} has {len(names):,} names, and {folder.name!r} has {len(classes):,} classes: give each a name"
+        )
+    return [names[number] for number in numbers]
+
+
+def _numbers(classes: list[str]) -> list[int] | None:
+    """Return the number of each class, where all are named by numbers or by ImageNet's wnids."""
+    return [int(name) for name in classes] if all(map(str.isdecimal, classes)) else imagenet_numbers(classes)
+
+
+def _lines(file: str, wrong: str) -> list[str]:
+    """Return the lines of a file; raise a ValueError that begins with what is wrong where there are none."""
+    if lines := lines_of(Path(file)):
+        return lines
+    raise ValueError(f"{wrong}, {IMAGENET}, or a file with one per line")
 
 
 def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
@@ -135,7 +230,3 @@ def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
             "classnames.txt needs a line a class, in the order of the labels"
         )
     return labels
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower().removeprefix("wds/").removeprefix("wds_"))

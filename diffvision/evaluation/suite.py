@@ -22,6 +22,7 @@ from diffvision.evaluation.objects import objects, objects_samples
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.output import check_folder, write_json
 from diffvision.evaluation.pairs import pairs, pairs_samples
+from diffvision.evaluation.prompts import describe
 from diffvision.evaluation.retrieval import retrieval, retrieval_samples
 from diffvision.evaluation.samples import PerSample
 from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
@@ -37,6 +38,7 @@ class Evaluation(NamedTuple):
     function: Callable[[Features, Any, Options], dict[str, float]]
     folder: str  # the kind of evaluation folder it is made for
     record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
+    metrics: tuple[str, ...] = ()  # of those that run by default, first the one that checkpoints are chosen by
     probe: bool = False  # fitted on a training split; reads no text
     asked: bool = False  # runs only if it is named in `tasks`, as the probes do
     # The same metrics sample by sample, or as a number those that are no mean over samples; None where none is.
@@ -49,13 +51,50 @@ class Evaluation(NamedTuple):
 
 
 EVALUATIONS = {
-    "zero_shot": Evaluation(zero_shot, "zero_shot", "zeroshot_classification", samples=zero_shot_samples),
-    "retrieval": Evaluation(retrieval, "retrieval", "zeroshot_retrieval", samples=retrieval_samples),
-    "composition": Evaluation(
-        composition, "composition", "image_caption_selection", samples=composition_samples, captions=True
+    "zero_shot": Evaluation(
+        zero_shot,
+        "zero_shot",
+        "zeroshot_classification",
+        ("acc1", "acc5", "mean_per_class_recall"),
+        samples=zero_shot_samples,
     ),
-    "pairs": Evaluation(pairs, "pairs", "image_caption_pairs", samples=pairs_samples, captions=True),
-    "objects": Evaluation(objects, "objects", "object_presence", samples=objects_samples),
+    "retrieval": Evaluation(
+        retrieval,
+        "retrieval",
+        "zeroshot_retrieval",
+        tuple(f"{of}_retrieval_recall@{k}" for of in ("image", "text") for k in Options().recall_k),
+        samples=retrieval_samples,
+    ),
+    "composition": Evaluation(
+        composition,
+        "composition",
+        "image_caption_selection",
+        ("acc", "mean_per_kind_acc", "ties"),
+        samples=composition_samples,
+        captions=True,
+    ),
+    "pairs": Evaluation(
+        pairs,
+        "pairs",
+        "image_caption_pairs",
+        (
+            "group_score",
+            "text_score",
+            "image_score",
+            "ties",
+            *(f"mean_per_kind_{score}_score" for score in ("group", "text", "image")),
+            "mean_of_7_kinds_image_score",
+        ),
+        samples=pairs_samples,
+        captions=True,
+    ),
+    "objects": Evaluation(
+        objects,
+        "objects",
+        "object_presence",
+        ("auc", "ap", "paired_acc", "paired_ties", "accuracy", "precision", "recall", "f1", "yes_ratio"),
+        samples=objects_samples,
+    ),
     "classification": Evaluation(classification, "zero_shot", "classification", asked=True, samples=classifier_samples),
     "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
@@ -212,6 +251,11 @@ def plan(
         kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
         raise ValueError(f"no folder fits {', '.join(idle)}: found {kinds}")
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
+
+
+def check_prompts(planned: Iterable[tuple[EvaluationFolder, list[str]]], options: Options) -> list[str]:
+    """Return a line on the prompts of each zero-shot classification, before any work; errors as `prompts.describe`."""
+    return describe([folder for folder, names in planned if "zero_shot" in names], options)
 
 
 def check_blind(planned: Iterable[tuple[EvaluationFolder, list[str]]]) -> None:

@@ -33,7 +33,7 @@ def zero_shot_samples(features: Features, folder: EvaluationFolder, options: Opt
 
 def _logits(features: Features, folder: EvaluationFolder, options: Options) -> tuple[Tensor, Tensor]:
     """Return logits [N, C] of a split's images, and their labels [N]."""
-    prompts = prompts_of(folder)
+    prompts = prompts_of(folder, options)
     classifier = features.classes(prompts.texts()).to(features.device).T
     images, labels = features.images(folder, options.split)
     labels = local_labels(labels, prompts, folder.name)

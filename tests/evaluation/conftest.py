@@ -20,6 +20,7 @@ class MemoryFolder:
     name: str = "memory"
     classnames: list[str] | None = None
     templates: list[str] | None = None
+    own_names: list[str] = field(default_factory=list)
     path: str = "memory"
     reads: list[str] = field(default_factory=list)
 

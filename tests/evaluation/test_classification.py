@@ -48,3 +48,32 @@ def test_what_has_no_such_classifier(model, memory_folder):
         evaluate(model, folder, ["classification"], transform=transform)
     with pytest.raises(ValueError, match="VisionTransformer has no linear classifier: evaluate"):
         evaluate(timm.create_model("diff_vit_debug", num_classes=0), folder, ["classification"], transform=transform)
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "outputs"),
+    [
+        (["n01443537", "n03888257"], Options(), [1, 701]),
+        (["10", "9"], Options(classnames="imagenet"), [10, 9]),
+    ],
+)
+def test_a_model_of_imagenet_is_measured_by_its_outputs_for_a_part_of_the_classes(
+    classes, options, outputs, memory_folder
+):
+    torch.manual_seed(0)
+    model = timm.create_model("diff_vit_debug", num_classes=1000).eval()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.zero_()[outputs[0]] = 2.0
+        model.head.bias[outputs[1]] = 1.0
+    folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=classes)
+    metrics = evaluate(model, folder, ["classification"], transform=transform, options=options)
+    assert metrics["classification/memory/acc1"] == 0.5
+    assert metrics["classification/memory/acc5"] == 1.0
+
+
+def test_wnids_that_a_model_of_imagenet_lacks_are_named(memory_folder):
+    model = timm.create_model("diff_vit_debug", num_classes=1000)
+    folder = memory_folder("zero_shot", {"test": [(0, 0), (9, 1)]}, classnames=["n01443537", "n00001740"])
+    with pytest.raises(ValueError, match="does not have: n00001740"):
+        evaluate(model, folder, ["classification"], transform=transform)

@@ -86,7 +86,9 @@ def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warne
     (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: [elsewhere, {data / 'test'}]}}}}")
     with pytest.warns(UserWarning, match="colours/test is what CLIP-debug was trained on"):
         measured = diffvision.evaluate(tmp_path, data, num_workers=0)
-    assert capsys.readouterr().out.startswith("CLIP-debug, ")  # and the file
+    out = capsys.readouterr().out
+    assert out.startswith("zero_shot/colours: 2 classes, ")
+    assert "\nCLIP-debug, " in out  # and the file
     assert measured == diffvision.evaluate(opened, data, num_workers=0)
 
 

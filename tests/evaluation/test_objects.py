@@ -7,7 +7,7 @@ import torch
 
 from diffvision.evaluation.objects import asked_metrics, best_threshold
 from diffvision.evaluation.samples import PerSample, means
-from diffvision.evaluation.suite import evaluate
+from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
 #                              image 0   image 1   image 2   image 3
 PRESENT = torch.tensor([0.9, 0.8, 0.7, 0.2, 0.6, 0.6, 0.9, 0.5])
@@ -21,6 +21,7 @@ def test_by_hand():
     #   0 and 2: yes at .9 .8 .6 .6, no at .1 .3 .1 .6: best between .3 and .6, 7 of 8 right
     # So yes above .45 in both: 7 of the 8 present ones (not .2), 1 of the 8 absent ones (.6).
     metrics = means(asked_metrics(PRESENT, ABSENT, OWNER))
+    assert tuple(metrics) == EVALUATIONS["objects"].metrics
     assert metrics["accuracy"] == 14 / 16
     assert metrics["precision"] == 7 / 8
     assert metrics["recall"] == 7 / 8

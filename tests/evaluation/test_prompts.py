@@ -1,10 +1,17 @@
 """ImageNet's classes and templates, and its variants as subsets of them."""
 
+import random
+from pathlib import Path
+
+import open_clip
 import pytest
 import torch
+from PIL import Image
 from timm.data import ImageNetInfo
 
-from diffvision.evaluation.prompts import Prompts, imagenet, local_labels, prompts_of
+from diffvision.data.images.folders import find_folders
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.prompts import Prompts, describe, imagenet, local_labels, prompts_of
 
 
 @pytest.mark.parametrize(("name", "count"), [("imagenet", 1000), ("imagenet-v2", 1000), ("ImageNet_Sketch", 1000)])
@@ -104,3 +111,86 @@ def test_a_template_without_a_place_is_refused(template):
 def test_a_template_cannot_multiply_a_name():
     with pytest.raises(ValueError, match=r"make a text of 3,000,000,000 characters: shorten them to 1,000 or fewer"):
         Prompts(["wren", "w" * 100_000], ["{c}" * 30_000], None).texts()
+
+
+# ---- ImageNet as it lies on people's disks -------------------------------------------------------------------------
+
+WNIDS = ImageNetInfo().label_names()
+
+
+def pictures(root: Path, classes: list[str]) -> Path:
+    """A picture in a folder for each class."""
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(root / name / "1.png")
+    return root
+
+
+@pytest.mark.parametrize("count", [5, 1000])
+def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(count, tmp_path):
+    """The whole, or a part such as Imagenette, whatever its folder is called; read where they lie."""
+    wnids = sorted(random.Random(0).sample(WNIDS, count))
+    pictures(tmp_path / "mine/val", wnids)
+    (folder,) = find_folders(tmp_path / "mine")
+    prompts = prompts_of(folder)
+    assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[WNIDS.index(wnid)] for wnid in wnids]
+    assert len(prompts.templates) == 80
+    labels = torch.arange(count)
+    assert torch.equal(local_labels(labels, prompts, "mine"), labels)
+    assert f"zero_shot/mine: {count:,} classes, 80 templates, e.g. 'a photo of a " in describe([folder])[0]
+
+
+def test_names_of_wnids_are_right(tmp_path):
+    known = {"n01440764": "tench", "n01443537": "goldfish", "n02979186": "cassette player", "n03888257": "parachute"}
+    (folder,) = find_folders(pictures(tmp_path, list(known)))
+    assert prompts_of(folder).classnames == list(known.values())
+    assert prompts_of(folder, Options(templates="a {c}")).texts()[1] == ["a goldfish"]
+
+
+@pytest.mark.parametrize("classes", [["n01440764", "n99999999"], ["n01440764", "other"], ["n00001740", "n00001930"]])
+def test_other_wnids_are_no_prompts(classes, memory_folder, tmp_path):
+    folder = memory_folder("zero_shot", {}, classnames=classes, templates=["a {c}"])
+    with pytest.raises(ValueError, match=r"--classnames FILE"):
+        prompts_of(folder)
+    (tmp_path / "names").write_text("fish\nentity\n")
+    assert prompts_of(folder, Options(classnames=str(tmp_path / "names"))).classnames == ["fish", "entity"]
+    folder.own_names = ["shark", "thing"]
+    assert prompts_of(folder).classnames == ["shark", "thing"]
+
+
+def test_numbers_are_imagenet_s_only_if_asked(memory_folder):
+    numbers = sorted(map(str, range(1000)))  # as folders are sorted: 0, 1, 10, 100, 101
+    folder = memory_folder("zero_shot", {}, name="imagenet", classnames=numbers, templates=["a photo of a {c}."])
+    with pytest.warns(UserWarning, match="--classnames imagenet"):
+        assert describe([folder]) == ["zero_shot/imagenet: 1,000 classes, 1 template, e.g. 'a photo of a 0.'"]
+    prompts = prompts_of(folder, Options(classnames="imagenet"))
+    assert len(prompts.templates) == 80
+    assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[int(number)] for number in numbers]
+    folder.classnames = ["10", "9", "101"]
+    assert prompts_of(folder, Options(classnames="imagenet")).classnames == ["brambling", "ostrich", "tusker"]
+
+
+def test_own_names_are_in_the_order_of_numbers_or_of_the_classes(tmp_path):
+    pictures(tmp_path, ["1", "10", "2"])
+    (tmp_path / "classnames.txt").write_text("one\ntwo\nten\n")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("the digit {c}\n")
+    (folder,) = find_folders(tmp_path)
+    assert prompts_of(folder).texts() == [["the digit one"], ["the digit ten"], ["the digit two"]]
+    options = Options(classnames=["un", "deux", "dix"], templates=["le {c}", "la {c}"])
+    assert prompts_of(folder, options).texts()[1] == ["le dix", "la dix"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "named"),
+    [
+        (["cat", "dog"], Options(classnames="imagenet"), "'cat'"),
+        (["cat", "dog"], Options(classnames=["cat"]), "1 names"),
+        (["0", "1000"], Options(classnames="imagenet"), "1,000 names"),
+        (["cat", "dog"], Options(classnames="no/such/file"), "classnames is 'no/such/file'"),
+        (["cat", "dog"], Options(templates="a photo"), r"templates is 'a photo'"),
+    ],
+)
+def test_names_and_templates_that_do_not_fit_are_refused(classes, options, named, memory_folder):
+    folder = memory_folder("zero_shot", {}, classnames=classes, templates=["a {c}"])
+    with pytest.raises(ValueError, match=named):
+        prompts_of(folder, options)

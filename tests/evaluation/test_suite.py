@@ -66,6 +66,19 @@ def test_what_is_refused_before_anything_runs(classified, captioned, memory_fold
         plan([classified, classified], None, Options())
 
 
+@pytest.mark.parametrize(
+    ("task", "folder"),
+    [("zero_shot", "classified"), ("retrieval", "captioned"), ("composition", "swapped"), ("pairs", "paired")],
+)
+def test_the_metrics_of_a_task_are_the_ones_that_it_returns(task, folder, circle, to_tensor, numbers, request):
+    """What may be monitored; every kind of sample has its metrics besides."""
+    metrics = evaluate(circle, request.getfixturevalue(folder), transform=to_tensor, tokenizer=numbers)
+    names = {key.split("/")[2] for key in metrics}
+    optional = {name for name in EVALUATIONS[task].metrics if name.startswith("mean_")}
+    assert EVALUATIONS[task].metrics[0] in names
+    assert names - optional == set(EVALUATIONS[task].metrics) - optional
+
+
 def test_options_that_make_no_sense():
     with pytest.raises(ValueError, match="recall_k is 0: give a number of at least 1"):
         Options(recall_k=(1, 0))

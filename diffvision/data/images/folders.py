@@ -10,7 +10,8 @@ wrong ones. One with `pairs` there has two images and two captions a sample (0.p
 image i), one with `objects` an image and {"present": [...], "absent": [...]} in a member json. Samples of composition
 and pairs may have {"kind": "swapped colours"} in such a member.
 
-Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`.
+Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`; the two text
+files for classification may lie in their folder, too.
 """
 
 import os
@@ -57,6 +58,7 @@ class EvaluationFolder:
         name: as given, else that of the folder, or of its parent where the folder is called after its task.
         task: one of TASKS: what its samples are for.
         classnames, templates: lines of the text files; empty where there are none.
+        own_names: of the classes in prompts, where they are not `classnames`.
         splits: the splits it has, such as ["test", "train"].
         transform, tokenizer: what `bound` gave; defaults for `batches`.
 
@@ -79,6 +81,7 @@ class EvaluationFolder:
         self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
         self.classnames = lines_of(self.path / "classnames.txt")
         self.templates = lines_of(self.path / "zeroshot_classification_templates.txt")
+        self.own_names: list[str] = []
         self.transform: Transform | None = None
         self.tokenizer: Tokenizer | None = None
 
@@ -173,7 +176,9 @@ class ImageEvaluationFolder(EvaluationFolder):
         self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
         self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)
         self.classnames = class_prompts(images.classnames)
-        self.templates = list(TEMPLATES) if self.classnames else []
+        self.own_names = lines_of(Path(location, "classnames.txt"))
+        templates = lines_of(Path(location, "zeroshot_classification_templates.txt"))
+        self.templates = templates or (list(TEMPLATES) if self.classnames else [])
         self.transform, self.tokenizer = None, None
 
     def samples(self, split: str) -> ImageSet:
