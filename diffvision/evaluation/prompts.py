@@ -119,8 +119,8 @@ def describe(folders: Iterable[EvaluationFolder], options: Options = Options()) 
         example = usual if usual in texts else texts[0]
         if all(name.isdecimal() for name in prompts.classnames):
             warnings.warn(
-                f"class names of {folder.name!r} are numbers, as in the prompt {example!r}: give names with "
-                "--classnames imagenet or FILE, or in its classnames.txt",
+                f"{folder.name!r} names its classes by numbers, so prompts are {example!r}: give --classnames imagenet "
+                "or FILE, or classnames.txt in it",
                 stacklevel=2,
             )
         templates = f"{count} template{'s' if count > 1 else ''}"
@@ -135,21 +135,16 @@ def given_templates(options: Options) -> list[str]:
         return list(given)
     if PLACE in given:
         return [given]
-    return (
-        imagenet_templates() if given == IMAGENET else _lines(given, f"templates is {given!r}: give one with {PLACE}")
-    )
+    return imagenet_templates() if given == IMAGENET else _lines(given, "templates", f"one with {PLACE}, ")
 
 
 def _templates(folder: EvaluationFolder, options: Options) -> list[str]:
+    """Return the templates for a folder's classes; none where it has none and none are given."""
     if given := given_templates(options):
         return given
     own = list(folder.templates or [])
-    is_default = own in ([], list(TEMPLATES))
-    return imagenet_templates() if is_default and _is_named_by_imagenet(folder, options) else own
-
-
-def _is_named_by_imagenet(folder: EvaluationFolder, options: Options) -> bool:
-    return options.classnames == IMAGENET or imagenet_numbers(folder.classnames or []) is not None
+    from_imagenet = options.classnames == IMAGENET or imagenet_numbers(folder.classnames or []) is not None
+    return imagenet_templates() if from_imagenet and own in ([], list(TEMPLATES)) else own
 
 
 def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
@@ -164,7 +159,7 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
         # The names of a variant depend on its labels.
         return [] if not classes and is_imagenet(folder.name) else _named(classes, imagenet_names(), IMAGENET, folder)
     if isinstance(given, str):
-        return _named(classes, _lines(given, f"classnames is {given!r}: give names"), given, folder)
+        return _named(classes, _lines(given, "classnames"), given, folder)
     if given:
         return _named(classes, list(given), "classnames", folder)
     if folder.own_names:
@@ -175,8 +170,8 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
     if any(WNID.fullmatch(name) for name in classes):
         unknown = next(name for name in classes if name not in imagenet_wnids())
         raise ValueError(
-            f"{folder.name!r} has the class {unknown!r}, which is not among ImageNet's 1,000: give names with "
-            "--classnames FILE, or in its classnames.txt"
+            f"{folder.name!r} has class {unknown!r}, not one of ImageNet's 1,000: give --classnames FILE, or "
+            "classnames.txt in it, with a name per line"
         )
     return classes
 
@@ -184,16 +179,16 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
 def _named(classes: list[str], names: list[str], of: str, folder: EvaluationFolder) -> list[str]:
     """Return the name of each class: by its number or wnid if it has one, else by its place among the classes."""
     numbers = _numbers(classes)
-    if not classes or (numbers is None and len(classes) == len(names)):
+    if classes and len(classes) != len(names):
+        if numbers is None or max(numbers) >= len(names):
+            raise ValueError(
+                f"{of} has {len(names):,} names, and {folder.name!r} has {len(classes):,} classes: give each a name"
+            )
+        return [names[number] for number in numbers]
+    if not numbers:
         return names
-    if numbers is not None and len(classes) == len(names):
-        order = sorted(numbers)
-        return [names[order.index(number)] for number in numbers]
-    if numbers is None or max(numbers) >= len(names):
-        raise ValueError(
-            f"{of} has {len(names):,} names, and {folder.name!r} has {len(classes):,} classes: give each a name"
-        )
-    return [names[number] for number in numbers]
+    order = sorted(numbers)
+    return [names[order.index(number)] for number in numbers]
 
 
 def _numbers(classes: list[str]) -> list[int] | None:
@@ -201,11 +196,11 @@ def _numbers(classes: list[str]) -> list[int] | None:
     return [int(name) for name in classes] if all(map(str.isdecimal, classes)) else imagenet_numbers(classes)
 
 
-def _lines(file: str, wrong: str) -> list[str]:
-    """Return the lines of a file; raise a ValueError that begins with what is wrong where there are none."""
+def _lines(file: str, setting: str, other: str = "") -> list[str]:
+    """Return the lines of the file that a setting names."""
     if lines := lines_of(Path(file)):
         return lines
-    raise ValueError(f"{wrong}, {IMAGENET}, or a file with one per line")
+    raise ValueError(f"{setting} is {file!r}, no file with text: give {other}{IMAGENET}, or a file with one per line")
 
 
 def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
