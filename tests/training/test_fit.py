@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from string import Template
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,12 +101,33 @@ def test_a_run_resumes_by_itself_from_the_newest_that_is_whole(shards, whole, tm
     """The same command again, its newest checkpoint cut: bit by bit the weights of the run never stopped."""
     version = tmp_path / "fit" / "version_0"
     shutil.copytree(whole.trainer.log_dir, version)
+    (version / "checkpoints" / "step=5.ckpt").unlink()  # which the end of the run has left
     os.truncate(version / "checkpoints" / "step=4.ckpt", 1000)
     with pytest.warns(UserWarning, match=r"passed over .*step=4.ckpt: it has 1,000 bytes of the"):
         resumed = run(shards, tmp_path, "--resume=auto")
     assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "step=2.ckpt")
     assert resumed.trainer.log_dir == str(version)
     assert all(torch.equal(v, weights(resumed)[k]) for k, v in weights(whole).items())
+
+
+@pytest.mark.filterwarnings("ignore:resumed from:UserWarning")
+@pytest.mark.parametrize("page", ["distributed", "resume"])
+def test_the_documented_job_submitted_again_resumes_where_it_stopped(shards, tmp_path, monkeypatch, page, caplog):
+    """Another submission has another job number."""
+    text = Path(__file__).parents[2].joinpath("docs", "guides", f"{page}.md").read_text()
+    (script,) = [block for block in text.split("```") if "#SBATCH" in block]
+    words = script.partition("diffvision fit ")[2].replace("\\\n", " ").split()
+    flags = [f"{words[i]}={words[i + 1]}" for i in range(0, len(words), 2)]
+    flags = [flag for flag in flags if flag.startswith(("--resume", "--trainer.logger"))]
+    name = script.partition("--job-name=")[2].split()[0]
+    for number, steps in (("4711", 2), ("4712", 3)):
+        environment = {"SLURM_JOB_ID": number, "SLURM_JOB_NAME": name}
+        done = run(shards, tmp_path, *(Template(flag).substitute(environment) for flag in flags), steps=steps)
+    assert done.trainer.ckpt_path == str(tmp_path / "fit" / name / "checkpoints" / "step=2.ckpt")
+    assert [version.name for version in (tmp_path / "fit").iterdir()] == [name]
+    with caplog.at_level("INFO"):
+        run(shards, tmp_path, "--resume=auto", "--trainer.logger.version=other", steps=1)
+    assert f"there are checkpoints of {name} in" in caplog.text
 
 
 def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):

@@ -182,9 +182,13 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
         raise ValueError(
             f"resume is must, but there is no valid checkpoint in {searched}{skipped}: set resume to auto to begin"
         )
-    rank_zero_info(f"nothing to resume from in {searched}: a new run")
     if adopted:
         lightning_internals.set_version(logger, None)  # leave alone a directory with damaged checkpoints only
+        directories = run_directories(trainer)
+    _refuse_overwriting({path: reason for path, reason in faults.items() if path.parent in directories})
+    others = few([version.name for version in _versions_with_checkpoints(logger)])
+    elsewhere = f" (there are checkpoints of {others} in {logger.root_dir})" if others else ""
+    rank_zero_info(f"nothing to resume from in {searched}: a new run{elsewhere}")
     return None
 
 
@@ -192,10 +196,26 @@ def _adopt_version(logger: Any) -> bool:
     """Let a logger without a chosen version continue the last one with checkpoints; return whether there is one."""
     if not lightning_internals.has_open_version(logger):
         return False
-    folders = [f for f in Path(logger.root_dir).glob("version_*") if f.name.removeprefix("version_").isdigit()]
-    versions = [int(f.name.removeprefix("version_")) for f in folders if any((f / "checkpoints").rglob(f"*{SUFFIX}"))]
-    lightning_internals.set_version(logger, max(versions, default=None))
-    return bool(versions)
+    names = [version.name for version in _versions_with_checkpoints(logger)]
+    numbers = [int(name.removeprefix("version_")) for name in names if re.fullmatch(r"version_\d+", name)]
+    lightning_internals.set_version(logger, max(numbers, default=None))
+    return bool(numbers)
+
+
+def _versions_with_checkpoints(logger: Any) -> list[Path]:
+    """Return the directories of a logger's versions that hold checkpoints."""
+    root = getattr(logger, "root_dir", None)
+    versions = Path(root).glob("*") if root else ()
+    return sorted(version for version in versions if any((version / "checkpoints").rglob(f"*{SUFFIX}")))
+
+
+def _refuse_overwriting(faults: dict[Path, str]) -> None:
+    """Raise ValueError where a run that begins would overwrite checkpoints, none of which can be resumed from."""
+    for path, reason in faults.items():
+        raise ValueError(
+            f"no checkpoint in {path.parent} can be resumed from: move them away, or set another logger version "
+            f"({path.name} {reason})"
+        )
 
 
 def _refuse_occupied(directories: list[Path]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from diffvision.training.durable import resume
 from diffvision.training.durable.checkpoints import DurableCheckpointIO
+from diffvision.training.durable.records import record_path
 from diffvision.training.durable.resume import compare, locked, prepared, run_directories
 from diffvision.training.durable.run_state import RunState
 
@@ -187,6 +188,17 @@ def test_must_is_an_error_where_there_is_none(tmp_path):
     with pytest.warns(UserWarning, match="passed over"):
         assert run(tmp_path, "auto") == [0, 1]
     assert saved(tmp_path, 1).exists()  # what is damaged stays as it is
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path: record_path(path).unlink(), lambda path: path.write_bytes(b"")])
+def test_auto_does_not_begin_over_checkpoints_that_are_all_damaged(tmp_path, damage):
+    run(tmp_path, steps=1)
+    damage(path := saved(tmp_path) / "step=1.ckpt")
+    left, data = path.read_bytes(), Data()
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(ValueError, match=r"no checkpoint in .* can be"):
+        run(tmp_path, "auto", version=0, data=data)
+    assert path.read_bytes() == left
+    assert not data.asked
 
 
 def test_a_checkpoint_that_is_given_holds(tmp_path):
