@@ -7,7 +7,6 @@ jsonargparse's private names are in `jsonargparse_internals`; if they are missin
 `--allow` is refused.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
+from diffvision.bounded_yaml import check_size
 from diffvision.mistakes import Mistake, in_short, see_help
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
@@ -50,8 +50,6 @@ FLAG = "--allow"
 _DENIED = re.compile(r"Importing '([^']+)' is not allowed")
 _FILE = re.compile(r"[^\s'\"=,:\[\]{}]+\.(?:ya?ml|json)\b")
 _MAX_FILE = 1 << 20  # characters of a configuration that are searched
-MAX_LEVELS = 100  # of a configuration
-_MAX_VALUES = 100_000  # of one YAML text, with its aliases written out
 
 
 class _Refused(ValueError):
@@ -151,44 +149,13 @@ def _is_denied(path: str) -> bool:
 
 
 def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader that refuses aliases of aliases, and deep nesting.
-
-    The first can stand for more values than fit into memory; at the second libyaml's composer overflows the stack and
-    ends the process.
-    """
+    """Return a loader that refuses a text that is too large or too deep, before it is loaded."""
 
     def bounded(text: str) -> Any:
-        if len(text) > MAX_LEVELS and _levels(text) > MAX_LEVELS:
-            raise yaml.YAMLError(f"it is nested too deeply, in more than {MAX_LEVELS} levels: write it with fewer")
-        value = load(text)
-        if _size(value, {}) > _MAX_VALUES:
-            raise yaml.YAMLError(f"it stands for more than {_MAX_VALUES:,} values: write it with fewer aliases")
-        return value
+        check_size(text)
+        return load(text)
 
     return bounded
-
-
-def _levels(text: str) -> int:
-    """Return how deeply lists and mappings are nested, up to one above the limit; events are read without recursion."""
-    level = deepest = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        deepest = max(deepest, level)
-        if deepest > MAX_LEVELS:
-            break
-    return deepest
-
-
-def _size(value: Any, known: dict[int, float]) -> float:
-    """Count the values in a nested value, with each alias expanded."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # if it comes again below, it is an alias of what contains it
-        known[id(value)] = 1 + sum(
-            _size(part, known) for part in (value.values() if isinstance(value, dict) else value)
-        )
-    return known[id(value)]
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -650,7 +650,18 @@ LAUGHS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
 LAUGHS += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
 
 
-@pytest.mark.parametrize("text", ["\n".join(LAUGHS), "model: &a [*a]"], ids=["a billion laughs", "a list in itself"])
+MERGES = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
+CHAIN = ["a0: &a0 {x0: 1}"] + [f"a{i}: &a{i} {{<<: *a{i - 1}, x{i}: *a{i - 1}}}" for i in range(1, 40)]
+LARGE = {
+    "a billion laughs": "\n".join(LAUGHS),
+    "merge keys": "\n".join(MERGES),
+    "merge keys and aliases": "\n".join(CHAIN),
+    "a list in itself": f"model: &a [*a]  # {'-' * 100}",
+    "a mapping merged into itself": f"model: &a {{<<: *a}}  # {'-' * 100}",
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("command", [["fit"], ["evaluate"]])
 def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
     hostile = tmp_path / "hostile.yaml"

@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
+from diffvision.bounded_yaml import load_yaml
 from diffvision.data.images.folders import find_folders, lines_of
 from diffvision.export.card import write_card
 from diffvision.export.finite import refuse_not_finite
@@ -102,7 +103,7 @@ def _labels(model: Model) -> dict[str, Any]:
     if model.run is None:
         return {}
     try:
-        config = yaml.safe_load((model.run / "config.yaml").read_text(encoding="utf-8"))
+        config = load_yaml((model.run / "config.yaml").read_text(encoding="utf-8"))
         folder = config["data"]["init_args"]["evaluation"]
     except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
         return {}

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from diffvision.analysis.curves import Curve, read_metrics
+from diffvision.bounded_yaml import load_yaml
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.durable import record_path
 
@@ -76,7 +77,7 @@ class History:
 def read_history(run: Path, checkpoint: Path) -> History:
     """Read a run's directory, for one of its checkpoints. What is missing or unreadable is left out."""
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         config = None
     try:

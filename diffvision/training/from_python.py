@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from diffvision.bounded_yaml import load_yaml
 from diffvision.training.recipes import recipe
 
 if TYPE_CHECKING:
@@ -269,7 +270,10 @@ def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for config in configs:
         path = Path(config) if Path(config).is_file() else recipe(str(config))
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        try:
+            read = load_yaml(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
         content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}
     return content
 

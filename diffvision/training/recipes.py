@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from diffvision.allow import MAX_LEVELS
+from diffvision.bounded_yaml import MAX_LEVELS
 from diffvision.mistakes import nearest
 
 _PACKAGE = Path(__file__).parent.parent
@@ -73,8 +73,8 @@ def _is_file(value: str) -> bool:
 def _check_mapping(path: Path) -> None:
     """Raise a ValueError with the file and the line, which a parser's message lacks.
 
-    It reads without recursion, and only as deep as `allow`, which refuses deeper ones: the time that PyYAML takes grows
-    with the square of the depth.
+    It reads without recursion, and only as deep as `bounded_yaml`, which refuses deeper ones: the time that PyYAML
+    takes grows with the square of the depth.
     """
     content: list[type] = []
     level = 0
