@@ -194,7 +194,7 @@ def _llm(options: JudgeOptions, device: str, replies: Path | None) -> Judge:
     url = options.url or os.environ.get("OPENAI_BASE_URL")
     if not url:
         raise ValueError("judge.by has llm, and there is no server: give judge.url, or set OPENAI_BASE_URL")
-    patience = Patience(read=options.timeout, tries=options.tries)
+    patience = Patience(read=options.timeout, tries=options.tries, total=options.tries * (options.timeout + 60.0))
     server = ChatServer(url, model, os.environ.get(options.key_env), patience, replies)
     return Server(server, options.parallel, _template(options))
 

@@ -19,7 +19,7 @@ class JudgeOptions:
         hf: for the judge hf, a language model as `diffvision.open_model` takes it, which is run here.
         prompt: file with another prompt for llm and hf, with {document}, {output}, {question} and {truth}.
         new_tokens: the most tokens of a reply of hf.
-        timeout: seconds that llm's server may be silent for.
+        timeout: seconds for a whole reply of llm's server.
         tries: how often it is asked before the evaluation is ended; a run of the same command resumes.
         parallel: requests at a time.
     """
