@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,8 +166,8 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch)
             raise RuntimeError("stopped")
         return step(module, batch, batch_idx)
 
-    def measure(module):
-        measured.append(module.global_step)
+    def measure(module, model, seed):
+        measured.append((module.global_step, model, seed))
         return {"colours/ink": 0.5}, None
 
     def finished() -> report.Run:
@@ -190,7 +191,7 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch)
         finished()
     first, second = finished(), finished()
     assert steps == [0, 1, 2, 3, 4, 3, 4, 5]
-    assert measured == [6]
+    assert measured == [(6, "CLIP-debug", 0)]
     assert first == second
     assert list(first.curves["train/loss"].steps) == [0, 1, 2, 3, 4, 5]
     assert first.seconds > 0
@@ -264,8 +265,8 @@ def text_maps(model: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_runs_trained_at_once_are_only_evaluated_later(tmp_path, capfd, monkeypatch):
-    """Both are trained in other processes, and one that cannot be is left to `finished_run`, which says why."""
+def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path, capfd):
+    """What their fits print is in their logs, and one that cannot be trained is tried again here, which says why."""
     digits.make_digits(tmp_path / "digits", copies=1)
     arguments = [
         f"--data.init_args.train={tmp_path / 'digits/train'}",
@@ -274,19 +275,19 @@ def test_runs_trained_at_once_are_only_evaluated_later(tmp_path, capfd, monkeypa
         "--trainer.limit_train_batches=3",
         "--trainer.log_every_n_steps=1",
     ]
-    planned = [("CLIP-debug", 0), ("DiffCLIP-debug", 0), ("DiffCLIP-debgu", 0)]
-    runs.train_at_once(images.RECIPE, planned, tmp_path, *arguments, processes=2)
-    assert "DiffCLIP-debug, seed 0: epoch 1/1 step 3/3 100%" in capfd.readouterr().out
-    monkeypatch.setattr(ContrastiveModule, "training_step", lambda *_: pytest.fail("trained again"))
-    for model, seed in planned[:2]:
-        done = runs.finished_run(
-            images.RECIPE, model, seed, tmp_path, *arguments, unit="samples", measure=lambda m: ({"step": 3.0}, None)
-        )
-        assert done.curves["train/loss"].steps == [0, 1, 2]
+    planned = [("CLIP-debug", 0), ("DiffCLIP-debug-0.2", 0)]
+    settings = {"unit": "samples", "measure": partial(images.measured, data=tmp_path / "digits")}
+    done = runs.trained(images.RECIPE, planned, tmp_path, *arguments, **settings)
+    assert [run.curves["train/loss"].steps for run in done] == [[0, 1, 2]] * 2
+    assert all(set(images.COLUMNS.values()) <= set(run.metrics) for run in done)
+    out, err = capfd.readouterr()
+    assert not err
+    assert "DiffCLIP-debug-0.2, seed 0: epoch 1/1 step 3/3 100%" in out
+    assert all(", seed 0: epoch" in line and len(line) <= 80 for line in out.splitlines())
+    assert runs.trained(images.RECIPE, planned, tmp_path, *arguments, **settings) == done
+    assert not any(capfd.readouterr())
     with pytest.raises(ValueError, match="no model 'DiffCLIP-debgu'"):
-        runs.finished_run(
-            images.RECIPE, *planned[2], tmp_path, *arguments, unit="samples", measure=lambda m: ({}, None)
-        )
+        runs.trained(images.RECIPE, [("DiffCLIP-debgu", 0)], tmp_path, *arguments, **settings)
 
 
 @pytest.mark.nightly

@@ -64,7 +64,8 @@ def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str
     lead = (
         f"{plain} and {differential}, about {first.parameters / 1e6:.1f} million parameters each, trained by one "
         f"recipe on handwritten digits in colours and their captions, each in {duration(models)} on this machine, "
-        f"with {seeds} {'seeds' if seeds > 1 else 'seed'}. They are tested on digits that they never saw."
+        f"with {seeds} {'seeds' if seeds > 1 else 'seed'}. They are tested on digits that they never saw. At this size "
+        "plain CLIP usually wins: this page shows how to compare models, not which one is better."
     )
     sections = [
         _explained(content[differential], models[differential][0]),
@@ -127,8 +128,8 @@ def _attention(content: Mapping[str, Shown]) -> Section:
     figure = figures.attention_panels({name: shown.attention for name, shown in content.items()})
     grid = "×".join(map(str, next(iter(content.values())).attention[0].maps.shape[-2:]))
     caption = (
-        f"The class token's row in the last layer, mean over heads, {grid} patches, interpolated over the image. All "
-        "maps are on one scale: dark is zero, bright is high, blue is below zero."
+        f"The class token's row in the last layer, mean over heads, {grid} patches, interpolated over the image. Maps "
+        "share a scale: dark is zero, bright is high, blue is below zero."
     )
     alt = f"Four digits with the attention of {' and of '.join(content)}."
     return Section("Where they look", [Picture(figure, alt, caption, most=1.4)])
@@ -141,7 +142,7 @@ def _lesson(lesson: Mapping[str, Any]) -> Section:
     made = {key: f"`{value}`" if key == "command" else value for key, value in lesson["made"].items()}
     facts = [f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in made.items()]
     source = "From other runs than those above; " + "; ".join(facts)
-    source += ". `diffvision demo --lesson` trains these models here and makes the figure anew."
+    source += ". `diffvision demo --lesson` trains these models here and draws the figure again."
     plain, *_, largest = models
     text = (
         f"DiffCLIP starts λ near 0.8 (lambda_init), as {largest} does; the differential model above starts it near "

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from diffvision.training.recipes import recipe
 RECORD = "record.json"
 LOG = "training.log"
 _STEP = re.compile(r"^epoch .* (\d+)% ")
-Measured = tuple[dict[str, float], Any]
-"""The metrics of a model, and what else the report shows, as JSON holds it."""
+Measure = Callable[[Any, str, int], tuple[dict[str, float], Any]]
+"""Returns the metrics of a trained module, and what else the report shows, as JSON holds it; of its name and seed."""
 
 
 def claim(directory: Path, name: str, config: str, contents: Sequence[str], **settings: Any) -> None:
@@ -90,26 +91,32 @@ def prepare(folder: Path, make: Callable[[str], Any]) -> None:
         unfinished.rename(folder)
 
 
-def train_at_once(
-    config: str, runs: Sequence[tuple[str, int]], directory: Path, *arguments: str, processes: int | None = None
-) -> None:
-    """Train runs that are not finished yet in separate processes, several at once.
+def trained(
+    config: str,
+    planned: Sequence[tuple[str, int]],
+    directory: Path,
+    *arguments: str,
+    unit: str,
+    measure: Measure,
+    processes: int | None = None,
+) -> list[Run]:
+    """Return runs, of which those that are not finished yet are trained and evaluated in processes, several at once.
 
     A small model gains little from more than one thread, so two of them take little longer together than one alone. A
-    run that fails here is left to `finished_run`, which resumes it and reports the error.
+    run that fails there is resumed here, so that its error is reported.
 
     Args:
         config: a file of configs/, for `diffvision fit`.
-        runs: models' names and seeds.
+        planned: models' names and seeds.
         directory: the demo's folder.
         arguments: further arguments of `diffvision fit`.
-        processes: how many train at once; by default as many as there are cores, and four at most.
+        unit: "samples" or "tokens", what the speed counts.
+        measure: as in `finished_run`; a process must be able to import it.
+        processes: how many run at once; by default as many as there are cores, and four at most.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = processes or min(cores, 4)
-    waiting = [run for run in runs if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
-    if min(processes, len(waiting)) < 2:
-        return
+    waiting = [run for run in planned if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
     spawn = multiprocessing.get_context("spawn")
     logs = {run: directory / f"{run[0]}-{run[1]}" / LOG for run in waiting}
     with bar("training", 100 * len(waiting)) as advance, _terminated_as_interrupted():
@@ -122,8 +129,8 @@ def train_at_once(
                     run = waiting.pop(0)
                     logs[run].parent.mkdir(parents=True, exist_ok=True)
                     logs[run].unlink(missing_ok=True)
-                    command = _command(config, *run, logs[run].parent, arguments)
-                    training[run] = spawn.Process(target=_train, args=(command, logs[run]))
+                    finish = partial(finished_run, config, *run, directory, *arguments, unit=unit, measure=measure)
+                    training[run] = spawn.Process(target=_run_logged, args=(finish, logs[run]))
                     training[run].start()
                 time.sleep(0.5)
                 lines = {run: _last_line(logs[run]) for run in training}
@@ -140,10 +147,11 @@ def train_at_once(
                     process.terminate()
             for process in training.values():
                 process.join()
+    return [finished_run(config, *run, directory, *arguments, unit=unit, measure=measure) for run in planned]
 
 
-def _train(command: list[str], log: Path) -> None:
-    """Run `diffvision fit` in this process, which ends when its parent does."""
+def _run_logged(function: Callable[[], Any], log: Path) -> None:
+    """Call a function in this process, which writes its output to a log and ends when its parent does."""
     with open(log, "w", buffering=1) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -156,7 +164,7 @@ def _train(command: list[str], log: Path) -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     torch.set_num_threads(1)
-    fit(command)
+    function()
 
 
 @contextmanager
@@ -174,9 +182,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of progress in a log, or an empty string."""
+    """Return the steps and the loss of the last line of progress in a log, or an empty string."""
     lines = [line for line in log.read_text().splitlines() if _STEP.search(line)] if log.is_file() else []
-    return lines[-1] if lines else ""
+    return "  ".join(lines[-1].split("  ")[:2]) if lines else ""
 
 
 def _percent(line: str) -> int:
@@ -185,7 +193,7 @@ def _percent(line: str) -> int:
 
 
 def finished_run(
-    config: str, model: str, seed: int, directory: Path, *arguments: str, unit: str, measure: Callable[[Any], Measured]
+    config: str, model: str, seed: int, directory: Path, *arguments: str, unit: str, measure: Measure
 ) -> Run:
     """Return a model's run with one seed: as recorded, else resumed or begun, and evaluated.
 
@@ -196,13 +204,13 @@ def finished_run(
         directory: the demo's folder.
         arguments: further arguments of `diffvision fit`.
         unit: "samples" or "tokens", what the speed counts.
-        measure: from the trained LightningModule to its metrics and what else the report shows.
+        measure: from the trained LightningModule, its name and the seed to its metrics and what else the report shows.
     """
     root = directory / f"{model}-{seed}"
     file = root / RECORD
     if not file.is_file():
         cli = fit(_command(config, model, seed, root, arguments))
-        metrics, shown = measure(cli.model)
+        metrics, shown = measure(cli.model, model, seed)
         log: Any = cli.trainer.logger
         curves = read_metrics(log.log_dir)
         record = {

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from diffvision.analysis.maps import opened_layers
 from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, comparison, of_model
-from diffvision.demo.runs import claim, finished_run, prepare, train_at_once
+from diffvision.demo.runs import claim, prepare, trained
 from diffvision.demo.text_page import page
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.needle import needle_samples
@@ -65,17 +64,17 @@ def text(directory: Path, seeds: int) -> None:
         seeds: repeat with this many seeds, and report means and spreads.
     """
     console, start = Console(), time.perf_counter()
+    console.print(
+        f"{', '.join(MODELS)} are trained on text and compared. Models of this size say nothing about larger ones: the "
+        "demo shows how to compare models, not which one is better.",
+        highlight=False,
+    )
     contents = ["stdlib", "recall", "tokenizer.json", *(f"{model}-[0-9]*" for model in MODELS)]
     claim(directory, "language", RECIPE, contents, steps=STEPS)
-    text_tokenizer = _prepare_data(directory, console)
-    texts = read_texts([directory / "stdlib" / "validation"])
-    documents, num_bytes = tokenised(texts, text_tokenizer, OPTIONS.tokens)
+    _prepare_data(directory, console)
     planned = [(model, seed) for seed in range(seeds) for model in MODELS]
-    train_at_once(RECIPE, planned, directory, *_arguments(directory))
-    runs = []
-    for model, seed in planned:
-        console.rule(f"{model}, seed {seed}")
-        runs.append(_train_and_evaluate(model, seed, directory, text_tokenizer, documents, num_bytes))
+    measure = partial(measured, directory=directory)
+    runs = trained(RECIPE, planned, directory, *_arguments(directory), unit="tokens", measure=measure)
     console.print(table(runs))
     for run in runs[: len(MODELS)]:
         console.print(f"[bold]{MODELS[run.model]} writes:[/bold]")
@@ -86,30 +85,25 @@ def text(directory: Path, seeds: int) -> None:
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def _prepare_data(directory: Path, console: Console) -> Tokenizer:
-    """Make the text and its tokenizer if they do not exist yet, and return the tokenizer."""
+def _prepare_data(directory: Path, console: Console) -> None:
+    """Make the text and its tokenizer if they do not exist yet."""
     file = directory / "tokenizer.json"
     if not file.exists():
         console.rule(f"Making text in {directory}")
         for name in ("stdlib", "recall"):
             prepare(directory / name, partial(make, name))
         tokenizer([str(directory / "stdlib/train"), str(directory / "recall")], str(file), vocab_size=4096)
-    return load_tokenizer(file)
 
 
-def _train_and_evaluate(
-    model: str, seed: int, directory: Path, text_tokenizer: Tokenizer, documents: Sequence[Tensor], num_bytes: int
-) -> Run:
-    """Train a model with one seed, evaluate it, and let it write a sample."""
-
-    def measure(trained: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        module = trained.model
-        opened = Model(MODELS[model], "language", module, tokenizer=text_tokenizer, max_length=module.config.max_length)
-        metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
-        shown = {"writes": _sample(module, text_tokenizer), **attention_on_needle(module, text_tokenizer)}
-        return metrics, shown
-
-    return finished_run(RECIPE, model, seed, directory, *_arguments(directory), unit="tokens", measure=measure)
+def measured(module: Any, model: str, seed: int, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return a trained model's metrics on text that training did not see, a sample that it writes, and attention."""
+    text_tokenizer = load_tokenizer(directory / "tokenizer.json")
+    documents, num_bytes = tokenised(read_texts([directory / "stdlib" / "validation"]), text_tokenizer, OPTIONS.tokens)
+    length = module.model.config.max_length
+    opened = Model(MODELS[model], "language", module.model, tokenizer=text_tokenizer, max_length=length)
+    metrics = evaluate_language(Work(opened, OPTIONS, documents, num_bytes), ["perplexity", "needle", "outliers"])
+    shown = {"writes": _sample(module.model, text_tokenizer), **attention_on_needle(module.model, text_tokenizer)}
+    return metrics, shown
 
 
 def _arguments(directory: Path) -> list[str]:
