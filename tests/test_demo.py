@@ -107,7 +107,7 @@ def test_what_is_shown_is_read_back_from_json():
 
 def test_the_recipe_is_the_debug_configuration():
     settings = yaml.safe_load(recipe(images.RECIPE).read_text())
-    assert settings["model"]["init_args"]["model"] == "DiffCLIP-debug"
+    assert settings["model"]["init_args"]["model"] == images.MODELS[1]
 
 
 def test_seeds_are_checked_before_anything_is_made(tmp_path):

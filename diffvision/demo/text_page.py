@@ -62,8 +62,8 @@ def page(models: Mapping[str, Sequence[Run]], directory: Path) -> str:
         f"A Transformer and two with differential attention, {' and '.join(others)}, about "
         f"{first[plain].parameters / 1e6:.2g} million parameters each, trained by one recipe on Python's library and "
         f"on texts that state numbers and ask for them, each in {duration(models)} on this machine, with "
-        f"{seeds} {'seeds' if seeds > 1 else 'seed'}. Models of this size say nothing about larger ones: this page shows "
-        "how to compare models, not which one is better."
+        f"{seeds} {'seeds' if seeds > 1 else 'seed'}. Models of this size say nothing about larger ones: this page "
+        "shows how to compare models, not which one is better."
     )
     note = "Needles are numbers stated among other words; the attention logits are before the softmax."
     judged = dict.fromkeys(verdict(values_of(models), plain, other, JUDGED) for other in others)

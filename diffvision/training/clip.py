@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeGuard
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
@@ -30,6 +31,11 @@ from diffvision.training.optim import OptimizerSettings, adamw, param_groups, sc
 from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
+# By model: what to know before it is trained.
+CAUTIONS = {
+    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): take DiffCLIP-debug-0.2; "
+    "see docs/concepts/common_mode.md"
+}
 # Metrics of an evaluation that the progress bar shows.
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 
@@ -125,8 +131,10 @@ class ContrastiveModule(TrainingModule):
             self.model.compile()  # in place: the state_dict's keys stay
 
     def setup(self, stage: str) -> None:
-        """Make the loss, which depends on the number of ranks."""
+        """Make the loss, which depends on the number of ranks; warn of a model that is a poor choice for a fit."""
         super().setup(stage)
+        if stage == "fit" and self.name in CAUTIONS:
+            rank_zero_warn(CAUTIONS[self.name])
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 

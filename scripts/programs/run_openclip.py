@@ -148,7 +148,16 @@ def locked(programs: OpenClip) -> None:
         MODEL, shown.folder / fit(shown, "tower", "configs/vision/debug.yaml", *tower), shown.folder / "start.pt"
     )
     programs.train("lit", *ALL, "--epochs", "1", "--pretrained", "start.pt", "--lock-image")
-    of_ours = ["--model.pretrained", "start.pt", "--model.lock_image", "0", "--model.preprocess", "null"]
+    of_ours = [
+        "--model.model",
+        MODEL,
+        "--model.pretrained",
+        "start.pt",
+        "--model.lock_image",
+        "0",
+        "--model.preprocess",
+        "null",
+    ]
     last = fit(shown, "locked", "configs/clip/debug.yaml", *of_ours, "--trainer.max_epochs", "1")
     start = torch.load(shown.folder / "start.pt", weights_only=True)
     for what, checkpoint in (("--lock-image", CHECKPOINT.format("lit", 1)), ("`diffvision fit` with lock_image", last)):

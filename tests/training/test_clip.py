@@ -1,16 +1,18 @@
 """The contrastive step: its gradients against autograd's over the whole batch, in one process and in two."""
 
 import copy
+from pathlib import Path
 
 import lightning.pytorch as pl
 import open_clip
 import pytest
 import torch
+import yaml
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.clip import ContrastiveModule
+from diffvision.training.clip import CAUTIONS, ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
@@ -83,6 +85,19 @@ def test_chunked_gradients_are_those_of_the_whole_batch(loss, chunks):
     whole = gradients(loss=loss)
     assert all(g.abs().sum() > 0 for g in whole.values() if g.ndim > 1)
     same(whole, gradients(loss=loss, accum_freq=chunks))
+
+
+def test_a_model_that_learns_late_warns_once_where_it_is_trained():
+    with pytest.warns(UserWarning, match="take DiffCLIP-debug-0.2") as caught:
+        train(make(), max_steps=2)
+    assert len([one for one in caught if "common_mode.md" in str(one.message)]) == 1
+
+
+def test_the_models_of_recipes_do_not_warn(recwarn):
+    for path in Path(__file__).parents[2].glob("configs/clip/*.yaml"):
+        assert yaml.safe_load(path.read_text())["model"]["init_args"].get("model") not in CAUTIONS
+    train(make("DiffCLIP-debug-0.2"))
+    assert not [one for one in recwarn if "learns late" in str(one.message)]
 
 
 class RandomState(pl.Callback):
