@@ -4,8 +4,8 @@
 
 writes fits.json, anew after each run: bfloat16, torch.compile, flash attention, FSDP2 and, where there are two devices,
 two processes; then one run that SIGTERM ends and that is resumed, next to the same run left alone. They are
-DiffCLIP-debug-0.2 on the made digits and diff-debug on the standard library's text. On a CPU each runs as far as it goes:
-without flash attention, and with two processes.
+DiffCLIP-debug-0.2 on the made digits and diff-debug on the standard library's text. On a CPU each runs as far as it
+goes: without flash attention, and with two processes.
 """
 
 import argparse
