@@ -34,6 +34,7 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.progress import duration, total_steps
 
 SUMMARY, CURVES = "summary.txt", "curves.png"
+EVALUATED = "evaluated_metrics"  # key in a checkpoint: the names of the last evaluation's metrics
 
 
 class RunSummary(pl.Callback):
@@ -45,8 +46,17 @@ class RunSummary(pl.Callback):
 
     def __init__(self) -> None:
         self._measured: dict[str, None] = {}  # names of an evaluation's metrics, in order
-        self._before: set[str] = set()
+        self._before: dict[str, Any] = {}
         self._start = 0.0
+        self._first_step = 0
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Save which metrics are an evaluation's; `RunState` saves their values."""
+        checkpoint[EVALUATED] = list(self._measured)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Restore which metrics are an evaluation's."""
+        self._measured = dict.fromkeys(checkpoint.get(EVALUATED, ()))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to measure the time."""
@@ -54,17 +64,19 @@ class RunSummary(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the model."""
+        self._first_step = trainer.global_step
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
             print(described(trainer, pl_module) + resumed, flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which metrics there are before a validation."""
-        self._before = set(trainer.callback_metrics)
+        """Note which metrics there are before a validation; a resumed run has those of earlier ones."""
+        self._before = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which metrics a validation has added."""
-        self._measured |= {name: None for name in trainer.callback_metrics if name not in self._before}
+        """Note which metrics a validation has made."""
+        metrics = trainer.callback_metrics.items()
+        self._measured |= {name: None for name, value in metrics if value is not self._before.get(name)}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the metrics, the checkpoints and the next command, and keep them with the curves."""
@@ -72,8 +84,12 @@ class RunSummary(pl.Callback):
             return
         total = total_steps(trainer)
         steps = f"{trainer.global_step:,}" + (f" of {total:,}" if total not in (None, trainer.global_step) else "")
-        trained = f"trained to step {steps} in {duration(time.monotonic() - self._start)}"
-        metrics = {name: float(trainer.callback_metrics[name]) for name in self._measured}
+        resumed = f" from step {self._first_step:,}" if self._first_step else ""
+        trained = f"trained{resumed} to step {steps} in {duration(time.monotonic() - self._start)}"
+        if trainer.global_step == self._first_step:
+            trained = f"already at step {steps}: nothing was trained"
+        values = trainer.callback_metrics
+        metrics = {name: float(values[name]) for name in self._measured if name in values}
         final = table(metrics, "last evaluation") if metrics else ""
         paths = "\n".join(kept(trainer, pl_module))
         print(trained)

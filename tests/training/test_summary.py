@@ -54,7 +54,7 @@ def _blank_curves():
     """Runs draw their curves here."""
 
 
-def run(data: Path, root: Path, *arguments: str, monitor: str = "null"):
+def run(data: Path, root: Path, *arguments: str, monitor: str = "null", epochs: int = 2):
     return fit(
         [
             "fit",
@@ -66,7 +66,7 @@ def run(data: Path, root: Path, *arguments: str, monitor: str = "null"):
             f"--trainer.logger.save_dir={root}",
             "--trainer.accelerator=cpu",
             "--trainer.devices=1",
-            "--trainer.max_epochs=2",
+            f"--trainer.max_epochs={epochs}",
             "--trainer.log_every_n_steps=1",
             "--trainer.callbacks+=ModelCheckpoint",
             "--trainer.callbacks.filename=best",
@@ -112,6 +112,28 @@ def test_a_run_from_its_first_line_to_the_command_it_ends_with(
     assert main(words[1:]) == 0
     assert f"{measured:.4f}" in capfd.readouterr().out
     assert isinstance(cli.trainer.progress_bar_callback, ProgressLine)
+
+
+@pytest.mark.filterwarnings("ignore:resumed from:UserWarning")  # with other epochs
+def test_a_resumed_run_ends_with_its_last_evaluation(data, tmp_path, monkeypatch, capfd):
+    """As the run itself did: where nothing is left to train, and with an epoch more, which is evaluated again."""
+    monkeypatch.chdir(tmp_path)
+
+    def table(epochs: int) -> tuple[str, list[str]]:
+        evaluated = f"--data.evaluation={data / 'noise'}"
+        run(data, Path("runs"), *CLASSIFICATION, evaluated, "--resume=auto", epochs=epochs)
+        text = (tmp_path / "runs/fit/version_0/summary.txt").read_text()
+        assert re.findall(r"^ +(\S*/\S+) +[\d.]+ *$", capfd.readouterr().out, re.M)
+        return text, re.findall(r"^ +(\S*/\S+ +[\d.]+) *$", text, re.M)
+
+    _, rows = table(epochs=2)
+    assert any(row.startswith("val/acc1") for row in rows)
+    text, again = table(epochs=2)
+    assert again == rows
+    assert "already at step 4" in text
+    text, later = table(epochs=3)
+    assert [row.split()[0] for row in later] == [row.split()[0] for row in rows]
+    assert "trained from step 4 to step 6" in text
 
 
 def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path, monkeypatch, capfd):
