@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -98,6 +98,7 @@ class ImageSet:
         self.counts = np.array([len(images)], dtype=np.int64)
         self.fingerprint, self.content = images.fingerprint, f"sizes:{images.read.identity()}"
         self.extra_counts: dict[str, int] = {}
+        self.sample_settings: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self.images)

@@ -152,8 +152,9 @@ class ShardLoader:
         Raises:
             ValueError: the state is of another order, or of shards with other content.
         """
+        added = self.shards.sample_settings.keys()  # which earlier versions did not save
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            if state.get(name, value if name in added else None) != value:
                 raise ValueError(
                     f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now; the order of samples would "
                     "not be the same. Restore it, or start a new run from the weights alone"
@@ -182,6 +183,7 @@ class ShardLoader:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "window": self.window,
+            **self.shards.sample_settings,
             "samples": len(self.shards),
             "shards": self.shards.fingerprint,
         }

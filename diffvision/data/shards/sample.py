@@ -56,6 +56,7 @@ class SampleSource(Protocol):
         content: a digest of what the samples hold, as "how that is known:digest".
         fingerprint: a digest of the shards' names and counts.
         extra_counts: counts of what is in no sample, for reports.
+        sample_settings: settings by which samples are divided, by their names in a configuration.
     """
 
     counts: np.ndarray
@@ -66,6 +67,9 @@ class SampleSource(Protocol):
 
     @property
     def extra_counts(self) -> dict[str, int]: ...
+
+    @property
+    def sample_settings(self) -> dict[str, Any]: ...
 
     def __len__(self) -> int: ...
 

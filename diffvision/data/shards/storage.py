@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,11 @@ class ShardSet:
     @property
     def extra_counts(self) -> dict[str, int]:
         """Counts of what is in no sample, for reports."""
+        return {}
+
+    @property
+    def sample_settings(self) -> dict[str, Any]:
+        """Settings by which samples are divided: none, because a sample is what a shard has as one."""
         return {}
 
     def reader(self, number: int) -> ShardReader:

@@ -72,6 +72,11 @@ class PackedShards(TokenShards):
         return f"{super().fingerprint}-packed{'-cut' * self.cut}"
 
     @property
+    def sample_settings(self) -> dict[str, Any]:
+        """The length of a window, and whether longer conversations are cut."""
+        return {**super().sample_settings, "cut": self.cut}
+
+    @property
     def extra_counts(self) -> dict[str, int]:
         """Conversations that are longer than a window, tokens of padding, and rows that are not in the shards."""
         used = sum(int(windows.used) for windows in self._packed)

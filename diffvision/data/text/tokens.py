@@ -197,6 +197,11 @@ class TokenShards(ShardSet):
         return f"{super().fingerprint}-{self.length}-{self.account.fingerprint}"
 
     @property
+    def sample_settings(self) -> dict[str, Any]:
+        """The length, by which tokens are cut into sequences."""
+        return {"length": self.length}
+
+    @property
     def extra_counts(self) -> dict[str, int]:
         """Tokens after the last whole sequence of each shard, and documents that are not in the shards."""
         used = self.counts * self.length + (self.counts > 0)

@@ -35,7 +35,6 @@ HARMLESS = (
     "resume",
     "verbose",
     "weights_only",
-    "seed_everything",  # the states of generators are restored
     "trainer.logger",
     "trainer.default_root_dir",
     "trainer.enable_",
@@ -55,6 +54,7 @@ COMPARED = (  # of a trainer, where there is no configuration
     "max_epochs",
     "limit_train_batches",
 )
+SEED = "seed_everything"
 NAMED = 8  # at most as many settings that differ are named
 
 
@@ -274,8 +274,10 @@ def changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
     """Describe each setting that is not the same as when the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")
+        if name == SEED and name not in saved:  # earlier versions did not save it
+            continue
         if _comparable(before) != _comparable(now):
-            yield f"{name} {now} (was {before})"
+            yield f"{name} {now} (was {before}{', whose random numbers go on' if name == SEED else ''})"
 
 
 def _comparable(value: str) -> str:

@@ -150,6 +150,10 @@ def test_a_run_goes_on_where_it_was_and_not_with_another_length(made):
     resumed = loader_of(made)
     resumed.load_state_dict(state)
     assert read(resumed) == whole[3:]
+    with pytest.raises(ValueError, match="cannot resume: length was"):
+        loader_of(made, length=15).load_state_dict(state)
+    del state["length"]  # of an earlier version
+    loader_of(made).load_state_dict(state)
     with pytest.raises(ValueError, match="cannot resume: samples was"):
         loader_of(made, length=15).load_state_dict(state)
 

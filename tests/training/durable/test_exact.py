@@ -162,6 +162,10 @@ def test_a_warning_names_what_differs(root, kept, tmp_path):
 def test_settings_that_make_no_difference_are_not_compared():
     settings = {"model": {"lr": 0.1, "sizes": [1]}, "resume": "auto", "trainer": {"logger": {"x": 1}, "max_steps": 3}}
     assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
+    one, other = (flattened({"seed_everything": seed}) for seed in (0, 3))
+    (line,) = changed(one, other)
+    assert line.startswith("seed_everything 3 (was 0")
+    assert not list(changed({}, other))  # earlier versions did not save it
     before, now = {"batches": "3", "share": "1"}, {"batches": "3.0", "share": "1.0"}
     assert list(changed(before, now)) == ["share 1.0 (was 1)"]
 
