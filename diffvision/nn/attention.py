@@ -6,7 +6,7 @@ Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P ma
 V size of a value head, L keys: the tokens themselves, those of a cache, or a context's.
 """
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -257,6 +257,10 @@ class AttentionLayer(nn.Module):
 
     def _dropout(self) -> float:
         return self.attn_drop if self.training else 0.0
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse `torch.jit.script`, which calls this."""
+        raise NotImplementedError("torch.jit.script compiles no attention layer of ours: use torch.jit.trace or export")
 
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"

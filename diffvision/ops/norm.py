@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from diffvision.ops.attention.choice import in_forward_mode
+
 # Numbers up to which torch's call is faster without gradients.
 SMALL = 2**18
 
@@ -27,7 +29,8 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
         raise ValueError(f"weight {tuple(weight.shape)} must be as long as x's last axis, x is {tuple(x.shape)}")
     weight = weight.to(x.dtype)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    if torch.jit.is_tracing():  # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours
+    # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours, which have no forward mode.
+    if torch.jit.is_tracing() or in_forward_mode():
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not ours or torch.compiler.is_compiling() or not x.numel():

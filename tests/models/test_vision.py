@@ -302,3 +302,34 @@ def test_a_setting_that_the_variant_has_no_use_for_is_refused():
     with pytest.raises(TypeError, match="diffv2_vit_debug has 'v2' attention, which takes no lambda_init"):
         timm.create_model("diffv2_vit_debug", lambda_init=0.5)
     assert timm.create_model("diff_vit_debug", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
+
+
+# --------------------------------------------------------------------------------------------- what torch's tools do
+
+
+@pytest.fixture(params=["plain_vit", "diff_vit", "diffv2_vit", "gda_vit", "dint_vit", "vca_vit"])
+def long_rows(request):
+    """A model with more keys than the formula is chosen for, and an image."""
+    model = timm.create_model(f"{request.param}_debug", img_size=80, depth=1, num_classes=10).eval()
+    return model, torch.randn(2, 3, 80, 80)
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer's, of every shape that is read
+def test_a_traced_model_gives_the_same_and_needs_none_of_our_operators(long_rows):
+    model, image = long_rows
+    traced = torch.jit.trace(model, image)
+    torch.testing.assert_close(traced(image), model(image))
+    assert not [node.kind() for node in traced.inlined_graph.nodes() if "diffvision" in node.kind()]
+
+
+def test_forward_mode_gives_the_directional_derivative(long_rows):
+    model, image = (part.double() for part in long_rows)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, found = torch.func.jvp(model, (image,), (image,))
+        expected = (model(image * (1 + 1e-5)) - model(image * (1 - 1e-5))) / 2e-5
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_torchscript_is_refused_in_a_sentence(long_rows):
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script"):
+        torch.jit.script(long_rows[0])

@@ -73,7 +73,9 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
         shards = [source]
     elif not isinstance(source, (str, Path)):
         shards = [shard for part in source for shard in find_shards(part)]
-    elif is_remote(location := checked_location(str(source))):
+    elif (location := checked_location(str(source))).endswith((".zst", ".lz4")):
+        raise ValueError(f"shards {location} cannot be unpacked: give {', '.join(PLAIN + COMPRESSED)} files")
+    elif is_remote(location):
         shards = _with_counts(expand_braces(location)) if is_shard(location) else _remote(location)
     elif Path(location).is_dir():
         shards = _directory(Path(location))

@@ -77,7 +77,7 @@ def choose(backend: str, problem: Problem) -> ModuleType:
     if name == "auto":
         return BACKENDS[_fastest(problem)]
     reason = BACKENDS[name].limit(problem)
-    if reason is None and name in OPERATORS and _in_forward_mode():
+    if reason is None and name in OPERATORS and in_forward_mode():
         reason = "it has no forward-mode derivative"
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot take this call: {reason}; use another, or backend='auto'")
@@ -109,10 +109,10 @@ def supported_backends(problem: Problem) -> dict[str, str]:
 
 def _fastest(problem: Problem) -> str:
     """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
-    if _in_forward_mode():
+    if in_forward_mode():
         return "eager"
     usual, _ = rule(problem)
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return usual
     compiled = torch.compiler.is_compiling()
     # Without choices no size is looked at, so that a graph of any length stays one.
@@ -159,6 +159,8 @@ def rule(problem: Problem) -> tuple[str, str]:
         return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
     if torch.compiler.is_exporting():
         return "sdpa", "an exported graph has to hold operations of torch, for any length"
+    if torch.jit.is_tracing():
+        return "eager", "a traced graph has to hold operations of torch, of which ONNX knows these"
     if problem.queries == 1:
         return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
     if problem.keys <= EAGER_MAX_KEYS_CPU:
@@ -166,7 +168,7 @@ def rule(problem: Problem) -> tuple[str, str]:
     return "blocked", f"by rule on a CPU above {EAGER_MAX_KEYS_CPU} keys, without a compiler"
 
 
-def _in_forward_mode() -> bool:
+def in_forward_mode() -> bool:
     """Return whether forward-mode derivatives are taken (torch.func.jvp), of which operators of ours give zeros."""
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 

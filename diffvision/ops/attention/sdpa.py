@@ -46,7 +46,7 @@ def diff_attention(
     # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
     def attend(m: int) -> Tensor:
         key = k[:, :, m if k.shape[2] == 2 else 0]
-        grouped = q.shape[1] != k.shape[1]
+        grouped = bool(q.shape[1] != k.shape[1])  # a traced size is a tensor
         return F.scaled_dot_product_attention(
             q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
@@ -77,7 +77,7 @@ def softmax_attention(
     Returns:
         [B, H, M, V]; a row that may not attend to any key is zeros.
     """
-    scale, value_dim, grouped = q.shape[3] ** -0.5, v.shape[3], q.shape[1] != k.shape[1]
+    scale, value_dim, grouped = q.shape[3] ** -0.5, v.shape[3], bool(q.shape[1] != k.shape[1])
     mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
     q, k, v = _equal_sizes(q, k, v)
     out = F.scaled_dot_product_attention(

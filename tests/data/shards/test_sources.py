@@ -96,6 +96,8 @@ def test_wildcards(tmp_path):
 
 
 def test_nothing_there_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"1\.tar\.zst cannot be unpacked"):
+        find_shards(str(tmp_path / "1.tar.zst"))
     with pytest.raises(ValueError, match="no shards in"):
         find_shards(tmp_path)
     touch(tmp_path, "0.tar")
