@@ -243,7 +243,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
     if data_class == "TextData":
         return [str(folder / name) for name in ("validation", "test") if (folder / name).is_dir()][:1]
     from diffvision.data.images.folders import find_folders
-    from diffvision.data.images.sources import is_image_source, splits
+    from diffvision.data.images.sources import is_image_source, open_source
 
     if _is_made(folder):
         try:
@@ -253,7 +253,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
         if data_class == "ImageTextData":
             return [str(one.path) for one in folders]
         return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
-    has_split = is_image_source(source) and {"validation", "test"} & splits(source).keys()
+    has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source).splits)
     return [str(source)] if has_split else []
 
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.images.image_set import ImageCollection
-from diffvision.data.images.tables import captions_of, numbered, path_inside, resolved_columns
+from diffvision.data.images.tables import captions_of, label_of, numbered, path_inside, resolved_columns
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sidecars import user_cache
 
@@ -32,28 +33,51 @@ def _datasets() -> Any:
     return datasets
 
 
+def saved_splits(path: Path) -> list[str]:
+    """Return the splits of a folder that `datasets` saved as a dictionary of datasets."""
+    try:
+        return list(json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{path}/dataset_dict.json does not list splits: save the dataset again") from None
+
+
 def from_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageCollection:
     """Return the images of a folder that `datasets` saved."""
     try:
         loaded = _datasets().load_from_disk(str(path))
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{path} is not all of what `datasets` saved ({error}): save it again") from None
-    return _from_columns(str(path), loaded if split is None else loaded[split], columns)
+    source = str(path) if split is None else f"{path}, split {split}"
+    return _from_columns(source, loaded if split is None else loaded[split], columns)
 
 
-def from_parquet(source: str, files: list[str], columns: dict[str, str], root: Path | None = None) -> ImageCollection:
-    """Return the images of .parquet files, whose paths are relative to `root`."""
-    rows = _datasets().Dataset.from_parquet(files, cache_dir=str(user_cache() / "datasets"))
-    return _from_columns(source, rows, columns, root)
+def from_parquet(
+    source: str, files: list[Path], columns: dict[str, str], root: Path, every: Sequence[Path] = ()
+) -> ImageCollection:
+    """Return the images of .parquet files.
+
+    Args:
+        source: what they are called.
+        files: those to read.
+        columns: as `sources.find_images` takes them.
+        root: the folder that paths in them are relative to.
+        every: the files of all splits; names of classes are numbered with theirs.
+    """
+    rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache() / "datasets"))
+    return _from_columns(source, rows, columns, root, every)
 
 
-def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> ImageCollection:
+def _from_columns(
+    source: str, rows: Any, columns: dict[str, str], root: Path | None = None, every: Sequence[Path] = ()
+) -> ImageCollection:
     """Return the rows of a `datasets.Dataset`."""
     datasets = _datasets()
     resolved = resolved_columns(rows.column_names, columns, source)
     image = resolved["image"]
     if isinstance(rows.features[image], datasets.Image):
         rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
+    if root is not None:
+        _check_paths(source, rows.data.column(image), root)
     captions = [captions_of(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
@@ -61,11 +85,39 @@ def _from_columns(source: str, rows: Any, columns: dict[str, str], root: Path | 
         feature = rows.features[resolved["label"]]
         cells = list(rows[resolved["label"]])
         if isinstance(feature, datasets.ClassLabel):
+            if (row := next((row for row, cell in enumerate(cells) if cell is None or cell < 0), None)) is not None:
+                raise ValueError(f"{source}, row {row} has no label, but {cells[row]}: take such rows out")
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
-            labels, classnames = numbered(cells, source)
+            texts = [label_of(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
+            labels, classnames = numbered(texts, _labels_in(every, resolved["label"]))
     names = [f"row {row}" for row in range(len(rows))]
     return ImageCollection(source, names, _Rows(rows, image, root), captions, labels, classnames)
+
+
+def _labels_in(files: Sequence[Path], column: str) -> list[str]:
+    """Return the labels in .parquet files, of which only that column is read."""
+    from pyarrow import parquet
+
+    tables = [parquet.read_table(file, columns=[column]) for file in files]
+    return [label_of(cell, str(files[0].parent)) for table in tables for cell in table[column].unique().to_pylist()]
+
+
+def _check_paths(source: str, column: Any, root: Path) -> None:
+    """Check that images which are not in the column itself are files inside of a folder."""
+    from pyarrow import compute, types
+
+    if types.is_struct(column.type):
+        embedded = compute.is_valid(compute.struct_field(column, "bytes")).to_pylist()
+        paths = compute.struct_field(column, "path").to_pylist()
+    elif types.is_string(column.type) or types.is_large_string(column.type):
+        paths, embedded = column.to_pylist(), [False] * len(column)
+    else:
+        return
+    resolved = root.resolve()
+    for row, path in enumerate(paths):
+        if not embedded[row]:
+            path_inside(resolved, path, f"{source}, row {row}")
 
 
 class _Rows:
@@ -79,11 +131,9 @@ class _Rows:
         data, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         if isinstance(data, str):
             data, path = None, data
-        if data is None and path is not None and self.root is not None:
-            path = self.root / path_inside(self.root.resolve(), path, f"row {row}")
         try:
             if data is None and path is not None:
-                data = Path(path).read_bytes()
+                data = ((self.root or Path()) / path).read_bytes()
         except OSError:
             data = None
         if data is None:
@@ -105,10 +155,10 @@ def _torchvision_class(location: str) -> Callable[..., Any]:
     return rooted[name]
 
 
-def torchvision_splits(location: str) -> dict[str, str]:
-    """Return {our name of a split: its name there} of `torchvision:NAME:ROOT`."""
+def torchvision_splits(location: str) -> list[str]:
+    """Return the splits of `torchvision:NAME:ROOT`."""
     parameters = inspect.signature(_torchvision_class(location)).parameters
-    return {"train": "train", "test": "test"} if {"train", "split"} & parameters.keys() else {}
+    return ["train", "test"] if {"train", "split"} & parameters.keys() else []
 
 
 def from_torchvision(location: str, split: str | None) -> ImageCollection:
@@ -135,6 +185,7 @@ def from_torchvision(location: str, split: str | None) -> ImageCollection:
         targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
     names = [f"number {row}" for row in range(len(rows))]
     reader = _Encoded(rows, f"{name} {split} {len(rows)}")
+    location = f"{location}, split {split}" if split else location
     if isinstance(targets[0], str | list | tuple):
         return ImageCollection(location, names, reader, captions=[captions_of(target) for target in targets])
     labels = np.array([int(target) for target in targets], dtype=np.int64)

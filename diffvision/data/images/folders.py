@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from diffvision.data.images.samples import (
     Tokenizer,
     Transform,
 )
-from diffvision.data.images.sources import class_prompts, find_images, is_image_source, splits
+from diffvision.data.images.sources import class_prompts, is_image_source, open_source
 from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
@@ -106,14 +105,18 @@ class EvaluationFolder:
         limits: Limits | None = None,
     ) -> "EvaluationLoader":
         """Return `ImageLabelBatch`es of a zero_shot folder, `RetrievalBatch`es of the others."""
-        if split not in self.splits:
-            raise ValueError(f"{self.path} has no split {split!r}: it has {', '.join(self.splits)}")
+        self.check_split(split)
         transform = transform or self.transform
         if transform is None:
             raise ValueError(f"no transform for the images of {self.path}: give one, or use bound()")
         return EvaluationLoader(
             self.samples(split), self.kind(transform), batch_size, num_workers, rank, world_size, limits
         )
+
+    def check_split(self, split: str) -> None:
+        """Raise a ValueError where there is no such split."""
+        if split not in self.splits:
+            raise ValueError(f"{self.path} has no split {split!r} to evaluate on: it has {', '.join(self.splits)}")
 
     def kind(self, transform: Transform) -> SampleKind:
         """Return what is made of its samples."""
@@ -160,13 +163,14 @@ class ImageEvaluationFolder(EvaluationFolder):
         classnames: Sequence[str] = (),
     ) -> None:
         location = str(source)
-        self._find = partial(find_images, location, table=table, columns=columns, classnames=classnames)
-        available = {} if table is not None else splits(location)
+        self._source, self._numbered = open_source(location, table, columns), classnames
+        available = self._source.splits
         self._splits: dict[str, str | None] = {split: split for split in available} or {"test": None}
         if "test" not in available and "validation" in available:
             self._splits["test"] = self._splits.pop("validation")
         self.splits = sorted(self._splits)
-        images = self._find(self._splits[self.splits[0]])
+        self._images: dict[str, ImageCollection] = {}
+        images = self.images("test" if "test" in self._splits else self.splits[0])
         kinds = {"zero_shot": images.labels, "retrieval": images.captions}
         self.task = task or next(kind for kind, values in kinds.items() if values is not None)
         if self.task not in kinds or kinds[self.task] is None:
@@ -190,8 +194,15 @@ class ImageEvaluationFolder(EvaluationFolder):
         return self.path.parent if self.path.is_file() else self.path
 
     def images(self, split: str) -> ImageCollection:
-        """Return the images of a split."""
-        return self._find(self._splits[split])
+        """Return the images of a split.
+
+        Raises:
+            ValueError: there is no such split; as `sources.find_images`.
+        """
+        self.check_split(split)
+        if split not in self._images:
+            self._images[split] = self._source.images(self._splits[split], self._numbered)
+        return self._images[split]
 
 
 def find_folders(path: str | Path) -> list[EvaluationFolder]:
@@ -205,8 +216,8 @@ def find_folders(path: str | Path) -> list[EvaluationFolder]:
     name, location = None, str(path)
     if not Path(location).exists() and (match := _NAMED.fullmatch(location)):
         name, location = match[1], match[2]
-    if not Path(location).exists() and not location.startswith(TORCHVISION):
-        raise ValueError(f"there is no {location}: give an evaluation folder, or a folder that holds some")
+    if not location.strip() or not (Path(location).exists() or location.startswith(TORCHVISION)):
+        raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))
     if not folders and is_image_source(location):
         try:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from diffvision.data.shards.sample import Members, SampleId
+from diffvision.data.images.decode import MAX_IMAGE_BYTES
+from diffvision.data.shards.sample import BadSample, Members, SampleId
 
+_LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
 
 
@@ -35,7 +39,7 @@ class ImageCollection:
     """The images of one split of a source, with their captions or labels.
 
     Attributes:
-        source: as it was given.
+        source: as it was given, with the split where it has several.
         names: one for each image, for reports: its path in the source where it is a file.
         read: row -> encoded bytes.
         captions: one tuple for each image, empty where it has none; None where the source has no captions.
@@ -52,6 +56,16 @@ class ImageCollection:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def described(self) -> str:
+        """The source, how many images it has, and which number each class has."""
+        images = f"{self.source}: {len(self):,} images"
+        if not self.classnames:
+            return images
+        numbers = [f"{number} {name}" for number, name in enumerate(self.classnames[:_LISTED])]
+        more = ", ..." if len(self.classnames) > _LISTED else ""
+        return f"{images}, {len(self.classnames):,} classes: {', '.join(numbers)}{more}"
 
     @property
     def caption_key(self) -> str:
@@ -85,6 +99,32 @@ def _encoded(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")
+
+
+class ImageFiles:
+    """Images that are files under one folder."""
+
+    def __init__(self, root: Path, names: Sequence[str]) -> None:
+        self.root, self.names = root, names
+
+    def __call__(self, row: int) -> bytes:
+        path = self.root / self.names[row]
+        try:
+            if path.stat().st_size > MAX_IMAGE_BYTES:
+                raise BadSample("image too large")
+            return path.read_bytes()
+        except OSError:
+            raise BadSample("missing image") from None
+
+    def identity(self) -> str:
+        digest = hashlib.sha256()
+        for name in self.names:
+            try:
+                size = os.stat(self.root / name).st_size
+            except OSError:
+                size = -1
+            digest.update(b"%d " % size)
+        return digest.hexdigest()[:16]
 
 
 class ImageSet:

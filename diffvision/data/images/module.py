@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -29,6 +29,7 @@ from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
@@ -47,7 +48,7 @@ class ImageTextData(pl.LightningDataModule):
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
         image_key: the member types that hold an image; the first that a sample has is taken.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
-        columns: of a table of images: its columns image, caption and label, where they have other names.
+        columns: of a table of images for training: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
@@ -77,11 +78,16 @@ class ImageTextData(pl.LightningDataModule):
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        self.train, self.batch_size, self.evaluations = train, batch_size, list(evaluations)
+        self.train, self.batch_size, self.evaluations = _named(train, "train"), batch_size, list(evaluations)
         self.num_workers, self.seed, self.window, self.cache_bytes = num_workers, seed, window, cache_bytes
         self.limits, self.stall_timeout = Limits(max_bad_fraction), stall_timeout
         self.image_key, self.caption_key, self.columns = image_key, caption_key, columns
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the evaluations, so that a fault in them is known before training."""
+        for folder in self._folders:
+            folder.check_split("test")
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `ImageTextBatch`es."""
@@ -91,7 +97,7 @@ class ImageTextData(pl.LightningDataModule):
         images = _training_images(self)
         if images is not None and images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        source = _source(self, images)
+        source = _training_source(self, images)
         image = ImageMember(setting_or_model(self, "transform") or to_float, self.image_key)
         kind = ImageText(image, CaptionMember(self.caption_key or caption_key_of(source)), tokenizer)
         return training_loader(self, source, kind)
@@ -100,14 +106,21 @@ class ImageTextData(pl.LightningDataModule):
         """Return the evaluation folders with the model's preprocessing, or no loader without any."""
         if not self.evaluations:
             return []
-        folders = [folder for path in self.evaluations for folder in find_folders(path)]
         transform = setting_or_model(self, "eval_transform") or to_float
         tokenizer = setting_or_model(self, "tokenizer")
-        return FolderLoader([folder.bound(transform, tokenizer) for folder in folders])
+        for folder in self._folders:
+            if isinstance(folder, ImageEvaluationFolder):
+                rank_zero_info(f"evaluating on {folder.images('test').described}")
+        return FolderLoader([folder.bound(transform, tokenizer) for folder in self._folders])
 
     def test_dataloader(self) -> "FolderLoader | list":
         """Return what `val_dataloader` does."""
         return self.val_dataloader()
+
+    @cached_property
+    def _folders(self) -> list[EvaluationFolder]:
+        """The evaluation folders, which are listed once."""
+        return [folder for path in self.evaluations for folder in find_folders(path)]
 
 
 class ImageLabelData(pl.LightningDataModule):
@@ -121,6 +134,7 @@ class ImageLabelData(pl.LightningDataModule):
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or images.
         split: which split of the evaluation folder.
         label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
+        eval_columns, eval_label_key: those of the evaluation, where they are not `columns` and `label_key`.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
         eval_transform: the model's, for evaluation.
@@ -141,6 +155,8 @@ class ImageLabelData(pl.LightningDataModule):
         image_key: Sequence[str] = IMAGE_KEYS,
         label_key: str | None = None,
         columns: dict[str, str] | None = None,
+        eval_label_key: str | None = None,
+        eval_columns: dict[str, str] | None = None,
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
         stall_timeout: float = STALL_TIMEOUT,
@@ -149,13 +165,21 @@ class ImageLabelData(pl.LightningDataModule):
         num_classes: int | None = None,
     ) -> None:
         super().__init__()
-        self.train, self.batch_size, self.evaluation, self.split = train, batch_size, evaluation, split
+        self.train, self.batch_size, self.split = _named(train, "train"), batch_size, split
+        self.evaluation = None if evaluation is None else _named(evaluation, "evaluation")
         self.eval_batch_size, self.num_workers, self.seed = eval_batch_size, num_workers, seed
         self.window, self.cache_bytes, self.limits = window, cache_bytes, Limits(max_bad_fraction)
         self.stall_timeout = stall_timeout
         self.image_key, self.label_key, self.num_classes = image_key, label_key, num_classes
         self.columns = columns
+        self.eval_label_key = label_key if eval_label_key is None else eval_label_key
+        self.eval_columns = columns if eval_columns is None else eval_columns
         self.transform, self.eval_transform = transform, eval_transform
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the evaluation, so that a fault in it is known before training."""
+        if self.evaluation is not None:
+            self._evaluation_source  # noqa: B018  # it is kept
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `ImageLabelBatch`es."""
@@ -164,15 +188,17 @@ class ImageLabelData(pl.LightningDataModule):
             classes, outputs = len(self._images.classnames), setting_or_model(self, "num_classes")
             if outputs is not None and 0 < classes < outputs:
                 rank_zero_warn(f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes")
-        source = _source(self, self._images)
-        return training_loader(self, source, self._kind(source, "transform"))
+        source = _training_source(self, self._images)
+        return training_loader(self, source, self._kind(source, "transform", self.label_key))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
-        source = self._evaluation_samples(self.evaluation)
-        return evaluation_loader(self, source, self._kind(source, "eval_transform"))
+        source = self._evaluation_source
+        if isinstance(source, ImageSet):
+            rank_zero_info(f"evaluating on {source.images.described}")
+        return evaluation_loader(self, source, self._kind(source, "eval_transform", self.eval_label_key))
 
     def test_dataloader(self) -> EvaluationLoader | list:
         """Return what `val_dataloader` does."""
@@ -187,27 +213,34 @@ class ImageLabelData(pl.LightningDataModule):
         """The training images, which are listed once; None where they are in shards."""
         return _training_images(self)
 
-    def _evaluation_samples(self, source: str) -> ShardSet | ImageSet:
+    @cached_property
+    def _evaluation_source(self) -> ShardSet | ImageSet:
+        """The samples to evaluate on, which are found once."""
+        source = cast(str, self.evaluation)
         classnames = () if self._images is None else self._images.classnames
         try:
             folder = EvaluationFolder(source)
         except ValueError:  # not that layout
             if is_image_source(source):
-                settings: dict[str, Any] = {"columns": self.columns, "classnames": classnames}
+                settings: dict[str, Any] = {"columns": self.eval_columns, "classnames": classnames}
                 images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
                 self._check_classes(images)
-                if self._images is not None and (source, images.names) == (self.train, self._images.names):
+                if self._images is not None and (images.source, images.names) == (
+                    self._images.source,
+                    self._images.names,
+                ):
                     rank_zero_warn(
                         f"{source} is what the model is trained on, and what it is evaluated on: its accuracy says "
                         "nothing about other pictures; divide it into train/ and val/"
                     )
                 return ImageSet(images)
-            return ShardSet(source, ShardCache(max_bytes=self.cache_bytes))
+            return _shards(self, source, self.split, "evaluating")
         if classnames and folder.classnames and class_prompts(classnames) != folder.classnames:
             raise ValueError(
                 f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
                 f"{', '.join(classnames[:3])}, ...; make the evaluation folder of images of the same classes"
             )
+        folder.check_split(self.split)
         return folder.samples(self.split)
 
     def _check_classes(self, images: ImageCollection) -> None:
@@ -219,9 +252,9 @@ class ImageLabelData(pl.LightningDataModule):
         if limit is not None and classes > limit:
             raise ValueError(f"{source} has {classes} classes, the model {limit}: set model.num_classes")
 
-    def _kind(self, source: ShardSet | ImageSet, transform: str) -> ImageLabel:
+    def _kind(self, source: ShardSet | ImageSet, transform: str, label_key: str | None) -> ImageLabel:
         image = ImageMember(setting_or_model(self, transform) or to_float, self.image_key)
-        return ImageLabel(image, self.label_key or label_key_of(source), setting_or_model(self, "num_classes"))
+        return ImageLabel(image, label_key or label_key_of(source), setting_or_model(self, "num_classes"))
 
 
 class FolderLoader:
@@ -253,7 +286,22 @@ def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | 
     return find_images(cast(str, data.train), columns=data.columns) if is_image_source(data.train) else None
 
 
-def _source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
-    if images is not None:
-        return ImageSet(images)
-    return ShardSet(data.train, ShardCache(max_bytes=data.cache_bytes))
+def _training_source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
+    if images is None:
+        return _shards(data, data.train, "train", "training")
+    rank_zero_info(f"training on {images.described}")
+    return ImageSet(images)
+
+
+def _shards(data: ImageTextData | ImageLabelData, source: str | list[str], split: str, purpose: str) -> ShardSet:
+    shards = split_shards(source, split)
+    if shards is not source:
+        rank_zero_info(f"{purpose} on {source}, split {split}: {len(shards)} of its shards, from {shards[0].name} on")
+    return ShardSet(shards, ShardCache(max_bytes=data.cache_bytes))
+
+
+def _named(source: Any, setting: str) -> Any:
+    """Return a source; raise ValueError where it is empty, which would be the current folder."""
+    if not str(source).strip():
+        raise ValueError(f"{setting} is {source!r}: name the data; the current folder is written as .")
+    return source

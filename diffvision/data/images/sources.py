@@ -6,44 +6,80 @@ other libraries are in `datasets`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.datasets import TORCHVISION, from_parquet, from_saved, from_torchvision, torchvision_splits
-from diffvision.data.images.decode import MAX_IMAGE_BYTES
-from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.coco import caption_file
+from diffvision.data.images.datasets import (
+    TORCHVISION,
+    from_parquet,
+    from_saved,
+    from_torchvision,
+    saved_splits,
+    torchvision_splits,
+)
+from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
 from diffvision.data.images.tables import (
     COLUMNS,
+    are_numbers,
     captions_of,
     csv_rows,
     json_lines,
+    label_of,
     numbered,
     path_inside,
 )
-from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
+from diffvision.data.splits import SPLITS, divided, file_split, named_splits, told
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "val", "valid", "dev"),
-    "test": ("test", "testing"),
-}
-"""Our name of a split, and the names of folders that hold it."""
-
+_ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
+_SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
 # ---- finding them --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Images as they were named: their splits, each of which is read when it is asked for.
+
+    Attributes:
+        location: as it was given.
+        parts: {split: reads its images}; of a source without splits, one called "".
+    """
+
+    location: str
+    parts: Mapping[str, Callable[[], ImageCollection]]
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that it has, "train", "validation" and "test" first; empty where it is not split."""
+        return [split for split in self.parts if split]
+
+    def images(self, split: str | None = None, classnames: Sequence[str] = ()) -> ImageCollection:
+        """Return the images of a split, "train" by default, with their classes numbered as `find_images` does.
+
+        Raises:
+            ValueError: it has no such split; as `find_images`.
+        """
+        split = split or ("train" if self.splits else "")
+        if split not in self.parts:
+            known = f"it has {', '.join(self.splits)}" if self.splits else "it has no splits; leave split out"
+            raise ValueError(f"{self.location} has no split {split!r}: {known}")
+        images = self.parts[split]()
+        if classnames and images.labels is not None and (images.classnames or are_numbers(classnames)):
+            return _renumbered(images, classnames)
+        return images
 
 
 def is_image_source(source: Any) -> bool:
@@ -54,28 +90,11 @@ def is_image_source(source: Any) -> bool:
     if location.startswith(TORCHVISION):
         return True
     path = Path(location)
-    if is_remote(location) or not path.exists():
+    if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
         return path.suffix.lower() in TABLES
     return not any(p.name.endswith(PLAIN + COMPRESSED) or p.name in (MANIFEST, SIZES) for p in path.iterdir())
-
-
-def splits(source: str | Path) -> dict[str, str]:
-    """Return {our name of a split: its name in the source}; empty where the source is not split."""
-    location = str(source)
-    if location.startswith(TORCHVISION):
-        return torchvision_splits(location)
-    path = Path(source)
-    if not path.is_dir():
-        return {}
-    if (path / "dataset_dict.json").is_file():
-        present = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
-    else:
-        folders = [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
-        known = {name for names in SPLITS.values() for name in names}
-        present = folders if folders and {name.lower() for name in folders} <= known else []
-    return {split: name for split, names in SPLITS.items() for name in present if name.lower() in names}
 
 
 def find_images(
@@ -94,62 +113,131 @@ def find_images(
         source: one of
             a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
-            or .parquet in it; splits are folders called train, val, test, ... above that;
-            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), with paths relative to its folder;
+            or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
+            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json, Karpathy's dataset_coco.json and
+            dataset_flickr30k.json), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
-        split: "train", "validation" or "test", of a source that has splits.
+        split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         table: the captions or labels of a folder of images, with paths relative to `source`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
         classnames: number the classes as these are, such as those that a model was trained on.
 
     Raises:
         ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
-            class that is not among `classnames`.
+            class that is not among `classnames`; names of which it is not clear what split they are of.
     """
-    images = _from_source(source, split, table, columns)
-    return _renumbered(images, classnames) if classnames and images.classnames else images
+    return open_source(source, table, columns).images(split, classnames)
+
+
+def open_source(
+    source: str | Path, table: str | Path | None = None, columns: dict[str, str] | None = None
+) -> ImageSource:
+    """Return a source of images with its splits; the arguments are those of `find_images`."""
+    location, columns = str(source), columns or {}
+    if unknown := sorted(columns.keys() - COLUMNS.keys()):
+        raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
+    return ImageSource(location, _parts(location, None if table is None else Path(table), columns))
 
 
 def _renumbered(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
     known = {name: number for number, name in enumerate(class_prompts(classnames))}
-    names = class_prompts(images.classnames)
     assert images.labels is not None
-    if unknown := [names[label] for label in np.unique(images.labels).tolist() if names[label] not in known]:
+    labels, indices = np.unique(images.labels, return_inverse=True)
+    names = [class_prompts(images.classnames)[label] if images.classnames else str(label) for label in labels.tolist()]
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"{images.source} has classes that are not among the {len(known)} of the training data or the model: "
             f"{', '.join(unknown[:5])}"
         )
-    numbers = np.array([known.get(name, -1) for name in names], dtype=np.int64)
-    return replace(images, labels=numbers[images.labels], classnames=tuple(classnames))
+    numbers = np.array([known[name] for name in names], dtype=np.int64)
+    return replace(images, labels=numbers[indices], classnames=tuple(classnames))
 
 
-def _from_source(
-    source: str | Path, split: str | None, table: str | Path | None, columns: dict[str, str] | None
-) -> ImageCollection:
-    if unknown := sorted((columns or {}).keys() - COLUMNS.keys()):
-        raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
-    location, columns = str(source), columns or {}
-    available = splits(source) if table is None else {}
-    split = split or next(iter(available), None)
-    if split is not None and split not in available:
-        known = f"it has {', '.join(available)}" if available else "it has no splits; leave split out"
-        raise ValueError(f"{location} has no split {split!r}: {known}")
+def _parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+    """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
     if location.startswith(TORCHVISION):
-        return from_torchvision(location, split)
-    path = Path(source)
-    if not path.exists():
-        raise ValueError(f"there is no {location}: give a folder of images, a table of them, or a dataset")
+        names = torchvision_splits(location)
+        return {name: partial(from_torchvision, location, name or None) for name in names or [""]}
+    path = Path(location)
+    if not location.strip() or not path.exists():
+        raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
     if path.is_file():
-        return _from_table(path.parent, path, columns)
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return from_saved(path, available.get(split or ""), columns)
-    if split is None:
-        return _from_folder(path, None if table is None else Path(table), columns)
-    images = _from_folder(path / available[split], None, columns)
-    if not images.classnames or set(images.classnames) - set(_folder_names(path, available)):
-        return images  # classes that a table names
-    return _renumbered(images, _folder_names(path, available))
+        return _of_table(path.parent, path, columns)
+    if table is not None:
+        return _of_table(path, table, columns)
+    if (path / "dataset_dict.json").is_file():
+        saved = named_splits(saved_splits(path), path)
+        return _alike({split: partial(from_saved, path, name, columns) for split, name in saved.items()})
+    tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
+    if any(map(file_split, tables)):
+        return _of_tables(path, divided(tables, path), columns)
+    folders, index = [p.name for p in _class_folders(path)], _index_table(path)
+    are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
+    if folders and all(map(told, folders)) and (are_called_so or index is None):
+        named = named_splits(folders, path)
+        return {split: partial(_from_split, path, named, name, columns) for split, name in named.items()}
+    if index is not None:
+        return _of_table(path, index, columns)
+    nested = [] if any(_files(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in _files(path, _ROWS)]
+    if splits := divided(nested, path):
+        return _of_tables(path, splits, columns)
+    return {"": partial(_from_folder, path, columns)}
+
+
+def _of_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+    if not table.is_file():
+        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder of images")
+    if table.suffix.lower() == ".json":
+        return caption_file(root, table)
+    return {"": partial(_from_tables, str(table), root, [table], columns)}
+
+
+def _of_tables(
+    path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]
+) -> dict[str, Callable[[], ImageCollection]]:
+    """Return the reader of each split's tables, whose paths are relative to one folder."""
+    every = [path / name for names in splits.values() for name in names]
+    if all(table.suffix.lower() == ".parquet" for table in every):
+        return {
+            split: partial(
+                from_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
+            )
+            for split, names in splits.items()
+        }
+    return _alike(
+        {
+            split: partial(_from_tables, f"{path}, split {split}", path, [path / name for name in names], columns)
+            for split, names in splits.items()
+        }
+    )
+
+
+def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callable[[], ImageCollection]]:
+    """Return the parts with the classes of all of them numbered together, where tables name classes."""
+
+    def read(split: str) -> ImageCollection:
+        images = parts[split]()
+        if images.labels is None:
+            return images
+        others = [images, *(part() for other, part in parts.items() if other != split)]
+        if not any(other.classnames for other in others):
+            return images
+        names = [
+            other.classnames or map(str, set(other.labels.tolist())) for other in others if other.labels is not None
+        ]
+        return _renumbered(images, numbered([name for of_split in names for name in of_split])[1])
+
+    return {split: partial(read, split) for split in parts}
+
+
+def _from_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
+    """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
+    images = _from_folder(path / name, columns)
+    known = _folder_names(path, named)
+    return _renumbered(images, known) if images.classnames and set(images.classnames) <= set(known) else images
 
 
 def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
@@ -157,14 +245,17 @@ def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
     return sorted({folder.name for name in available.values() for folder in _class_folders(path / name)})
 
 
-def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> ImageCollection:
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder of images")
-    if table is None:
-        tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
-        table = next((known for known in tables if known.is_file()), None)
-    if table is not None:
-        return _from_table(path, table, columns)
+def _index_table(path: Path) -> Path | None:
+    """Return the table in a folder of images that describes them."""
+    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
+    return next((known for known in tables if known.is_file()), None)
+
+
+def _from_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
+    if (path / "state.json").is_file():
+        return from_saved(path, None, columns)
+    if (index := _index_table(path)) is not None:
+        return _of_table(path, index, columns)[""]()
     images = list(_files(path, IMAGE_SUFFIXES))
     if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(_files(path, (".txt",)))):
         return _from_texts(path)
@@ -175,9 +266,26 @@ def _from_folder(path: Path, table: Path | None, columns: dict[str, str]) -> Ima
                 "source, or move it elsewhere if none does"
             )
         return _from_classes(path, images)
-    if parquet := sorted(map(str, path.rglob("*.parquet"))):
-        return from_parquet(str(path), parquet, columns)
+    if parquet := sorted(_files(path, (".parquet",))):
+        return from_parquet(str(path), parquet, columns, path)
     raise ValueError(f"no images in {path}")
+
+
+def _check_undivided(path: Path, names: Iterable[str]) -> None:
+    """Check that the paths of images, which are read together, do not tell of several splits."""
+    files = [PurePosixPath(name) for name in names]
+    folders = {file.parent for file in files}
+    of_folder = {folder: told(*folder.parts) for folder in folders}
+    splits = set().union(*of_folder.values())
+    if len(splits) < 2 and all(file_split(file.name) for file in files):
+        splits = set().union(*(file_split(file.name) for file in files))
+        of_folder = {file: file_split(file.name) for file in files}
+    if len(splits) > 1:
+        examples = [next(str(name) for name in sorted(of_folder) if split in of_folder[name]) for split in splits]
+        raise ValueError(
+            f"{path} has images of {' and '.join(sorted(splits))} ({', '.join(sorted(examples))}) among its classes: "
+            "put a folder for each split directly into it, or rename these"
+        )
 
 
 def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
@@ -197,12 +305,19 @@ def _from_classes(path: Path, images: list[Path]) -> ImageCollection:
             f"{path} has images in no class and without captions, first {loose[0]}: put each into the folder of its "
             "class, put a .txt with its caption next to it, or name a table of captions"
         )
+    _check_undivided(path, (file.as_posix() for file in files))
     folders = _class_folders(path)
     used = {file.parts[0] for file in files}
-    if empty := [folder.name for folder in folders if folder.name not in used]:
-        tables = [p.relative_to(path).as_posix() for name in empty for p in _files(path / name, TABLES)]
-        hint = f"give {tables[0]} as the source" if tables else "remove it, or put images into it"
+    empty = [folder.name for folder in folders if folder.name not in used]
+    if others := [p.relative_to(path).as_posix() for name in empty for p in _files(path / name, ("",))]:
+        tables = [name for name in others if name.lower().endswith(TABLES)]
+        hint = f"give {tables[0]} as the source" if tables else "move it elsewhere, or put images into it"
         raise ValueError(f"{path} has no image in its folder {empty[0]}, and so is no folder for each class: {hint}")
+    if empty:
+        warnings.warn(
+            f"{path} has no images of {', '.join(empty[:5])}: if it is not a class, remove the empty folder",
+            stacklevel=2,
+        )
     resolved = [folder.resolve() for folder in folders]
     if twice := [folder.name for folder in folders if resolved.count(folder.resolve()) > 1]:
         raise ValueError(f"{path} has the same folder as the classes {' and '.join(twice)}: remove the link")
@@ -210,7 +325,7 @@ def _from_classes(path: Path, images: list[Path]) -> ImageCollection:
     number = {name: label for label, name in enumerate(classnames)}
     labels = np.array([number[file.parts[0]] for file in files], dtype=np.int64)
     names = [file.as_posix() for file in files]
-    return ImageCollection(str(path), names, _Files(path, names), labels=labels, classnames=classnames)
+    return ImageCollection(str(path), names, ImageFiles(path, names), labels=labels, classnames=classnames)
 
 
 def _class_folders(path: Path) -> list[Path]:
@@ -231,7 +346,8 @@ def _from_texts(path: Path) -> ImageCollection:
                 path_inside(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
         captions.append((_text(text),) if text.is_file() else ())
-    return ImageCollection(str(path), names, _Files(path, names), captions=captions)
+    _check_undivided(path, names)
+    return ImageCollection(str(path), names, ImageFiles(path, names), captions=captions)
 
 
 def _text(path: Path) -> str:
@@ -239,75 +355,30 @@ def _text(path: Path) -> str:
     return path.read_bytes().decode("utf-8-sig", "surrogateescape")
 
 
-def _from_table(root: Path, table: Path, columns: dict[str, str]) -> ImageCollection:
-    if not table.is_file():
-        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
-    suffix = table.suffix.lower()
-    if suffix == ".parquet":
-        return from_parquet(str(table), [str(table)], columns, root)
-    if suffix == ".json":
-        return _from_coco(root, table)
-    rows = json_lines(table, columns) if suffix == ".jsonl" else csv_rows(table, columns)
+def _from_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[str, str]) -> ImageCollection:
+    """Read tables of one format as one, with paths relative to `root`."""
+    suffixes = {table.suffix.lower() for table in tables}
+    if len(suffixes) > 1:
+        raise ValueError(f"{source} has tables in several formats, {tables[0].name} and others: keep one format")
+    if suffixes == {".parquet"}:
+        return from_parquet(source, list(tables), columns, root)
     resolved = root.resolve()
-    names: list[str] = []
+    images: list[str] = []
     captions: list[Captions] = []
-    labels: list[Any] = []
-    for line, row in rows:
-        names.append(path_inside(resolved, str(row["image"]), f"{table}, line {line}"))
-        if "caption" in row:
-            captions.append(captions_of(row["caption"]))
-        if "label" in row:
-            labels.append(row["label"])
-    if not names:
-        raise ValueError(f"{table} has no rows: give a table of images")
-    numbers, classnames = numbered(labels, table) if labels else (None, ())
-    return ImageCollection(str(table), names, _Files(root, names), captions or None, numbers, classnames)
-
-
-def _from_coco(root: Path, table: Path) -> ImageCollection:
-    """Read COCO's captions: `images` with file names, `annotations` with a caption of one of them each."""
-    try:
-        content = json.loads(table.read_text("utf-8"))
-        files = {image["id"]: image["file_name"] for image in content["images"]}
-        captions: dict[Any, list[str]] = {key: [] for key in files}
-        for annotation in content["annotations"]:
-            captions[annotation["image_id"]].append(annotation["caption"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{table} is not a file of COCO's captions, with images (id, file_name) and annotations (image_id, "
-            f"caption): {type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
-        ) from None
-    if root == table.parent and (match := re.search(r"(train|val|test)\d{4}", table.stem)):
-        root = next((p for p in (root / match[0], root.parent / match[0]) if p.is_dir()), root)  # COCO's layout
-    resolved = root.resolve()
-    names = [path_inside(resolved, str(name), f"{table}, image {key}") for key, name in files.items()]
-    return ImageCollection(str(table), names, _Files(root, names), captions=[tuple(captions[key]) for key in files])
-
-
-class _Files:
-    """Images that are files under one folder."""
-
-    def __init__(self, root: Path, names: Sequence[str]) -> None:
-        self.root, self.names = root, names
-
-    def __call__(self, row: int) -> bytes:
-        path = self.root / self.names[row]
-        try:
-            if path.stat().st_size > MAX_IMAGE_BYTES:
-                raise BadSample("image too large")
-            return path.read_bytes()
-        except OSError:
-            raise BadSample("missing image") from None
-
-    def identity(self) -> str:
-        digest = hashlib.sha256()
-        for name in self.names:
-            try:
-                size = os.stat(self.root / name).st_size
-            except OSError:
-                size = -1
-            digest.update(b"%d " % size)
-        return digest.hexdigest()[:16]
+    labels: list[str] = []
+    for table in tables:
+        for line, row in json_lines(table, columns) if suffixes == {".jsonl"} else csv_rows(table, columns):
+            images.append(path_inside(resolved, row["image"], f"{table}, line {line}"))
+            if "caption" in row:
+                captions.append(captions_of(row["caption"]))
+            if "label" in row:
+                labels.append(label_of(row["label"], f"{table}, line {line}"))
+    if not images:
+        raise ValueError(f"{source} has no rows: give a table of images")
+    if any(len(column) not in (0, len(images)) for column in (captions, labels)):
+        raise ValueError(f"{source}: not all of these tables have captions, or labels: name their columns alike")
+    numbers, classnames = numbered(labels) if labels else (None, ())
+    return ImageCollection(source, images, ImageFiles(root, images), captions or None, numbers, classnames)
 
 
 def class_prompts(classnames: Sequence[str]) -> list[str]:

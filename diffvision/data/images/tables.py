@@ -6,12 +6,14 @@
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from diffvision.data.images.decode import is_caption
 from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
 
@@ -21,26 +23,66 @@ COLUMNS = {
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
+_MISSING = ("", "nan", "null", "<na>")  # as JSON and pandas write a missing value
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
+_MAX_LABEL = 10**16
+_DELIMITERS = (",", "\t", "|")
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
 def captions_of(cell: Any) -> Captions:
-    """Return the captions in a cell: a text, or a list of them."""
-    if cell is None:
-        return ("",)
-    return tuple(map(str, cell)) if isinstance(cell, list | tuple | np.ndarray) else (str(cell),)
+    """Return the captions in a cell: a text, or a list of texts.
+
+    Of anything else there are none, as in shards: such a sample is counted when it is read.
+    """
+    captions = list(cell) if isinstance(cell, tuple | np.ndarray) else cell
+    if not is_caption(captions):
+        return ()
+    return (captions,) if isinstance(captions, str) else tuple(captions)
 
 
-def numbered(labels: Sequence[Any], table: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return class numbers and names: numbers stay as they are, names are numbered in alphabetical order."""
-    texts = [str(label).strip() for label in labels]
-    if all(re.fullmatch(r"\d{1,16}", text) for text in texts):
-        return np.array(list(map(int, texts)), dtype=np.int64), ()
-    if "" in texts:
-        raise ValueError(f"{table} has no label in its row {texts.index('') + 1}: write one, or take the row out")
-    classnames = tuple(sorted(set(texts)))
-    number = {name: label for label, name in enumerate(classnames)}
-    return np.array([number[text] for text in texts], dtype=np.int64), classnames
+def label_of(cell: Any, where: str) -> str:
+    """Return a label as text.
+
+    Raises:
+        ValueError: it is missing, or neither a text nor a number.
+    """
+    value = cell.item() if isinstance(cell, np.generic) else cell
+    text = str(value).strip()
+    if not isinstance(value, str | int | float) or text.lower() in _MISSING:
+        raise ValueError(f"{where} has no label, but {cell!r:.40}: write one, or take the row out")
+    return text
+
+
+def numbered(labels: Sequence[str], others: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return class numbers, and the names of classes that are not numbered as they are.
+
+    Whole numbers from 0 on, also as 10.0, stay as they are. Other numbers are numbered in their order, and names in
+    alphabetical order.
+
+    Args:
+        labels: one for each image.
+        others: further labels, such as those of other splits, that are numbered together with them.
+    """
+    values: dict[str, Any] = {text: text for text in (*labels, *others)}
+    if are_numbers(values):
+        values = {text: _number(text) for text in values}
+        if all(isinstance(value, int) and 0 <= value < _MAX_LABEL for value in values.values()):
+            return np.array([values[text] for text in labels], dtype=np.int64), ()
+    classes = sorted(set(values.values()))
+    number = {value: label for label, value in enumerate(classes)}
+    return np.array([number[values[text]] for text in labels], dtype=np.int64), tuple(map(str, classes))
+
+
+def are_numbers(labels: Iterable[str]) -> bool:
+    """Return whether all labels are numbers."""
+    return all(map(_NUMBER.fullmatch, labels))
+
+
+def _number(text: str) -> int | float:
+    if text.lstrip("+-").isdecimal():
+        return int(text)
+    return int(value) if (value := float(text)).is_integer() else value
 
 
 def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
@@ -52,11 +94,16 @@ def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -
     resolved: dict[str, str] = {}
     for what, known in COLUMNS.items():
         if what in given:
-            if given[what] not in header:
+            matches = [name for name in header if name == given[what]]
+            if not matches:
                 raise ValueError(f"{table} has columns {list(header)}: none of them is called {given[what]!r} ({what})")
-            resolved[what] = given[what]
-        elif match := next((name for wanted in known for name in header if name.strip().lower() == wanted), None):
-            resolved[what] = match
+        else:
+            called = ([name for name in header if name.strip().lower() == usual] for usual in known)
+            matches = next(filter(None, called), [])
+        if len(matches) > 1:
+            raise ValueError(f"{table} has {len(matches)} columns called {matches[0]!r} ({what}): rename all but one")
+        if matches:
+            resolved[what] = matches[0]
     if "image" not in resolved:
         usual = " or ".join(COLUMNS["image"][:2])
         raise ValueError(
@@ -71,7 +118,10 @@ def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -
 
 
 def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, row) of a table; a missing cell is an empty one."""
+    """Yield (line, row) of a table; a missing cell is an empty one.
+
+    The columns of a .csv may also be separated by tabs or `|`, as its first line tells.
+    """
     # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
     tabs = table.suffix.lower() == ".tsv"
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
@@ -79,19 +129,34 @@ def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
             if tabs:
-                reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+                reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
             else:
-                reader = csv.DictReader(file, strict=True)
-            resolved = resolved_columns(list(reader.fieldnames or []), columns, table)
+                reader = csv.reader(file, strict=True, delimiter=_delimiter(table, columns))
+            header = next(reader, [])
+            position = {what: header.index(name) for what, name in resolved_columns(header, columns, table).items()}
             line = reader.line_num
-            for row in reader:
+            for row in filter(None, reader):
                 line = reader.line_num
-                yield line, {what: row[name] or "" for what, name in resolved.items()}
+                if any(row[len(header) :]):
+                    remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
+                    raise ValueError(f"{table}, line {line}: {len(row)} cells in {len(header)} columns: {remedy}")
+                yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
         raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+
+
+def _delimiter(table: Path, columns: dict[str, str]) -> str:
+    """Return what separates the names in the first line, where that gives the columns that are needed; else a comma."""
+    with open(table, newline="", encoding="utf-8-sig") as file:
+        first = file.readline()
+    for delimiter in _DELIMITERS:
+        with suppress(ValueError, csv.Error):
+            resolved_columns(next(csv.reader([first], delimiter=delimiter), []), columns, table)
+            return delimiter
+    return ","
 
 
 def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -103,7 +168,7 @@ def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict
                 if not text.strip():
                     continue
                 try:
-                    row = json.loads(text)
+                    row = json.loads(text, object_pairs_hook=_object)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
                 if not isinstance(row, dict):
@@ -112,6 +177,13 @@ def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict
                 yield line, {what: row.get(name, "") for what, name in resolved.items()}
     except UnicodeDecodeError:
         raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(row := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
+    return row
 
 
 def _undecodable(path: Path) -> int:
@@ -125,14 +197,16 @@ def _undecodable(path: Path) -> int:
     return 0
 
 
-def path_inside(root: Path, image: str, where: str) -> str:
+def path_inside(root: Path, image: Any, where: str) -> str:
     """Return the path of an image, relative to the root; raise ValueError where it leads out of the root.
 
-    A table, which may come from others, cannot put other files of this machine into a dataset.
+    A table, which may come from others, cannot put other files of this machine into a dataset. A row without an image
+    has an empty path, and is counted when it is read.
     """
+    image = "" if image is None else image
     try:
         inside = (root / image).resolve().is_relative_to(root)
-    except (OSError, ValueError, RuntimeError):  # a null character, a circle of links
+    except (OSError, ValueError, RuntimeError, TypeError):  # a null character, a circle of links, no text
         inside = False
     if not inside:
         raise ValueError(

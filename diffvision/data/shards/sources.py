@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffvision.data.shards import remote
+from diffvision.data.splits import divided, told
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "diffvision-shards-1"
@@ -87,6 +88,32 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
     if not shards:
         raise ValueError(f"no shards in {source}: expected .tar files")
     return shards
+
+
+def split_shards(source: Any, split: str) -> Any:
+    """Return the shards of a split, where a directory's are of several by their names; else the source as it is.
+
+    Raises:
+        ValueError: it has no such split, or it is not clear of which split a shard is.
+    """
+    location = str(source)
+    is_directory = isinstance(source, str | Path) and (
+        Path(source).is_dir() or (is_remote(location) and not is_shard(location))
+    )
+    shards = {shard.name: shard for shard in find_shards(source)} if is_directory else {}
+    if len(set().union(*map(shard_split, shards))) < 2:
+        return source
+    splits = divided(shards, source)
+    if split == "test" and "test" not in splits:
+        split = "validation"
+    if split not in splits:
+        raise ValueError(f"{source} has no shards of {split}: it has those of {', '.join(splits)}")
+    return [shards[name] for name in sorted(splits[split], key=natural)]
+
+
+def shard_split(name: str) -> set[str]:
+    """Return the splits that the name of a shard tells."""
+    return told(name.partition(".tar")[0].removesuffix(".tgz"))
 
 
 def _matching(pattern: str) -> list[str]:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import find_shards
+from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.text.documents import TextMember
@@ -103,9 +103,9 @@ class TextData(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Tokenise the text shards; Lightning calls this on one process of each machine while the others wait."""
         self._check_vocabulary()
-        for source in (self.train, self.evaluation):
-            if source is not None:
-                self._token_source(source)
+        self._token_source(split_shards(self.train, "train"))
+        if self.evaluation is not None:
+            self._token_source(split_shards(self.evaluation, "test"))
 
     def setup(self, stage: str | None = None) -> None:
         """Check that the model has an embedding for every id."""
@@ -113,14 +113,14 @@ class TextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `TokenBatch`es."""
-        shards = self.token_shards(self.train)
+        shards = self.token_shards(split_shards(self.train, "train"))
         return training_loader(self, shards, self._kind(shards))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
-        shards = self.token_shards(self.evaluation)
+        shards = self.token_shards(split_shards(self.evaluation, "test"))
         return evaluation_loader(self, shards, self._kind(shards))
 
     def test_dataloader(self) -> EvaluationLoader | list:

@@ -111,9 +111,12 @@ def test_more_outputs_than_classes_is_a_warning(tmp_path):
 
 def test_folders_that_are_no_classes(tree, tmp_path):
     (tree / "train/empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no image in its folder empty, and so is no folder for each"):
+    with pytest.warns(UserWarning, match="no images of empty"):
+        assert find_images(tree).classnames == ("cat", "dog", "empty", "red_fox")
+    (tree / "train/empty/notes.txt").write_text("of no image")
+    with pytest.raises(ValueError, match="no image in its folder empty"):
         find_images(tree)
-    (tree / "train/empty").rmdir()
+    shutil.rmtree(tree / "train/empty")
     (tree / "train/kitten").symlink_to(tree / "train/cat")
     with pytest.raises(ValueError, match="has the same folder as the classes cat and kitten: remove the link"):
         find_images(tree)
@@ -175,9 +178,11 @@ def test_a_table_in_the_folder_is_taken_by_its_name(captioned):
 def test_a_parquet_cannot_name_files_outside_its_folder(captioned, cell):
     rows = [{"file": cell, "caption": "a"}]
     pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(str(captioned / "t.parquet"))
-    pictures = find_images(captioned / "t.parquet")
-    with pytest.raises(ValueError, match="is not a path inside"):
-        pictures.read(0)
+    (captioned / "rows").mkdir()
+    shutil.copy(captioned / "t.parquet", captioned / "rows")
+    for source in (captioned / "t.parquet", captioned / "rows"):
+        with pytest.raises(ValueError, match="is not a path inside"):
+            find_images(source)
 
 
 def test_coco_captions_of_which_training_draws_one(tmp_path):
@@ -194,8 +199,141 @@ def test_coco_captions_of_which_training_draws_one(tmp_path):
     drawn = {CaptionMember(pictures.caption_key).one(ImageSet(pictures).members((0, 2))) for _ in range(50)}
     assert drawn == {"one 2", "two 2", "three 2"}
     table.write_text('{"images": []}')
-    with pytest.raises(ValueError, match="is not a file of COCO's captions"):
+    with pytest.raises(ValueError, match=r"captions_train2017\.json has neither"):
         find_images(table)
+
+
+@pytest.mark.parametrize("name", ["dataset_coco.json", "dataset_flickr30k.json"])
+def test_karpathys_file(tmp_path, name):
+    splits = ["train", "restval", "val", "test", "test", "test"] if "coco" in name else ["train", "val", "test", "test"]
+    images = []
+    for n, split in enumerate(splits):
+        folder = {"filepath": "val2014" if split != "train" else "train2014"} if "coco" in name else {}
+        write(tmp_path / "images" / folder.get("filepath", "") / f"{n}.png", n)
+        sentences = [{"raw": f"caption {m} of {n}.", "tokens": [], "imgid": n, "sentid": 5 * n + m} for m in range(5)]
+        images.append({**folder, "filename": f"{n}.png", "split": split, "sentences": sentences, "imgid": n})
+    (tmp_path / name).write_text(json.dumps({"images": images, "dataset": "x"}))
+    expected = {"train": ["train", "restval"], "validation": ["val"], "test": ["test"]}
+    for split, his in expected.items():
+        numbers = [n for n, of in enumerate(splits) if of in his]
+        read = captions_read(find_images(tmp_path / name, split))
+        assert read == {n: [f"caption {m} of {n}." for m in range(5)] for n in numbers}
+    folder = find_folders(tmp_path / name)[0]
+    assert (folder.task, folder.splits) == ("retrieval", ["test", "train", "validation"])
+    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / name))
+    packed = [
+        captions for batch in EvaluationFolder(tmp_path / "made").batches(to_float) for captions in batch["captions"]
+    ]
+    assert packed == [captions for batch in folder.batches(to_float) for captions in batch["captions"]]
+    shutil.rmtree(tmp_path / "images")
+    with pytest.raises(ValueError, match=f"{name}: its images"):
+        find_images(tmp_path / name)
+
+
+def test_splits_of_parquet_as_on_the_hub(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "hub/some.png", 0)
+    image = {"bytes": (tmp_path / "hub/some.png").read_bytes(), "path": None}
+    (tmp_path / "hub/some.png").unlink()
+    for split, labels in (("train", ["cat", "dog", "fox", "fox"]), ("test", ["dog", "fox"])):
+        rows = datasets.Dataset.from_list([{"image": image, "label": label} for label in labels])
+        rows.to_parquet(str(tmp_path / f"hub/data/{split}-00000-of-00001.parquet"))
+    assert find_images(tmp_path / "hub").labels.tolist() == [0, 1, 2, 2]
+    assert find_images(tmp_path / "hub", "test").labels.tolist() == [1, 2]
+    folder = find_folders(tmp_path / "hub")[0]
+    assert (folder.splits, len(folder.images("test")), folder.classnames) == (
+        ["test", "train"],
+        2,
+        ["cat", "dog", "fox"],
+    )
+    data = ImageLabelData(str(tmp_path / "hub"), 2, str(tmp_path / "hub"), num_workers=0, num_classes=3)
+    data.setup("fit")
+    assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 1)
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_splits_of_tables_by_their_names(captioned, ending):
+    for split, numbers in (("train", range(8)), ("my_val", range(8, 12))):
+        rows = [{"file": f"{n}.png", "label": KINDS[n % 3] if n != 9 else "dog"} for n in numbers]
+        if ending == "jsonl":
+            text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        else:
+            text = "file,label\n" + "".join(f"{row['file']},{row['label']}\n" for row in rows)
+        (captioned / f"{split}.{ending}").write_text(text)
+    assert set(labels_read(find_images(captioned))) == set(range(8))
+    folder = find_folders(captioned)[0]
+    assert folder.splits == ["test", "train"]
+    assert labels_read(folder.images("test")) == {8: 2, 9: 1, 10: 1, 11: 2}
+    (captioned / f"more.{ending}").write_text("x")
+    with pytest.raises(ValueError, match=f"more.{ending} of none"):
+        find_images(captioned)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["train/cat/1.png", "test/cat/2.png", "more/cat/3.png"],
+        ["data/train/cat/1.png", "data/test/cat/2.png"],
+        ["cat/train/1.png", "cat/test/2.png"],
+        ["cat/train_1.png", "cat/test_2.png"],
+        ["val/cat/1.png", "valid/cat/2.png"],
+    ],
+    ids=lambda files: files[0],
+)
+def test_folders_that_may_be_splits_are_refused(tmp_path, files):
+    for number, file in enumerate(files):
+        write(tmp_path / "pets" / file, number)
+    with pytest.raises(ValueError, match="pets has"):
+        find_images(tmp_path / "pets")
+
+
+def test_a_class_may_be_called_as_a_split_is(tmp_path):
+    for number, file in enumerate(("bus/1.png", "train/train_2.png", "test_tube/3.png")[:2]):
+        write(tmp_path / "vehicles" / file, number)
+    assert find_images(tmp_path / "vehicles").classnames == ("bus", "train")
+    for split in ("train", "test"):
+        for number, file in enumerate(("bus/1.png", "train/train_2.png")):
+            write(tmp_path / "divided" / split / file, number)
+    assert find_images(tmp_path / "divided", "test").classnames == ("bus", "train")
+
+
+def test_without_a_split_for_it_there_is_no_evaluation(tmp_path):
+    write(tmp_path / "pets/train/cat/1.png", 0)
+    data = ImageLabelData(str(tmp_path / "pets"), 1, str(tmp_path / "pets"), num_workers=0, num_classes=1)
+    with pytest.raises(ValueError, match="no split 'test'"):
+        data.setup("fit")
+    write(tmp_path / "captions/train/1.png", 0)
+    (tmp_path / "captions/train/1.txt").write_text("a cat")
+    with pytest.raises(ValueError, match="no split 'test'"):
+        ImageTextData(str(tmp_path / "captions"), 1, [str(tmp_path / "captions")]).setup("fit")
+    write(tmp_path / "tests/test/cat/1.png", 0)
+    with pytest.raises(ValueError, match="no split 'train'"):
+        find_images(tmp_path / "tests")
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_an_empty_name_is_not_the_current_folder(blank):
+    for use in (
+        lambda: ImageLabelData(blank, 1),
+        lambda: ImageTextData(blank, 1),
+        lambda: ImageLabelData("x", 1, blank),
+        lambda: find_images(blank),
+        lambda: find_folders(blank),
+    ):
+        with pytest.raises(ValueError, match=repr(blank)):
+            use()
+
+
+def test_columns_of_the_evaluation(captioned):
+    (captioned / "a.csv").write_text("file,kind\n0.png,cat\n1.png,dog\n")
+    (captioned / "b.csv").write_text("file,animal,label\n2.png,dog,9\n")
+    settings = {"columns": {"label": "kind"}, "num_workers": 0, "num_classes": 2}
+    data = ImageLabelData(
+        str(captioned / "a.csv"), 1, str(captioned / "b.csv"), eval_columns={"label": "animal"}, **settings
+    )
+    assert [batch["label"].tolist() for batch in data.val_dataloader()] == [[1]]
+    with pytest.raises(ValueError, match=r"called 'kind' \(label\)"):
+        ImageLabelData(str(captioned / "a.csv"), 1, str(captioned / "b.csv"), **settings).setup()
 
 
 def test_a_dataset_that_datasets_saved(tree, tmp_path):

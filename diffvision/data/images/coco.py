@@ -1,0 +1,89 @@
+"""Captions of COCO in JSON: the files of COCO itself, and Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`.
+
+COCO's have one split each; Karpathy's have all of them, with five captions an image.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
+from diffvision.data.images.tables import captions_of, path_inside
+
+_TRIED = 100  # images that are looked for, to find their folder
+_KARPATHY = {"val": "validation", "restval": "train"}
+"""Our names of his splits. `restval` is what he left over of COCO's val2014; everyone trains on it."""
+
+
+def caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollection]]:
+    """Return {split: its images} of a file of captions; COCO's own has only one, "".
+
+    Args:
+        root: the folder of the images.
+        table: the file. Where it lies in `root`, its images may also be in the folders that are usual for it.
+
+    Raises:
+        ValueError: it is neither COCO's nor Karpathy's.
+    """
+    try:
+        content = json.loads(table.read_text("utf-8"))
+        if "annotations" in content:
+            return {"": partial(_collection, root, table, "", _coco(content))}
+        if not (splits := _karpathy(content)):
+            raise ValueError("no images")
+        return {split: partial(_collection, root, table, split, images) for split, images in splits.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{table} has neither COCO's captions (images, annotations) nor Karpathy's (images with sentences): "
+            f"{type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
+        ) from None
+
+
+def _coco(content: Any) -> dict[Any, Captions]:
+    """Return {file name: captions} of `images`, and `annotations` with a caption of one of them each."""
+    captions: dict[Any, list[str]] = {image["id"]: [] for image in content["images"]}
+    for annotation in content["annotations"]:
+        captions[annotation["image_id"]].append(annotation["caption"])
+    return {image["file_name"]: captions_of(captions[image["id"]]) for image in content["images"]}
+
+
+def _karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
+    """Return {split: {path: captions}}."""
+    splits: dict[str, dict[Any, Captions]] = {}
+    for image in content["images"]:
+        name = "/".join(image[part] for part in ("filepath", "filename") if image.get(part))
+        split = _KARPATHY.get(image["split"], image["split"])
+        splits.setdefault(split, {})[name] = captions_of([sentence["raw"] for sentence in image["sentences"]])
+    return splits
+
+
+def _collection(root: Path, table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
+    folder = _folder(root, table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
+    resolved = folder.resolve()
+    names = [path_inside(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
+    source = f"{table}, split {split}" if split else str(table)
+    return ImageCollection(source, names, ImageFiles(folder, names), captions=list(captions.values()))
+
+
+def _folder(root: Path, table: Path, names: list[str]) -> Path:
+    """Return the folder that the paths in a table are relative to: `root`, or one near the table that has some of them.
+
+    COCO's captions are in `annotations`, and its images in `train2017` next to that; Karpathy's files do not say where
+    the images are.
+    """
+    near = [root, *sorted(p for p in root.iterdir() if p.is_dir())]
+    if root == table.parent:
+        near += [root.parent, root.parent / "images"]
+        if match := re.search(r"(train|val|test)\d{4}", table.stem):
+            near.append(root.parent / match[0])
+    for folder in near:
+        if any((folder / name).is_file() for name in names):
+            return folder
+    raise ValueError(
+        f"{table}: its images, such as {names[:1]}, are neither in {root} nor in a folder in it: put the file next to "
+        "the folder of its images"
+    )

@@ -1,0 +1,88 @@
+"""Which split of a dataset a file belongs to, told by the names of its folders and by its own.
+
+The rule is that of Hugging Face `datasets`, which need not be installed. Where `datasets` would leave files out, or
+take one for two splits, they are refused here.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Our name of a split, and the words in names of files and folders that tell it."""
+
+_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words}
+_BETWEEN_WORDS = re.compile(r"[-._ 0-9]")
+_NUMBERED = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")  # on the Hub, where a split may have any name
+
+
+def told(*names: str) -> set[str]:
+    """Return the splits that names of folders, or of files without their last suffix, tell."""
+    words = {word for name in names for word in _BETWEEN_WORDS.split(name.lower())}
+    return {_SPLIT_OF[word] for word in words & _SPLIT_OF.keys()}
+
+
+def file_split(name: str) -> set[str]:
+    """Return the splits that a file's own name tells: `cat-train-000.tar.gz` is of train."""
+    return told(name.rpartition(".")[0])
+
+
+def named_splits(names: Iterable[str], where: Any) -> dict[str, str]:
+    """Return {our name of a split: its name there}; a name that tells no split stays as it is.
+
+    Raises:
+        ValueError: two names are of one split, or one name is of two.
+    """
+    splits: dict[str, str] = {}
+    for name in names:
+        split = _only(told(name), name, where) or name
+        if split in splits:
+            raise ValueError(f"{where} has two {split} splits, {splits[split]} and {name}: give it only one of them")
+        splits[split] = name
+    return _ordered(splits)
+
+
+def divided(files: Iterable[str], where: Any) -> dict[str, list[str]]:
+    """Return {split: files}, or nothing where no name tells a split.
+
+    Args:
+        files: paths, relative to the dataset's folder.
+        where: the folder, for errors.
+
+    Raises:
+        ValueError: only some of the names tell a split, or one name tells two.
+    """
+    paths = sorted(files)
+    hub = {path: match[1] for path in paths if (match := _NUMBERED.fullmatch(path))}
+    splits: dict[str, list[str]] = {}
+    if hub:
+        for split, name in named_splits(dict.fromkeys(hub.values()), where).items():
+            splits[split] = [path for path, its_name in hub.items() if its_name == name]
+    else:
+        by_folder = {path: told(*PurePosixPath(path).parts[:-1]) for path in paths}
+        found = by_folder if any(by_folder.values()) else {path: file_split(PurePosixPath(path).name) for path in paths}
+        for path in paths:
+            if of := _only(found[path], path, where):
+                splits.setdefault(of, []).append(path)
+    in_splits = {path for of_split in splits.values() for path in of_split}
+    if splits and (others := [path for path in paths if path not in in_splits]):
+        example = next(iter(splits.values()))[0]
+        raise ValueError(
+            f"{where}: {example} is of one split and {others[0]} of none: rename or move it, or give one file"
+        )
+    return _ordered(splits)
+
+
+def _only(splits: set[str], name: str, where: Any) -> str | None:
+    if len(splits) > 1:
+        raise ValueError(f"{where}: {name} may be of {' or '.join(sorted(splits))}: rename it for its split")
+    return next(iter(splits), None)
+
+
+def _ordered(splits: dict[str, Any]) -> dict[str, Any]:
+    return {split: splits[split] for split in [*SPLITS, *splits] if split in splits}

@@ -1,0 +1,127 @@
+"""Tables of images: what a cell may hold, and what becomes of a row that holds something else."""
+
+import json
+
+import pytest
+
+from diffvision.data.images.image_set import ImageSet
+from diffvision.data.images.samples import CaptionMember
+from diffvision.data.images.sources import find_images
+from diffvision.data.shards.sample import BadSample
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Return a function that writes a table of a format, of rows or as it is given."""
+
+    def write(content, ending="csv"):
+        path = tmp_path / f"t.{ending}"
+        if ending == "parquet":
+            pytest.importorskip("datasets").Dataset.from_list(content).to_parquet(str(path))
+        elif ending == "jsonl":
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in content))
+        elif isinstance(content, list):
+            path.write_text("\n".join([",".join(content[0]), *(",".join(map(str, row.values())) for row in content)]))
+        else:
+            path.write_text(content)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("cell", [None, float("nan"), True, {"en": "x"}, [None, "a"], [1], []], ids=repr)
+def test_a_caption_that_is_no_text_is_counted(table, cell):
+    images = find_images(table([{"file": "1.png", "caption": "a cat"}, {"file": "2.png", "caption": cell}], "jsonl"))
+    assert CaptionMember(images.caption_key).one(ImageSet(images).members((0, 0))) == "a cat"
+    with pytest.raises(BadSample, match="missing caption"):
+        CaptionMember(images.caption_key).one(ImageSet(images).members((0, 1)))
+
+
+def test_captions_of_coco_that_are_no_text_are_counted(tmp_path):
+    (tmp_path / "1.png").touch()
+    content = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "caption": None}]}
+    (tmp_path / "c.json").write_text(json.dumps(content))
+    with pytest.raises(BadSample, match="missing caption"):
+        CaptionMember().one(ImageSet(find_images(tmp_path / "c.json")).members((0, 0)))
+
+
+@pytest.mark.parametrize("cell", [None, float("nan"), "", " ", "null", ["cat"], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_missing_label_is_refused(table, cell, ending):
+    if ending == "parquet" and isinstance(cell, float | list | dict):
+        pytest.skip("a column has one type")
+    path = table([{"file": "1.png", "label": "cat"}, {"file": "2.png", "label": cell}], ending)
+    with pytest.raises(ValueError, match="has no label"):
+        find_images(path)
+
+
+def test_a_missing_label_in_a_csv_or_of_a_number_is_refused(table):
+    with pytest.raises(ValueError, match="line 3 has no label"):
+        find_images(table("file,label\n1.png,0\n2.png,nan\n"))
+    with pytest.raises(ValueError, match="row 1 has no label"):
+        find_images(table([{"file": "1.png", "label": 1.0}, {"file": "2.png", "label": None}], "parquet"))
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"file": datasets.Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = datasets.Dataset.from_dict({"file": ["1.png", "2.png"], "label": [1, -1]}, features=features)
+    rows.to_parquet(str(table("", "csv").with_suffix(".parquet")))
+    with pytest.raises(ValueError, match="row 1 has no label"):
+        find_images(table("", "csv").with_suffix(".parquet"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "labels", "classnames"),
+    [
+        ([0, 10, 2], [0, 10, 2], ()),
+        ([0.0, 10.0, 2.0], [0, 10, 2], ()),
+        ([0, 10, -1], [1, 2, 0], ("-1", "0", "10")),
+        ([0.5, 10.0, 2.0], [0, 2, 1], ("0.5", "2", "10")),
+        (["b", "10", "2"], [2, 0, 1], ("10", "2", "b")),
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_numbers_keep_their_order(table, ending, cells, labels, classnames):
+    images = find_images(table([{"file": f"{n}.png", "label": cell} for n, cell in enumerate(cells)], ending))
+    assert (images.labels.tolist(), images.classnames) == (labels, classnames)
+    for number, name in enumerate(classnames):
+        assert f"{number} {name}" in images.described
+
+
+def test_numbers_of_another_source_are_matched_by_value(table):
+    images = find_images(table("file,label\n1.png,10\n2.png,0.0\n"), classnames=("-1", "0", "10"))
+    assert images.labels.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("file,caption\n1.png,a cat, asleep\n", "line 2: 3 cells in 2"),
+        ("file,caption,caption\n1.png,a,b\n", "2 columns called 'caption'"),
+        ("file,Text,text \n1.png,a,b\n", "2 columns called 'Text'"),
+        ("file\tcaption\n1.png\ta cat\tasleep\n", "line 2: 3 cells in 2"),
+    ],
+)
+def test_rows_and_columns_that_would_lose_something_are_refused(table, content, named):
+    for ending in ("csv", *(["tsv"] if "\t" in content else [])):
+        with pytest.raises(ValueError, match=named):
+            find_images(table(content, ending))
+
+
+def test_a_name_twice_in_a_json_object_is_refused(table):
+    path = table("", "jsonl")
+    path.write_text('{"file": "1.png", "caption": "a", "caption": "b"}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        find_images(path)
+
+
+@pytest.mark.parametrize("separator", [",", "\t", "|"])
+def test_separators_of_a_csv(table, separator):
+    rows = [("filepath", "title"), ("1.png", '"a ""big"" cat, | asleep"'), ("2.png", "dog")]
+    images = find_images(table("\n".join(separator.join(row) for row in rows)))
+    assert (images.names, images.captions) == (["1.png", "2.png"], [('a "big" cat, | asleep',), ("dog",)])
+
+
+def test_an_image_that_is_no_path(table):
+    rows = [{"file": name, "caption": "a"} for name in ("1.png", None)]
+    assert find_images(table(rows, "jsonl")).names == ["1.png", ""]
+    with pytest.raises(ValueError, match="line 1: True is not a path"):
+        find_images(table([{"file": True, "caption": "a"}], "jsonl"))
