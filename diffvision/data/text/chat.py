@@ -9,15 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.documents import RowMember
+from diffvision.data.text.templates import check_template, render
 from diffvision.data.text.tokenizers import Tokenizer
 
 CHATML = """\
@@ -90,16 +86,8 @@ class Chat:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Compile the template, and the pattern of the special tokens."""
-        # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
-        extensions = [loopcontrols, _Generation]
-        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        jinja.filters["tojson"] = lambda value, **settings: json.dumps(value, ensure_ascii=False, **settings)
-        jinja.globals["raise_exception"] = _refuse
-        try:
-            self._jinja = jinja.from_string(self.template)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template {self.name}, line {error.lineno}: {error.message}") from None
+        """Check the template, and compile the pattern of the special tokens."""
+        check_template(self.template, self.name)
         self._special = {token.content: number for number, token in self.tokenizer.special_tokens().items()}
         tokens = sorted(self.tokenizer.special_tokens().values(), key=lambda token: -len(token.content))
         self._names = re.compile("|".join(re.escape(token.content) for token in tokens))
@@ -127,11 +115,11 @@ class Chat:
         learned: list[bool] = []
         marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
         written = ""
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            prompt = self.render(marked[:number], prompt=True)
-            whole = self.render(marked[: number + 1], prompt=False)
+        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        prompts = [self._variables(marked[:number], prompt=True) for number in answers]
+        wholes = [self._variables(marked[: number + 1], prompt=False) for number in answers]
+        texts = render(self.template, [*prompts, *wholes])
+        for number, prompt, whole in zip(answers, texts, texts[len(answers) :], strict=False):
             if not (prompt.startswith(written) and whole.startswith(prompt)):
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
@@ -158,17 +146,13 @@ class Chat:
         """Return the text that the template writes of messages, with the prompt for an answer or without.
 
         Raises:
-            BadSample: the template fails.
+            BadSample: the template fails, or takes more time or memory than it may have.
         """
+        return render(self.template, [self._variables(messages, prompt=prompt)])[0]
+
+    def _variables(self, messages: Messages, *, prompt: bool) -> dict[str, Any]:
         given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
-        try:
-            return self._jinja.render(messages=messages, add_generation_prompt=prompt, **given)
-        except _Refused as refusal:
-            raise BadSample(f"the chat template refuses the row: {refusal}") from None
-        except jinja2.UndefinedError as error:
-            raise BadSample(f"the chat template needs what a row does not have: {error.message}") from None
-        except Exception as error:  # a template's expressions can fail in any way
-            raise BadSample(f"the chat template fails with {type(error).__name__}") from None
+        return {"messages": messages, "add_generation_prompt": prompt, **given}
 
     def _marked(self, text: str) -> str:
         """Return the text with a mark inside each name of a special token."""
@@ -342,21 +326,3 @@ def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:
     if edited == parts:
         return tokenizer
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings | edited)), tokenizer.eos)
-
-
-class _Generation(Extension):
-    """Templates that mark the assistant's tokens, for transformers' `return_assistant_tokens_mask`, as if unmarked."""
-
-    tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Refused(Exception):
-    """What a template raises with `raise_exception`."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refused(message)

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.chat import TEMPLATES, Chat, Messages, open_chat, read_template, template_of
+from diffvision.data.text.templates import render
 from diffvision.evaluation.language.generations import tokenizer_of
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.opening import Model
@@ -69,28 +70,26 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
         ValueError: no tokenizer, no such template, or it fails; also of the function that is returned.
     """
     tokenizer_of(model)
-    theirs = _of_transformers(model)
-    if theirs is None:
-        chat = _ours(model, chosen)
+    write: Callable[[Messages], list[int]]
+    if (theirs := _of_transformers(model)) is None:
+        write = _ours(model, chosen).prompt
+    elif (template := template_text(model, chosen)) is None:
+        raise ValueError(
+            f"the tokenizer of {model.name} has no chat template: give {', '.join(TEMPLATES)}, or a file of Jinja"
+        )
+    else:
 
-        def written(messages: Messages) -> list[int]:
-            try:
-                return chat.prompt(messages)
-            except BadSample as reason:
-                raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
+        def write(messages: Messages) -> list[int]:
+            text = _rendered(theirs, template, messages, prompt=True)
+            return list(theirs(text, add_special_tokens=False)["input_ids"])
 
-        return written
-    if (template := template_text(model, chosen)) is None:
-        raise ValueError(f"the tokenizer of {model.name} has no chat template: give {', '.join(TEMPLATES)}, or a file")
-
-    def by_transformers(messages: Messages) -> list[int]:
-        settings = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+    def written(messages: Messages) -> list[int]:
         try:
-            return list(theirs.apply_chat_template(messages, tokenize=True, **settings))
-        except Exception as reason:  # a template's expressions can fail in any way
+            return write(messages)
+        except BadSample as reason:
             raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
 
-    return by_transformers
+    return written
 
 
 def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
@@ -107,8 +106,8 @@ def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
         if theirs is None:
             text = _ours(model, chosen).render(turns, prompt=False)
         else:
-            text = theirs.apply_chat_template(turns, tokenize=False, chat_template=template_text(model, chosen))
-    except Exception:  # a template's expressions can fail in any way, as where it wants a system's message
+            text = _rendered(theirs, template_text(model, chosen) or "", turns, prompt=False)
+    except BadSample:  # as where it wants a system's message
         return ()
     end = text.rpartition(_ANSWER)[2].strip().partition("\n")[0]
     return (end,) if end else ()
@@ -116,6 +115,12 @@ def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
 
 def _ours(model: Model, chosen: str) -> Chat:
     return open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
+
+
+def _rendered(theirs: Any, template: str, messages: Messages, *, prompt: bool) -> str:
+    """Return what `apply_chat_template` of transformers' tokenizer does, within the limits of `render`."""
+    given = {"tools": None, "documents": None, **theirs.special_tokens_map}
+    return render(template, [{"messages": messages, "add_generation_prompt": prompt, **given}], clock=True)[0]
 
 
 def _of_transformers(model: Model) -> Any:

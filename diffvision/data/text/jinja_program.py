@@ -1,0 +1,60 @@
+"""Renders chat templates: the program of `templates`' child process, which needs nothing of this package."""
+
+import datetime
+import functools
+import json
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the texts of a template, or why there are none.
+
+    Args:
+        request: "template"; "variables", those of each text, none to compile it alone; "clock", whether it may ask for
+            the time.
+    """
+    try:
+        template = _compiled(request["template"], request["clock"])
+        return {"texts": [template.render(**variables) for variables in request["variables"]]}
+    except jinja2.TemplateSyntaxError as error:
+        return {"line": error.lineno, "fault": error.message}
+    except _Refused as refusal:
+        return {"fault": f"refuses the row: {refusal}"}
+    except jinja2.UndefinedError as error:
+        return {"fault": f"needs what a row does not have: {error.message}"}
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str, clock: bool) -> jinja2.Template:
+    # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
+    extensions = [loopcontrols, _Generation]
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    jinja.filters["tojson"] = lambda value, **settings: json.dumps(value, ensure_ascii=False, **settings)
+    jinja.globals["raise_exception"] = _refuse
+    if clock:
+        jinja.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return jinja.from_string(template)
+
+
+class _Generation(Extension):
+    """Templates that mark the assistant's tokens, for transformers' `return_assistant_tokens_mask`, as if unmarked."""
+
+    tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Refused(Exception):
+    """What a template raises with `raise_exception`."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
