@@ -25,7 +25,8 @@ KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # field
 
 def logged(trainer: Any) -> bool:
     """Return whether the step that was just made is one that the trainer logs."""
-    return trainer.global_step % trainer.log_every_n_steps == 0
+    every = trainer.log_every_n_steps
+    return every > 0 and trainer.global_step % every == 0
 
 
 class LambdaMonitor(pl.Callback):

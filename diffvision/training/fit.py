@@ -8,12 +8,13 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
@@ -86,6 +87,18 @@ CLASSES = {
     "trainer.strategy": Strategy,
 }
 """A setting that takes a class -> the base of such classes, so that a mistake is answered with the nearest name."""
+# Numbers that Lightning takes and that divide by zero, climb the gradient or train nothing -> which are possible.
+POSITIVE, LENGTH = "it must be 1 or more", "it must be 1 or more, or -1 for no limit"
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "accumulate_grad_batches": (lambda n: n >= 1, POSITIVE),
+    "check_val_every_n_epoch": (lambda n: n >= 1, POSITIVE + ", or null to count steps alone"),
+    "gradient_clip_val": (lambda n: n >= 0, "it must be above 0, or null for no clipping"),
+    "limit_train_batches": (lambda n: n > 0, "it must be above 0: a share up to 1.0, or a number of batches"),
+    "log_every_n_steps": (lambda n: n >= 0, "it must be 1 or more, or 0 to log no step"),
+    "max_epochs": (lambda n: n >= 1 or n == -1, LENGTH),
+    "max_steps": (lambda n: n >= 1 or n == -1, LENGTH),
+    "val_check_interval": (lambda n: n > 0, "it must be above 0: a share of an epoch, or a number of batches"),
+}
 # Lightning's messages that advertise, or repeat what RunSummary says.
 UNSAID = re.compile(
     r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
@@ -189,12 +202,14 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
         config = self.config_init[self.subcommand] if self.subcommand else self.config_init
+        _refuse_numbers(config["trainer"])
         callbacks = [*(config["trainer"].get("callbacks") or []), *self.more_callbacks]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
             callbacks.append(ProgressLine())
         trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
         _refuse_alone(trainer)
+        _refuse_crowd(trainer)
         return trainer
 
     def before_fit(self) -> None:
@@ -268,6 +283,24 @@ def _refuse_alone(trainer: pl.Trainer) -> None:
         raise ValueError(
             f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}, or each process trains by itself"
+        )
+
+
+def _refuse_numbers(settings: Any) -> None:
+    """Raise a ValueError for a number of the trainer's that cannot be."""
+    for name, (is_possible, remedy) in NUMBERS.items():
+        value = settings.get(name)
+        if isinstance(value, int | float) and not is_possible(value):
+            raise ValueError(f"trainer.{name} is {value}: {remedy}")
+
+
+def _refuse_crowd(trainer: pl.Trainer) -> None:
+    """Raise a ValueError for many more processes than this machine has cores, before one of them starts."""
+    cores = os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
+        raise ValueError(
+            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: a process on a CPU needs "
+            f"one; set it to {cores} or less"
         )
 
 

@@ -138,6 +138,33 @@ def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):
     assert "diffvision: error: resume is must, but there is no valid checkpoint in" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accumulate_grad_batches", 0),
+        ("accumulate_grad_batches", -2),
+        ("check_val_every_n_epoch", 0),
+        ("devices", 1000),
+        ("gradient_clip_val", -1.0),
+        ("limit_train_batches", 0),
+        ("log_every_n_steps", -1),
+        ("max_epochs", 0),
+        ("max_steps", 0),
+        ("val_check_interval", 0),
+    ],
+)
+def test_numbers_of_the_trainer_that_cannot_be_are_refused_before_anything_starts(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"trainer.{name} is {value}") as refusal:
+        run(Path("nowhere"), tmp_path, f"--trainer.{name}={value}")
+    assert len(str(refusal.value)) <= 120
+    assert not [*tmp_path.iterdir()]
+
+
+def test_no_step_is_logged_with_an_interval_of_zero(shards, tmp_path):
+    throughput = ["--trainer.callbacks+=Throughput", "--trainer.callbacks+=LambdaMonitor"]
+    assert run(shards, tmp_path, "--trainer.log_every_n_steps=0", *throughput, steps=1).trainer.global_step == 1
+
+
 def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
