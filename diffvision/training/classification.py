@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch, named
+from diffvision.data.images.module import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
@@ -123,6 +124,14 @@ class ClassificationModule(TrainingModule):
         self.log("train/loss", loss.detach(), prog_bar=True)
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
+
+    def validation_metrics(self) -> list[str] | None:
+        """Return the metrics of ImageLabelData's evaluation, if it has one."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, ImageLabelData):
+            return None
+        names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]
+        return [] if data.evaluation is None else [f"val/{name}" for name in names]
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums of an evaluation."""

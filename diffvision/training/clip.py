@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.images.captions import text_only
-from diffvision.data.images.folders import EvaluationFolder
-from diffvision.evaluation.suite import evaluate
+from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.data.images.module import ImageTextData
+from diffvision.evaluation.options import Options
+from diffvision.evaluation.suite import EVALUATIONS, check_prompts, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
@@ -52,6 +54,7 @@ class ContrastiveModule(TrainingModule):
         transform: image -> tensor for training.
         eval_transform: the same without augmentation.
         tokenizer: captions -> int64 [B, L].
+        prompts: a line on each zero-shot evaluation of a fit.
     """
 
     keys: ClassVar = ("image", "text")
@@ -104,6 +107,7 @@ class ContrastiveModule(TrainingModule):
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
+        self.prompts: list[str] = []
         # SigLIP's start: scale 10 and bias -10, so that the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
@@ -253,6 +257,28 @@ class ContrastiveModule(TrainingModule):
                 f"times larger, and set accum_freq to {batches}, which needs no more memory"
             )
         return super().configure_callbacks()
+
+    def validation_metrics(self) -> list[str] | None:
+        """Return the metrics of the evaluation folders, those of the first of them first.
+
+        Raises:
+            ValueError: a folder cannot be evaluated.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, ImageTextData):
+            return None
+        found = [find_folders(path) for path in data.evaluations]
+        if not found:
+            return []
+        every = plan([folder for folders in found for folder in folders], None, Options())
+        self.prompts = check_prompts(every, Options())
+        of_first = plan(found[0], None, Options())
+        return [
+            f"{name}/{folder.name}/{metric}"
+            for folder, names in [*of_first, *every]
+            for name in names
+            for metric in EVALUATIONS[name].metrics
+        ]
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums of an evaluation."""

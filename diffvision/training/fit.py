@@ -27,10 +27,8 @@ from diffvision.allow import Refusing, limited_imports
 from diffvision.analysis.curves import METRICS
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
-from diffvision.data.images.folders import find_folders
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.text.module import TextData
-from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
 from diffvision.training.callbacks import (
@@ -211,22 +209,6 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         _refuse_alone(trainer)
         _refuse_crowd(trainer)
         return trainer
-
-    def before_fit(self) -> None:
-        """Refuse a callback that watches a metric of a folder which is not evaluated: it would fail after an epoch."""
-        folders = [folder for path in getattr(self.datamodule, "evaluations", []) for folder in find_folders(path)]
-        measured = [f"{folder.task}/{folder.name}/" for folder in folders]
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-        for callback in callbacks:
-            monitor = getattr(callback, "monitor", None) or ""
-            watched = monitor.split("/")[0] in EVALUATIONS and not monitor.startswith(tuple(measured))
-            if watched and isinstance(self.model, ContrastiveModule):
-                known = ", ".join(measured) or "none: set data.init_args.evaluations"
-                name = type(callback).__name__
-                raise ValueError(
-                    f"{name} monitors {monitor!r}, but the evaluations are {known}; set its monitor, or give the "
-                    f"folder that name: {monitor.split('/')[1]}=FOLDER"
-                )
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""

@@ -21,14 +21,6 @@ Source = str | Path | Sequence[str | Path]
 """Data as the command line takes them: a path, or several."""
 
 _TOP = ("ckpt_path", "resume", "resume_ranks", "seed_everything", "trainer")  # all other settings are the trainer's
-HEADLINES = {
-    "zero_shot": "acc1",
-    "retrieval": "image_retrieval_recall@1",
-    "composition": "acc",
-    "pairs": "group_score",
-    "objects": "auc",
-}
-"""Task of an evaluation folder -> the metric that checkpoints are chosen by."""
 _INTERRUPTED = 130  # exit status of a run that was saved and ended by SIGINT: Ctrl-C, or a notebook's stop button
 
 
@@ -77,8 +69,8 @@ def fit(
             has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such
             as {"train": "shards", "batch_size": 256}, which leave the configuration's other data as they are.
         evaluation: what to evaluate on. If `data` is a path, the default is what that folder holds for it (evaluation
-            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation. A checkpoint that the
-            configuration chooses by a metric of other data is chosen by the same of these.
+            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation, which leaves no
+            checkpoint to be chosen by a metric.
         callbacks: Lightning callbacks, besides those of the configuration.
         allow: packages whose classes the configuration may name, as `--allow`.
         **settings: seed_everything, ckpt_path, resume ("auto", "must") and resume_ranks as options of the command; all
@@ -197,23 +189,18 @@ def _may_be(source: str) -> bool:
 
 
 def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
-    """Return the options of an evaluation, and of callbacks that monitor a metric which it does not have."""
+    """Return the options of an evaluation; without one, of callbacks that do not monitor its metrics."""
     if _class_of(content) == "ImageTextData":  # it takes a list, the others one source or null
-        from diffvision.data.images.folders import find_folders
-
         words = options({"data.init_args.evaluations": paths})
-        folders = [folder for path in paths for folder in find_folders(path)]
-        measured = [f"{folder.task}/{folder.name}/{HEADLINES[folder.task]}" for folder in folders]
     else:
         words = options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
-        measured = []
     callbacks = content.get("trainer", {}).get("callbacks") or []
-    watching = [_watching(callback, paths, measured) for callback in callbacks]
-    if watching == callbacks:
+    without = [_without_evaluation(callback) for callback in callbacks]
+    if paths or without == callbacks:
         return words
-    # What monitored a metric may now save the same as the one that saves the last steps.
+    # What monitored a metric now saves the same as the one that saves the last steps.
     different: dict[str | int, Any] = {}
-    for number, callback in enumerate(watching):
+    for number, callback in enumerate(without):
         different.setdefault(_filename(callback) or number, callback)
     return words + options({"trainer.callbacks": list(different.values())})
 
@@ -222,17 +209,15 @@ def _filename(callback: Any) -> str:
     return str(callback.get("init_args", {}).get("filename", "")) if isinstance(callback, Mapping) else ""
 
 
-def _watching(callback: Any, paths: list[str], measured: list[str]) -> Any:
-    """Return a callback's settings with a metric that is measured, where it monitors one of another evaluation."""
+def _without_evaluation(callback: Any) -> Any:
+    """Return a callback's settings without a monitor that only an evaluation gives."""
+    from diffvision.data.images.folders import TASKS
+
     settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
-    task, _, rest = str(settings.get("monitor", "")).partition("/")
-    if not paths and (task == "val" or task in HEADLINES):
-        # Said, not left out: the configuration's callback of the same class would fill in what is not named.
-        return {**callback, "init_args": {**settings, "monitor": None, "filename": "last"}}
-    if task not in HEADLINES or any(one.startswith(f"{task}/{rest.rpartition('/')[0]}/") for one in measured):
+    if str(settings.get("monitor", "")).partition("/")[0] not in ("headline", "val", *TASKS):
         return callback
-    best = next((one for one in measured if one.startswith(f"{task}/")), measured[0])
-    return {**callback, "init_args": {**settings, "monitor": best}}
+    # Said, not left out: the configuration's callback of the same class would fill in what is not named.
+    return {**callback, "init_args": {**settings, "monitor": None, "filename": "last"}}
 
 
 def _evaluation_in(source: Any, data_class: str) -> list[str]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.nn import functional as F
 
 from diffvision.data.batches import TokenBatch
+from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, architecture, check
@@ -240,6 +241,13 @@ class LanguageModule(TrainingModule):
         if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
+
+    def validation_metrics(self) -> list[str] | None:
+        """Return the metrics of TextData's evaluation, if it has one."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, TextData):
+            return None
+        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums of an evaluation."""

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from diffvision.data.batches import named
+from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.durable import StepGuard, lightning_internals
 from diffvision.training.optim import OptimizerSettings, WarmupDecay
 
@@ -27,6 +28,8 @@ OTHERS = (
     # Lightning advises to save the weights from before the step; ours resume after it, as usual.
     "Using ModelCheckpoint with manual optimization",
 )
+HEADLINE = "headline"
+"""A callback's monitor that stands for the first metric of the first evaluation, such as zero_shot/digits/acc1."""
 
 
 class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
@@ -79,7 +82,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
                 config.scheduler.set_lr(lr)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return a new StepGuard for each fit; the other stages keep the one that the trainer has."""
+        """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
+
+        Raises:
+            ValueError: a callback monitors a metric that validation will not log.
+        """
+        if self.fitting:
+            self._set_monitors()
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
         if guards and not self.fitting:
@@ -90,6 +99,33 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
         guard.of_module = True
         return [guard]
+
+    def validation_metrics(self) -> list[str] | None:
+        """Return the metrics that validation will log, its headline first; None where the data are not ours."""
+        return None
+
+    def _set_monitors(self) -> None:
+        """Set monitors that are `HEADLINE`, and refuse what validation will not log: it would fail after an epoch."""
+        metrics = self.validation_metrics()
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+        stages = {*EVALUATIONS}
+        if all(type(part).__module__.partition(".")[0] in ("diffvision", "lightning") for part in (self, *callbacks)):
+            stages.add("val")  # which others may log to
+        for callback in callbacks:
+            parts = str(getattr(callback, "monitor", None) or "").split("/")
+            if parts == [HEADLINE] and metrics:
+                callback.monitor = metrics[0]
+                mode = "min" if metrics[0].endswith("loss") else "max"
+                if callback.mode != mode:
+                    raise ValueError(f"mode of {type(callback).__name__} is {callback.mode}: {metrics[0]} needs {mode}")
+            # Each kind of sample has metrics besides, such as composition/digits/acc/swapped.
+            elif parts == [HEADLINE] or (
+                metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
+            ):
+                remedy = f"set {HEADLINE}, here {metrics[0]}" if metrics else "set the data's evaluation, or another"
+                raise ValueError(
+                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: {remedy}"
+                )
 
     def as_read(self, batch: Any) -> Any:
         """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""

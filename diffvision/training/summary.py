@@ -63,11 +63,12 @@ class RunSummary(pl.Callback):
         self._start = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the model."""
+        """Print the model, and the prompts that it will be evaluated with."""
         self._first_step = trainer.global_step
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
-            print(described(trainer, pl_module) + resumed, flush=True)
+            prompts = pl_module.prompts if isinstance(pl_module, ContrastiveModule) else []
+            print(described(trainer, pl_module) + resumed, *prompts, sep="\n", flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note which metrics there are before a validation; a resumed run has those of earlier ones."""

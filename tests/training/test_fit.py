@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 from string import Template
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from diffvision.cli import main
 from diffvision.data.made.digits import png
-from diffvision.data.shards.writer import write_shards
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.mistakes import Mistake
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
@@ -269,16 +268,68 @@ def test_null_takes_back_what_a_configuration_sets(setting, capsys):
     assert "clip_norm: null" in capsys.readouterr().out
 
 
-def test_a_monitor_that_nothing_measures_is_named_before_any_step():
-    watched = SimpleNamespace(monitor="zero_shot/digits/acc1")
-    cli = FitCLI.__new__(FitCLI)
-    cli.model = ContrastiveModule("CLIP-debug")
-    cli.datamodule = SimpleNamespace(evaluations=[])
-    cli.trainer = SimpleNamespace(callbacks=[watched, SimpleNamespace(monitor="train/loss")])
-    with pytest.raises(ValueError, match="monitors 'zero_shot/digits/acc1', but the evaluations are none"):
-        cli.before_fit()
-    watched.monitor = "train/grad_norm"
-    cli.before_fit()
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Evaluation folders of two tasks, and one whose classes are no prompts."""
+    root = tmp_path_factory.mktemp("evaluated")
+    image = png(np.zeros((32, 32, 3), dtype=np.uint8))
+    labelled = [{"__key__": str(i), "png": image, "cls": str(i)} for i in range(2)]
+    for name, classes in (("birds", "wren\nowl"), ("wnids", "n01503061\nn02084071")):
+        write_evaluation_split(root / name / "test", labelled)
+        (root / name / "classnames.txt").write_text(classes)
+        (root / name / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.")
+    captioned = [{"__key__": str(i), "png": image, "txt": "a bird"} for i in range(2)]
+    write_evaluation_split(root / "captions" / "test", captioned)
+    (root / "captions" / "dataset_type.txt").write_text("retrieval")
+    return root
+
+
+def monitoring(monitor: str, mode: str = "max") -> list[str]:
+    return [
+        "--trainer.callbacks+=ModelCheckpoint",
+        f"--trainer.callbacks.monitor={monitor}",
+        f"--trainer.callbacks.mode={mode}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "monitor", "expected"),
+    [
+        (["birds", "captions"], "headline", "zero_shot/birds/acc1"),
+        (["captions", "birds"], "headline", "retrieval/captions/image_retrieval_recall@1"),
+        (["captions", "birds"], "zero_shot/birds/mean_per_class_recall", "zero_shot/birds/mean_per_class_recall"),
+    ],
+)
+def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_named(
+    evaluated, monitor, expected, folders, shards, tmp_path, capsys
+):
+    data = [f"--data.evaluations+={folders / name}" for name in evaluated]
+    validating = ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
+    cli = run(shards, tmp_path, *data, *monitoring(monitor), *validating, steps=1)
+    assert cli.trainer.checkpoint_callbacks[-1].monitor == expected
+    assert expected in cli.trainer.checkpoint_callbacks[-1].state_key  # by which a checkpoint has its state
+    assert cli.trainer.checkpoint_callbacks[-1].best_model_path
+    assert "zero_shot/birds: 2 classes, 1 template, e.g. 'a photo of a wren.'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "monitor", "mode", "named"),
+    [
+        ([], "headline", "max", "monitors headline"),
+        ([], "val/loss", "min", "monitors val/loss"),
+        (["birds"], "headline", "min", "zero_shot/birds/acc1 needs max"),
+        (["birds"], "zero_shot/digits/acc1", "max", "monitors zero_shot/digits/acc1"),
+        (["birds"], "zero_shot/birds/acc2", "max", "monitors zero_shot/birds/acc2"),
+        (["wnids"], "headline", "max", "'n01503061'"),
+    ],
+)
+def test_what_no_evaluation_gives_is_refused_before_any_step(
+    evaluated, monitor, mode, named, folders, shards, tmp_path
+):
+    data = [f"--data.evaluations+={folders / name}" for name in evaluated]
+    with pytest.raises(ValueError, match=named):
+        run(shards, tmp_path, *data, *monitoring(monitor, mode))
+    assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("config.yaml")]
 
 
 def test_a_checkpoint_of_another_model_is_named():

@@ -36,6 +36,7 @@ def data(tmp_path_factory) -> Path:
     write_shards(root / "train", images(16, "txt", "a number"))
     write_evaluation_split(root / "zero_shot" / "test", images(4, "cls", "1"))
     write_lines(root / "zero_shot" / "classnames.txt", ["one", "two"])
+    write_lines(root / "zero_shot" / "zeroshot_classification_templates.txt", ["a {c}"])
     write_evaluation_split(root / "retrieval" / "test", images(4, "txt", "a number"))
     write_lines(root / "retrieval" / "dataset_type.txt", ["retrieval"])
     (root / "validation").mkdir()
@@ -175,11 +176,14 @@ def test_a_run_without_an_evaluation_monitors_nothing(data, tmp_path):
     assert [saver.monitor for saver in done.trainer.checkpoint_callbacks] == [None]
 
 
-def test_checkpoints_are_chosen_by_what_is_measured(data):
-    """The recipe monitors zero_shot/digits/acc1; these data have another name, or other tasks, or no evaluation."""
-    assert monitor(_data_options(data, None, CLIP)) == "zero_shot/data/acc1"
-    assert monitor(_data_options(data, data / "retrieval", CLIP)) == "retrieval/data/image_retrieval_recall@1"
-    assert "trainer.callbacks" not in parsed(_data_options(data, f"digits={data / 'zero_shot'}", CLIP))
+def test_checkpoints_are_chosen_by_what_is_measured(data, tmp_path):
+    """Whatever the evaluation is called and whichever task it is for; without one, by nothing."""
+    for evaluation, metric in (
+        ("zero_shot", "zero_shot/data/acc1"),
+        ("retrieval", "retrieval/data/image_retrieval_recall@1"),
+    ):
+        done = run(data, tmp_path, evaluation=data / evaluation)
+        assert {saver.monitor for saver in done.trainer.checkpoint_callbacks} == {metric, None}
     assert "trainer.callbacks" not in parsed(_data_options(data, None, VISION))  # val/acc1, whatever the data
     for recipe, evaluation in ((CLIP, {"data.init_args.evaluations": "[]"}), (VISION, {EVALUATION: "null"})):
         words = _data_options(data, [], recipe)
