@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class Cache:
         """Return a piece's rows and note; None where it does not exist or is damaged."""
         path = self._path(identity, name)
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("not a file")  # a pipe would be waited for
             with safetensors.safe_open(path, framework="pt") as file:
                 rows = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dictionary
                 about = file.metadata() or {}
@@ -84,6 +87,8 @@ class Cache:
             if path.parent.is_symlink():
                 raise OSError(f"{path.parent.name} in it is a link to another directory")
             self._make_room(len(content), keep=path.parent)
+            if path.is_dir():
+                shutil.rmtree(path)
             write_bytes(path, content)
             self.made += 1
         except OSError as error:
@@ -110,9 +115,7 @@ class Cache:
                 return
             if directory != keep:
                 used -= sum(file.stat().st_size for file in files)
-                for file in files:
-                    file.unlink()
-                directory.rmdir()
+                shutil.rmtree(directory)
         if used + needed > self.max_bytes:
             raise OSError(f"it would hold more than {self.max_bytes:,} bytes")
 

@@ -108,12 +108,15 @@ def test_damaged_and_foreign_pieces_are_told_and_worked_out_anew(loaded, data, e
     zero_shot = {key: value for key, value in expected.items() if key.startswith("zero_shot")}
     assert metrics(loaded, data, tasks=["zero_shot"], cache=Cache(tmp_path)) == zero_shot
     pieces = sorted(tmp_path.rglob("*.safetensors"))
-    for piece in pieces[:3]:
-        content = bytearray(piece.read_bytes())
-        content[-3] ^= 1  # of a tensor: safetensors itself does not notice
-        piece.write_bytes(content)
+    content = bytearray(pieces[0].read_bytes())
+    content[-3] ^= 1  # of a tensor: safetensors itself does not notice
+    pieces[0].write_bytes(content)
     pieces[3].write_bytes(pieces[3].read_bytes()[:100])
     shutil.copy(pieces[4], pieces[5])
+    for piece in pieces[1:3]:
+        piece.unlink()
+    os.mkfifo(pieces[1])
+    (pieces[2] / "inside").mkdir(parents=True)
     cache = Cache(tmp_path)
     with pytest.warns(UserWarning, match="is damaged or of another evaluation") as warned:
         assert metrics(loaded, data, tasks=["zero_shot"], cache=cache) == zero_shot

@@ -1,6 +1,7 @@
 """What was measured, as "auto" reads it: choices of kinds of calls, files that are damaged or of other machines."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -170,6 +171,13 @@ def test_a_damaged_file_is_one_warning(file, content):
     with pytest.warns(UserWarning, match=r"measurements .* are not used: .*: remove .*tuning.json, and tune again"):
         assert chosen()[0] == "eager"
     assert chosen()[0] == "eager"  # without another warning, which would be an error here
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_not_a_file_is_one_warning(file, make):
+    make(file)
+    with pytest.warns(UserWarning, match=r"remove .*tuning.json, and tune again"):
+        assert chosen()[0] == "eager"
 
 
 @pytest.mark.parametrize("change", [{"backend": ["x"]}, {"faster": "2"}, {"calls": {}}, {"date": None}])

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import lzma
 import os
+import shutil
 import time
 import warnings
 import zlib
@@ -28,7 +29,7 @@ from diffvision.data.shards.index import sha256
 from diffvision.data.shards.locks import locked, locked_if_free, scratch, sweep
 from diffvision.data.shards.remote import GivenUp, Patience, Progress, Refused, TooLarge, download, patiently, stamp
 from diffvision.data.shards.sidecars import user_cache
-from diffvision.data.shards.sources import COMPRESSED, Shard
+from diffvision.data.shards.sources import COMPRESSED, PLAIN, Shard
 
 _log = logging.getLogger(__name__)
 DEFAULT_BYTES = 100 * 10**9
@@ -151,11 +152,11 @@ class ShardCache:
         path = self._path(shard)
         self.directory.mkdir(parents=True, exist_ok=True)
         with locked(_lock_of(path), shared=True):
-            if present := _touched(path):
+            if present := _touched(shard, path):
                 yield path
         if not present:
             with locked(_lock_of(path)):
-                if not _touched(path):
+                if not _touched(shard, path):
                     self._make(shard, path)
                 yield path
 
@@ -189,6 +190,8 @@ class ShardCache:
             if not shard.remote:
                 self._check_version(shard)  # only now: it was being read until here
             self._make_room(0)
+            if path.is_dir():
+                shutil.rmtree(path)
             os.replace(whole, path)
 
     def _check_version(self, shard: Shard) -> None:
@@ -287,10 +290,12 @@ def _plain_name(name: str) -> str:
     return name.removesuffix(".tar")[-80:] + ".tar"
 
 
-def _touched(path: Path) -> bool:
-    """Return whether the file exists; if so, make it the most recently used one."""
-    try:
-        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-    except FileNotFoundError:
+def _touched(shard: Shard, path: Path) -> bool:
+    """Return whether the file is there, of the size that is known; if so, make it the most recently used one."""
+    if not path.is_file():
         return False
+    status = path.stat()
+    if shard.name.endswith(PLAIN) and shard.bytes not in (None, status.st_size):
+        return False  # cut by a crash of the machine
+    os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
     return True

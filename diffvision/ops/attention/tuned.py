@@ -228,6 +228,8 @@ def entries_of(file: Path) -> list[dict[str, Any]]:
         ValueError: it cannot be read, or is not one of ours.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("not a file")  # a pipe would be waited for
         entries = json.loads(file.read_text(encoding="utf-8"))["machines"]
         machines = [dict(entry["machine"]) for entry in entries]
     except FileNotFoundError:

@@ -40,6 +40,20 @@ def test_a_remote_shard_is_fetched_once(corpus, whole, serve, cache):
     assert len([path for path in requests if "000002.tar" in path]) == 1
 
 
+DAMAGE = {
+    "cut": lambda copy: os.truncate(copy, 1000),
+    "a folder": lambda copy: (copy.unlink(), (copy / "inside").mkdir(parents=True)),
+    "a pipe": lambda copy: (copy.unlink(), os.mkfifo(copy)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_copy_is_fetched_again(damage, whole, serve, cache):
+    shard = cache.pin(Shard(f"{serve(whole)[0]}/000002.tar"))
+    DAMAGE[damage](cache.fetch(shard))
+    assert cache.fetch(shard).read_bytes() == (whole / "000002.tar").read_bytes()
+
+
 def test_the_least_recently_used_shards_make_room(whole, serve, cache):
     url, _ = serve(whole)
     size = (whole / "000000.tar").stat().st_size

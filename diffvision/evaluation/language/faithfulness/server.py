@@ -102,6 +102,8 @@ class ChatServer:
         )
         if kept is not None and kept.exists():
             try:
+                if not kept.is_file():
+                    raise ValueError("not a file")  # a pipe would be waited for
                 return json.loads(kept.read_bytes())["reply"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{kept} is no reply that was kept ({error}): remove it") from error

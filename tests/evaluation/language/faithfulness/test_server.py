@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import os
 import socket
 import threading
 import time
@@ -228,4 +229,9 @@ def test_replies_are_kept_by_request(judging, tmp_path):
     for file in tmp_path.iterdir():
         file.write_text("{}")
     with pytest.raises(ValueError, match=r"\.json is no reply that was kept .*: remove it"):
+        ChatServer(server.url, "m", None, QUICK, tmp_path).reply("a", "row")
+    for file in tmp_path.iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ValueError, match="no reply that was kept"):
         ChatServer(server.url, "m", None, QUICK, tmp_path).reply("a", "row")
