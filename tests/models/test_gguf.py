@@ -1,6 +1,8 @@
 """GGUF files of a small Llama: against transformers' own reading of the same file, and damaged and foreign ones."""
 
 import json
+import struct
+import time
 
 import gguf
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from diffvision.cli import main
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.export.command import adapt_to_folder, export
 from diffvision.models import language
@@ -255,6 +258,78 @@ def test_a_damaged_file_is_refused(share, write, tmp_path):
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match="damaged or no GGUF file"):
         convert(str(path), str(tmp_path / "ours"), to="language")
+
+
+def text(words, size=None):
+    return struct.pack("<Q", len(words) if size is None else size) + words
+
+
+def head(tensors=0, keys=0, version=3):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
+
+
+def tensor(*shape, name=b"output.weight"):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0)
+
+
+def values(kind, count, name=b"k"):
+    return text(name) + struct.pack("<IIQ", 9, kind, count)
+
+
+HUGE = 1 << 60
+DECLARED = {
+    "a list of bytes": head(keys=1) + values(0, HUGE),
+    "a list of texts": head(keys=1) + values(8, HUGE),
+    "a list that wraps around": head(keys=1) + values(10, 1 << 61) + bytes(64),
+    "a list of lists": head(keys=1) + values(9, 1) + struct.pack("<IQ", 0, HUGE),
+    "lists in lists": head(keys=1) + values(9, 1) + struct.pack("<IQ", 9, 1) * 5000,
+    "a list as long as its file": head(keys=1) + values(0, 1 << 23) + bytes(1 << 23),
+    "a key": head(keys=1) + text(b"k", HUGE),
+    "a value": head(keys=1) + text(b"k") + struct.pack("<I", 8) + text(b"", HUGE),
+    "a text in a list": head(keys=1) + values(8, 2) + text(b"a") + text(b"b", HUGE),
+    "keys": head(keys=HUGE) + bytes(64),
+    "tensors": head(tensors=HUGE) + bytes(64),
+    "a tensor": head(tensors=1) + tensor(1 << 40) + bytes(64),
+    "a tensor that wraps around": head(tensors=1) + tensor(1 << 32, 1 << 32) + bytes(64),
+    "tensors in one place": head(tensors=99) + b"".join(tensor(512, 512, name=b"%d" % n) for n in range(99))
+    + bytes(1 << 20),
+    "dimensions": head(tensors=1) + text(b"t") + struct.pack("<I", 0xFFFFFFFF) + bytes(64),
+    "the other order of bytes": b"GGUF" + struct.pack(">IQQ", 3, 0, 1) + struct.pack(">Q", 1) + b"k"
+    + struct.pack(">IIQ", 9, 0, HUGE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DECLARED.values(), ids=DECLARED)
+def test_sizes_that_a_file_cannot_have_are_refused_at_once(content, tmp_path):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content)
+    before = time.process_time()
+    with pytest.raises(ValueError, match="damaged or no GGUF file"):
+        convert(path, tmp_path / "out", to="language")
+    assert time.process_time() - before < 3  # it would go on for ages
+
+
+def test_a_file_of_49_bytes_ends_the_command(tmp_path, capsys):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(DECLARED["a list of bytes"])
+    assert path.stat().st_size == 49
+    assert main(["convert", str(path), str(tmp_path / "out"), "--to", "language"]) == 1
+    error = capsys.readouterr().err
+    assert "hostile.gguf" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_token_of_a_million_characters_is_refused():
+    model = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b" * 1_000_000]}
+    with pytest.raises(ValueError, match="a token has 1,000,000 characters"):
+        tokenizer_from_gguf(model | {"tokenizer.ggml.scores": [0.0, 0.0]}, "it")
+
+
+@pytest.mark.parametrize("name", ["block_count", "vocab_size", "embedding_length", "feed_forward_length"])
+def test_a_model_that_the_tensors_do_not_make_is_not_built(name, write, tmp_path):
+    path = write(leave=[name], more=[("add_uint32", f"llama.{name}", 0xFFFFFF00)])
+    with pytest.raises(ValueError, match="gguf"):
+        convert(path, tmp_path / "out", to="language")
 
 
 @pytest.mark.weights

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffvision.models.convert.gguf_sizes import check_sizes
 from diffvision.models.convert.gguf_tokenizer import tokenizer_from_gguf
 from diffvision.models.convert.state import check_finite
 from diffvision.models.language.configuration import LanguageConfig
@@ -66,6 +67,7 @@ class Gguf:
             raise ValueError(f"{path} needs {error.name} to be read: pip install 'diffvision[gguf]'") from None
         self.path = path
         try:
+            check_sizes(path)
             reader = GGUFReader(path)
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as error:  # a damaged file can fail the reader in any way

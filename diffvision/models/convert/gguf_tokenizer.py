@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 _SPACE = "▁"
 _CONTROL, _USER_DEFINED = 3, 4  # token types
+_LONGEST_TOKEN = 1000  # characters: a token is cut at each of them to find its merges
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -123,6 +124,8 @@ def _sentence_piece(known: Mapping[str, Any], tokens: Sequence[str]) -> tokenize
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the pairs that make each token, those of the best score first: SentencePiece merges in that order."""
     pairs = []
+    if longest := next((token for token in vocabulary if len(token) > _LONGEST_TOKEN), None):
+        raise ValueError(f"a token has {len(longest):,} characters, and may have {_LONGEST_TOKEN:,}")
     for token, number in vocabulary.items():
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         made = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
