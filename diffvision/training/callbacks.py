@@ -20,6 +20,7 @@ from diffvision.data.shards.report import Report
 from diffvision.training.durable import gathered
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
+LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
 KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
 
 
@@ -171,8 +172,9 @@ class Throughput(pl.Callback):
 class DataReport(pl.Callback):
     """Reports at the end of each epoch what became of every sample, summed over ranks, and checks that all are counted.
 
-    seen + skipped + left over = total, where a run that was cut short adds what it did not reach. A run that is resumed
-    within an epoch continues to count from its checkpoint.
+    seen + skipped + tail = total, where a run that was cut short adds what it did not reach. A run that is resumed
+    within an epoch continues to count from its checkpoint. A new run says first if the tail, the incomplete last batch,
+    is large.
     """
 
     def __init__(self) -> None:
@@ -195,8 +197,11 @@ class DataReport(pl.Callback):
         return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count batches."""
+        """Begin to count batches; print what each epoch leaves out, where that is much."""
         self.batches = 0
+        report: Report | None = getattr(trainer.train_dataloader, "report", None)
+        if report is not None and not trainer.global_step and report.tail > LARGE_TAIL * report.total:
+            pl_module.print(describe_tail(report, trainer.train_dataloader.batch_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         """Count a batch."""
@@ -213,6 +218,21 @@ class DataReport(pl.Callback):
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
+
+
+def describe_tail(report: Report, batch_size: int) -> str:
+    """Return how many samples an epoch uses, and which similar batch size leaves out the fewest.
+
+    Args:
+        report: of an epoch.
+        batch_size: over all ranks; a multiple of their number.
+    """
+    ranks, total = report.world_size, report.total
+    sizes = range(max(batch_size // 2 // ranks, 1) * ranks, min(2 * batch_size, total) + 1, ranks)
+    best = min(sizes, key=lambda size: (total % size, abs(size - batch_size)))
+    uses = f"leaves out {total % best:,}" if total % best else "uses all"
+    advice = f"; batch_size {best} {uses}" if best != batch_size else ""
+    return f"{total - report.tail:,}/{total:,} samples used in each epoch (incomplete last batch dropped){advice}"
 
 
 def _reports(trainer: pl.Trainer) -> list[Report]:
@@ -253,11 +273,11 @@ def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] 
     if seen + bad != consumed or ahead < 0:
         raise RuntimeError(
             f"epoch {first.epoch + 1}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
-            f"{bad:,} skipped of {first.total:,} with {first.tail:,} left over"
+            f"{bad:,} skipped of {first.total:,} with {first.tail:,} in the incomplete last batch"
         )
-    parts = [f"{seen:,} seen", f"{bad:,} skipped", f"{first.tail:,} left over"]
+    parts = [f"{seen:,} seen", f"{bad:,} skipped"]
     parts += [f"{n:,} {what}" for what, n in rest.items() if n]
-    text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total:,} samples"
+    text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total - first.tail:,} of {first.total:,} samples"
     for reason, count in skipped.most_common():
         text += f"\n  {count:,} x {reason}: {', '.join(whole.examples[reason])}"
     if besides := [f"{count:,} {name.replace('_', ' ')}" for name, count in first.extra_counts.items() if count]:

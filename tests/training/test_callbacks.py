@@ -1,5 +1,6 @@
 """The account of an epoch, lambda by layer and the throughput."""
 
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -44,7 +45,7 @@ def test_account_sums_ranks_and_adds_up():
     text, counts = account(reports(), consumed=96)
     assert counts == {"seen": 93, "skipped": 3, "substituted": 3, "tail": 4}
     assert text.splitlines() == [
-        "epoch 4: 93 seen + 3 skipped + 4 left over = 100 samples",
+        "epoch 4: 93 seen + 3 skipped = 96 of 100 samples",
         "  2 x empty caption: 0.tar: a, 0.tar: b",
         "  1 x truncated image: 1.tar: c",
     ]
@@ -54,7 +55,7 @@ def test_account_of_an_epoch_resumed_and_cut_short():
     report = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
     text, _ = account([report], consumed=32)
     assert text == (
-        "epoch 1: 32 seen + 0 skipped + 4 left over + 32 before the run was resumed + 32 not reached = 100 samples\n"
+        "epoch 1: 32 seen + 0 skipped + 32 before the run was resumed + 32 not reached = 96 of 100 samples\n"
         "  besides: 4,272 padding tokens"
     )
 
@@ -74,7 +75,7 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
     text, counts = account([last], consumed=64, earlier=[report.earlier])
     assert counts == {"seen": 188, "skipped": 4, "substituted": 3, "tail": 8}
     assert text.splitlines()[:2] == [
-        "epoch 4: 188 seen + 4 skipped + 8 left over = 200 samples",
+        "epoch 4: 188 seen + 4 skipped = 192 of 200 samples",
         "  3 x empty caption: 0.tar: a, 0.tar: b, 2.tar: d",
     ]
     assert report._earlier(4) == []
@@ -86,6 +87,26 @@ def test_an_account_that_does_not_add_up_stops_the_run(consumed):
         account(reports(), consumed=consumed)
 
 
+@pytest.mark.parametrize(
+    ("total", "batch_size", "ranks", "step", "advice"),
+    [
+        (240, 64, 1, 0, "192/240 samples .* batch_size 60 uses all"),
+        (240, 64, 32, 0, "192/240 samples .* batch_size 32 leaves out 16"),
+        (70, 32, 32, 0, r"64/70 samples used in each epoch \(incomplete last batch dropped\)$"),
+        (241, 64, 1, 0, "192/241 samples .* batch_size 60 leaves out 1"),
+        (60, 32, 4, 0, "32/60 samples .* batch_size 20 uses all"),
+        (1300, 64, 1, 0, None),  # 1.5%
+        (240, 64, 1, 3, None),  # resumed
+    ],
+)
+def test_a_large_incomplete_batch_is_reported_once(total, batch_size, ranks, step, advice):
+    loader = SimpleNamespace(report=Report(total, tail=total % batch_size, world_size=ranks), batch_size=batch_size)
+    module = Module()
+    DataReport().on_train_start(trainer(step=step, train_dataloader=loader), module)
+    assert len(module.printed) == (advice is not None)
+    assert advice is None or re.search(advice, module.printed[0])
+
+
 def test_data_report_counts_the_loops_batches():
     loader = SimpleNamespace(report=Report(50, tail=2, seen=48), batch_size=16)
     run, module, report = trainer(train_dataloader=loader), Module(), DataReport()
@@ -93,7 +114,7 @@ def test_data_report_counts_the_loops_batches():
     for _ in range(3):
         report.on_train_batch_end(run, module, None, {}, 0)
     report.on_train_epoch_end(run, module)
-    assert module.printed == ["epoch 1: 48 seen + 0 skipped + 2 left over = 50 samples"]
+    assert module.printed == ["epoch 1: 48 seen + 0 skipped = 48 of 50 samples"]
     assert module.logged["data/seen"] == 48
     report.on_train_batch_end(run, module, None, {}, 0)
     with pytest.raises(RuntimeError, match="16 samples were trained on"):

@@ -1,4 +1,4 @@
-"""What became of an epoch's samples: seen, skipped by reason, left over; and when bad ones are too many.
+"""What became of an epoch's samples: seen, skipped by reason, in the tail; and when bad ones are too many.
 
 The loaders count; nothing is read or printed here.
 """
@@ -118,7 +118,7 @@ class Report:
         """Return a line of counts, and one for each reason."""
         lines = [
             f"epoch {self.epoch + 1}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
-            f"{self.tail:,} left over, of {self.total:,}"
+            f"{self.tail:,} in the incomplete last batch, of {self.total:,}"
         ]
         for reason, count in self.skipped.most_common():
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
