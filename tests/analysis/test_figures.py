@@ -46,11 +46,19 @@ def test_run_curves_draw_every_run_in_its_colour():
 def test_a_run_has_a_panel_for_each_metric_that_says_something():
     curve, nothing = Curve([0, 1], [0.8, 0.7]), Curve([0, 1], [0.0, 0.0])
     layers = {f"lambda/blocks.{depth}.attn": curve for depth in range(3)}
-    none = {"train/skipped_steps": nothing, "zero_shot/x/acc5": Curve([1], [math.nan]), "data/seen": curve}
-    figure = figures.run_overview({"val/acc1": curve, "train/loss": curve, "lambda": curve, **layers, **none})
+    layers |= {"lambda/visual.blocks.11.attn": curve}
+    none = {
+        "train/lr": Curve([0, 1, 2], [0.1] * 3),
+        "train/skipped_steps": nothing,
+        "zero_shot/x/acc5": Curve([1], [math.nan]),
+        "data/seen": curve,
+    }
+    once = {"val/acc5": Curve([1], [0.5])}
+    figure = figures.run_overview({"val/acc1": curve, "train/loss": curve, "lambda": curve, **layers, **none, **once})
     titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
-    assert titles == ["train/loss", "val/acc1", "λ, a line a layer"]
-    assert len(figure.axes[2].lines) == 3
+    assert titles == ["train/loss", "val/acc1", "val/acc5", "λ, blocks", "λ, image tower"]
+    legends = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes[3:5]]
+    assert legends == [["layer 0", "layer 1", "layer 2"], ["layer 11"]]
     assert opened(figures.run_overview({})).size  # a run that logged nothing
 
 

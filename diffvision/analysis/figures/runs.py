@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.style import COLOURS, colours_of, draw_bars, legend_below, new_figure, panels, styled
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -41,19 +43,19 @@ def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]], xlabel: str
 
 @styled
 def run_overview(curves: Mapping[str, Curve]) -> Figure:
-    """Return a figure of one run: a panel for each metric over the steps, and one for lambda of all layers.
+    """Return a figure of one run: a panel for each metric that changes, over the steps, and lambda of each tower.
 
     Args:
         curves: as `curves.read_metrics` returns them; the counts of samples (`data/...`) and the metrics of single
             kinds (`composition/DATASET/acc/KIND`) are left out.
     """
-    import matplotlib as mpl
-
-    layers = {name: curve for name, curve in curves.items() if name.startswith("lambda/")}
+    towers = _by_tower(
+        {name.removeprefix("lambda/"): curve for name, curve in curves.items() if name.startswith("lambda/")}
+    )
     named = [name for name in curves if not name.startswith(("data/", "lambda")) and name.count("/") < 3]
-    shown = [name for name in named if _says_something(curves[name])]
+    shown = [name for name in named if not _is_flat(curves[name])]
     shown.sort(key=lambda name: (not name.endswith("loss"), name.startswith("train/"), name))
-    count = len(shown) + bool(layers)
+    count = len(shown) + len(towers)
     columns = min(4, max(count, 1))
     rows = math.ceil(count / columns) or 1
     figure = new_figure(2.7 * columns, 2.1 * rows)
@@ -61,12 +63,10 @@ def run_overview(curves: Mapping[str, Curve]) -> Figure:
     for ax, name in zip(axes, shown, strict=False):
         dots = "o" if len(curves[name].steps) < 20 else None
         ax.plot(*curves[name], color=COLOURS[0], linewidth=1.4, marker=dots, markersize=3)
-        ax.set_title(name, fontsize=9)
-    if layers:
-        shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
-        for curve, shade in zip(layers.values(), shades, strict=True):
-            axes[count - 1].plot(*curve, color=shade, linewidth=1.2)
-        axes[count - 1].set_title("λ, a line a layer", fontsize=9)
+        ax.set_title(textwrap.fill(name.replace("/", "/ "), 30).replace("/ ", "/"), fontsize=9)
+    for ax, (tower, layers) in zip(axes[len(shown) :], towers.items(), strict=False):
+        _draw_layers(ax, layers, linewidth=1.2, fontsize=6.5)
+        ax.set_title(f"λ, {tower}", fontsize=9)
     for ax in axes[count:]:
         ax.set_axis_off()
     for ax in axes[max(count - columns, 0) : count]:
@@ -81,20 +81,11 @@ def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
     Args:
         curves: {layer's module name: curve}; names with the same part before the layer's number are one tower.
     """
-    import matplotlib as mpl
-
-    towers: dict[str, list[Curve]] = {}
-    for name, curve in curves.items():
-        towers.setdefault(_tower(name), []).append(curve)
-    towers = dict(sorted(towers.items()))  # the image tower before the text tower
+    towers = _by_tower(curves)
     figure, axes = panels(len(towers), width=4.2, height=2.8, sharey=True)
     for ax, (tower, layers) in zip(axes, towers.items(), strict=True):
-        shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
-        for depth, (curve, shade) in enumerate(zip(layers, shades, strict=True)):
-            label = f"layer {depth}" if depth in (0, len(layers) - 1) or len(layers) <= 6 else None
-            ax.plot(curve.steps, curve.values, color=shade, linewidth=1.6, label=label)
+        _draw_layers(ax, layers, linewidth=1.6, fontsize=8)
         ax.set(title=tower, xlabel="step")
-        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, fontsize=8)
     axes[0].set_ylabel("λ")
     return figure
 
@@ -121,9 +112,30 @@ def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str 
     return legend_below(figure, ax, columns=len(names))
 
 
-def _says_something(curve: Curve) -> bool:
-    """Return whether a value is finite and not 0, unlike the accuracy of five of three classes, or skipped steps."""
-    return any(math.isfinite(value) and value for value in curve.values)
+def _by_tower(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+    """Return {tower: {layer's number: curve}} of {layer's module name: curve}."""
+    towers: dict[str, dict[str, Curve]] = {}
+    for name, curve in curves.items():
+        number = next((part for part in name.split(".") if part.isdigit()), name)
+        towers.setdefault(_tower(name), {})[number] = curve
+    return dict(sorted(towers.items()))  # the image tower before the text tower
+
+
+def _draw_layers(ax: Axes, layers: Mapping[str, Curve], *, linewidth: float, fontsize: float) -> None:
+    """Draw one line per layer, light to dark, with the layers' numbers beside them; of many the first and the last."""
+    import matplotlib as mpl
+
+    shades = mpl.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(layers)))
+    for index, ((number, curve), shade) in enumerate(zip(layers.items(), shades, strict=True)):
+        label = f"layer {number}" if index in (0, len(layers) - 1) or len(layers) <= 6 else None
+        ax.plot(*curve, color=shade, linewidth=linewidth, label=label)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, fontsize=fontsize)
+
+
+def _is_flat(curve: Curve) -> bool:
+    """Return whether no value says anything: none is finite, all are 0, or several are all the same."""
+    values = [value for value in curve.values if math.isfinite(value)]
+    return not any(values) or (len(values) > 1 and len({*values}) == 1)
 
 
 def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
