@@ -5,6 +5,7 @@ Transforms and tokenizer belong to the model: what is not given is taken from th
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, lines_of
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -217,7 +218,7 @@ class ImageLabelData(pl.LightningDataModule):
     def _evaluation_source(self) -> ShardSet | ImageSet:
         """The samples to evaluate on, which are found once."""
         source = cast(str, self.evaluation)
-        classnames = () if self._images is None else self._images.classnames
+        classnames = _packed_names(self.train) if self._images is None else self._images.classnames
         try:
             folder = EvaluationFolder(source)
         except ValueError:  # not that layout
@@ -235,7 +236,8 @@ class ImageLabelData(pl.LightningDataModule):
                     )
                 return ImageSet(images)
             return _shards(self, source, self.split, "evaluating")
-        if classnames and folder.classnames and class_prompts(classnames) != folder.classnames:
+        named = () if self._images is None else class_prompts(classnames)  # a folder may name packed ones better
+        if named and folder.classnames and named != folder.classnames:
             raise ValueError(
                 f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
                 f"{', '.join(classnames[:3])}, ...; make the evaluation folder of images of the same classes"
@@ -280,6 +282,11 @@ def _no_tokenizer(data: ImageTextData) -> str:
         return "ImageTextData has no tokenizer: pass the model's, or give it to Trainer.fit with a module that has one"
     module = type(data.trainer.lightning_module).__name__
     return f"{module} has no tokenizer for captions: set ImageTextData's, or train on labels with ImageLabelData"
+
+
+def _packed_names(train: str | list[str]) -> tuple[str, ...]:
+    """Return the class names that `packing.pack` writes next to the shards of images; none without them."""
+    return tuple(lines_of(Path(train, "classnames.txt"))) if isinstance(train, str) else ()
 
 
 def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | None:

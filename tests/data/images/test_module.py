@@ -8,9 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
 
 from diffvision.data import EvaluationFolder
 from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.images.packing import pack
+from diffvision.data.images.sources import find_images
 from diffvision.data.shards.writer import write_evaluation_split
 
 
@@ -153,3 +156,13 @@ def test_keys_and_settings(corpus, tmp_path):
     for settings in ({"image_key": ["pkl"]}, {"caption_key": "pyd"}, {"caption_key": "txt:field"}):
         with pytest.raises(ValueError, match="is of a type that is not read here"):
             ImageTextData(str(source), 5, tokenizer=corpus.tokenize, **settings).train_dataloader()
+
+
+def test_an_evaluation_of_fewer_classes_is_numbered_as_the_packed_training_images(tmp_path):
+    for split, names in (("train", ("ape", "bee", "cat")), ("val", ("cat",))):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / split / name / "1.png")
+    pack(find_images(str(tmp_path / "train")), tmp_path / "shards", num_workers=0)
+    data = ImageLabelData(str(tmp_path / "shards"), 2, str(tmp_path / "val"), num_workers=0)
+    assert [batch["label"].tolist() for batch in data.val_dataloader()] == [[2]]
