@@ -6,7 +6,7 @@ configuration are in `transformers_decoder.py`.
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 import torch
@@ -162,6 +162,12 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             return host.generate(*args, **kwargs)
         finally:
             self.config.num_hidden_layers = depth
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse `generate_batch`, which would report the failure of its paged attention in each request alone."""
+        raise NotImplementedError(
+            f"no paged attention for variant {self.config.variant!r}: use generate() in place of generate_batch()"
+        )
 
     def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse more tokens than the model takes, where transformers warns and fails after the last that fits."""

@@ -100,6 +100,12 @@ def test_early_exit_drafts_the_same_tokens_and_leaves_the_depth(model, tmp_path)
     assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, host(tokens).logits)
 
 
+def test_continuous_batching_is_refused_before_it_generates(model):
+    host = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0)
+    with pytest.raises(NotImplementedError, match=r"generate\(\) in place of generate_batch\(\)"):
+        host.generate_batch([[1, 2, 3], [4, 5]], transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1))
+
+
 def test_beams_follow_their_cache(model):
     host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
     made = [
