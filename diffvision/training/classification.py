@@ -125,9 +125,8 @@ class ClassificationModule(TrainingModule):
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
 
-    def validation_metrics(self) -> list[str] | None:
+    def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the metrics of ImageLabelData's evaluation, if it has one."""
-        data: Any = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, ImageLabelData):
             return None
         names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]

@@ -258,13 +258,12 @@ class ContrastiveModule(TrainingModule):
             )
         return super().configure_callbacks()
 
-    def validation_metrics(self) -> list[str] | None:
+    def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the metrics of the evaluation folders, those of the first of them first.
 
         Raises:
             ValueError: a folder cannot be evaluated.
         """
-        data: Any = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, ImageTextData):
             return None
         found = [find_folders(path) for path in data.evaluations]

@@ -44,6 +44,7 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.durable import Ranks, Resume, lightning_internals, protect, refuse_link
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
+from diffvision.training.module import TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import with_recipes
 from diffvision.training.summary import RunSummary, table
@@ -209,6 +210,14 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         _refuse_alone(trainer)
         _refuse_crowd(trainer)
         return trainer
+
+    def before_fit(self) -> None:
+        """Refuse what the module would refuse, before the run has a directory."""
+        if isinstance(self.model, TrainingModule):
+            callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the module says it again
+                self.model.set_monitors(callbacks, self.datamodule)
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""

@@ -242,9 +242,8 @@ class LanguageModule(TrainingModule):
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
-    def validation_metrics(self) -> list[str] | None:
+    def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the metrics of TextData's evaluation, if it has one."""
-        data: Any = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, TextData):
             return None
         return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]

@@ -6,7 +6,7 @@ What they train is in `clip`, `classification` and `language`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -87,9 +87,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         Raises:
             ValueError: a callback monitors a metric that validation will not log.
         """
-        if self.fitting:
-            self._set_monitors()
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+        if self.fitting:
+            self.set_monitors(callbacks, getattr(self.trainer, "datamodule", None))
         guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
         if guards and not self.fitting:
             return []
@@ -100,14 +100,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         guard.of_module = True
         return [guard]
 
-    def validation_metrics(self) -> list[str] | None:
-        """Return the metrics that validation will log, its headline first; None where the data are not ours."""
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics that validation on a DataModule logs, its headline first; None where it is not ours."""
         return None
 
-    def _set_monitors(self) -> None:
+    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
         """Set monitors that are `HEADLINE`, and refuse what validation will not log: it would fail after an epoch."""
-        metrics = self.validation_metrics()
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+        metrics = self.validation_metrics(data)
         stages = {*EVALUATIONS}
         if all(type(part).__module__.partition(".")[0] in ("diffvision", "lightning") for part in (self, *callbacks)):
             stages.add("val")  # which others may log to
