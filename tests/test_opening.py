@@ -15,7 +15,9 @@ import torch
 
 import diffvision
 from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.export.card import model_card
 from diffvision.export.folders import save_folder
+from diffvision.inspection.inspecting import _lead
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.checkpoint import read_checkpoint, read_origin
@@ -45,6 +47,30 @@ def test_open_clip_by_name_without_weights():
     loaded = open_model("CLIP-debug")
     assert not loaded.module.training
     assert loaded.tokenizer(["a dog"]).shape == (1, loaded.module.context_length)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_average"),
+    [("plain", False), ("lightning", False), ("current_model_state", True)],
+)
+def test_averaged_weights_are_noted_wherever_they_are_shown(tmp_path, trained, layout, is_average):
+    contents = {
+        "plain": trained.state_dict(),
+        "lightning": lightning_checkpoint(trained),
+        "current_model_state": lightning_checkpoint(trained) | {"current_model_state": {}},  # Lightning's EMA
+    }
+    torch.save(contents[layout], tmp_path / "weights.ckpt")
+    model = open_model(NAME, tmp_path / "weights.ckpt")
+    assert ("(EMA)" in model.average_note) == is_average
+    assert ("(EMA)" in _lead([model])) == is_average  # of the page of `inspect`
+    assert ("(EMA)" in model_card(model)) == is_average
+    assert not open_model(NAME).average_note
+
+
+def test_the_average_that_timm_saves_is_noted(tmp_path):
+    state = timm.create_model("diff_vit_debug").state_dict()
+    torch.save({"state_dict": state, "state_dict_ema": state}, tmp_path / "model.pth.tar")
+    assert "(EMA)" in open_model("diff_vit_debug", tmp_path / "model.pth.tar").average_note
 
 
 @pytest.mark.parametrize("layout", ["plain", "open_clip", "safetensors"])

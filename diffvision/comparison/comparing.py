@@ -164,7 +164,10 @@ def _contestant(
             lambdas.setdefault(name, []).append(value)
     curves, timed = _curves(group.entries)
     specs = [entry.model for entry in group.entries]
-    which = ["new weights" if opened[entry.model].weights is None else entry.which for entry in group.entries]
+    which = [
+        "new weights" if opened[entry.model].weights is None else entry.which + opened[entry.model].average_note
+        for entry in group.entries
+    ]
     return Contestant(group.label, specs, which, cost, lambdas, curves, timed)
 
 

@@ -84,7 +84,8 @@ class Contestant:
     Attributes:
         label: in tables and figures.
         models: for each seed the file or name that was opened.
-        which: for each seed, what that is: "best val/acc1 0.9521", "last, step 786", "as given", "new weights".
+        which: for each seed, what that is: "best val/acc1 0.9521", "last, step 786", "as given", "new weights";
+            and whether the weights are averaged.
         cost: of the first seed.
         lambdas: by layer, one value for each seed; empty without differential layers.
         curves: by metric over steps, one for each seed that has them.

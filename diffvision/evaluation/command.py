@@ -132,7 +132,7 @@ def run(
                     cache=feature_cache,
                     blind=reader,
                 )
-            evaluated[label] = Evaluated(opened.name, opened.weights, spec)
+            evaluated[label] = Evaluated(opened.name, opened.weights, spec, opened.average_note)
         if rank_and_world()[0] == 0:
             report(results, evaluated, checkpoint, output)
             if feature_cache is not None:

@@ -179,11 +179,12 @@ def expand(tasks: Iterable[str]) -> list[str]:
 
 
 class Evaluated(NamedTuple):
-    """A model that was evaluated: its name, the origin of its weights, and what was given for it."""
+    """A model that was evaluated: its name, the origin of its weights and a note on them, and what was given for it."""
 
     name: str
     weights: str | None
     spec: str
+    note: str = ""
 
 
 def report(
@@ -202,12 +203,12 @@ def report(
     rows: list[dict[str, Any]] = []
     title = ""
     for label, metrics in results.items():
-        name, origin, spec = models[label]
+        name, origin, spec, note = models[label]
         model, weights = spec, checkpoint or ""
         if checkpoint is None and origin is not None and Path(origin).is_file():
             model, weights = name, origin
         shown = weights or ("untrained weights" if origin is None else "the model's weights")
-        title += f"{label}: {model}, {shown}\n" if len(results) > 1 else f"{model}, {shown}"
+        title += f"{label}: {model}, {shown}{note}\n" if len(results) > 1 else f"{model}, {shown}{note}"
         described = records(metrics, model=model, pretrained=weights)
         rows += [{"label": label, **row} for row in described] if len(results) > 1 else described
     several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)

@@ -104,6 +104,7 @@ def model_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {text(model.name)}",
         describe(model, towers),
+        *_average(model),
         *_origin(model),
         _load(model, towers),
         *_results(history, pictures),
@@ -134,6 +135,12 @@ def _origin(model: Model) -> Iterator[str]:
     """Return what the weights of a language model were made of, where that is recorded with them."""
     if model.host == "language" and model.weights and (origin := language.origin_of(model.weights)):
         yield "## Made from\n\n" + "\n\n".join(text(line) for line in origin.splitlines())
+
+
+def _average(model: Model) -> Iterator[str]:
+    """Return a sentence where the weights are not those that the optimizer stepped on."""
+    if model.average_note:
+        yield "The weights are a moving average of those of training (EMA)."
 
 
 def _load(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:

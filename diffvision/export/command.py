@@ -61,7 +61,7 @@ def export(
     options = Options(tokenizer=tokenizer, eos=eos, license=license)
     with written_whole(target) as made:
         form.write(opened, made, options)
-    print(f"{model} is {opened.name}: wrote {target}, {form.what}")
+    print(f"{model} is {opened.name}{opened.average_note}: wrote {target}, {form.what}")
 
 
 def adapt_to_folder(

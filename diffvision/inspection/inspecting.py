@@ -192,6 +192,7 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 def _lead(models: Sequence[Model]) -> str:
     kinds = [
         f"{one.name} is {KINDS[one.host]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        f"{one.average_note}"
         for one in models
     ]
     return "; ".join(kinds) + "."

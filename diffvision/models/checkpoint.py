@@ -18,6 +18,7 @@ from diffvision.models import int8
 from diffvision.models.architecture import KEY, METADATA, recorded
 from diffvision.models.files import unreadable
 
+_AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
@@ -89,6 +90,16 @@ def read_origin(path: str | Path) -> Origin:
     name = about.get("model")
     is_language = isinstance(config, dict) and {"variant", "depth"} <= config.keys()
     return Origin(name if isinstance(name, str) else None, is_language)
+
+
+def holds_average(path: str | Path) -> bool:
+    """Return whether the weights that `read_checkpoint` takes from a file are a moving average (EMA).
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`.
+    """
+    content, _ = _read(Path(path), "meta")
+    return any(name in content for name in _AVERAGES)
 
 
 def _read(path: Path, map_location: str = "cpu") -> tuple[dict[Any, Any], dict[str, Any]]:

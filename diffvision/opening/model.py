@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from diffvision.models.checkpoint import holds_average
+from diffvision.opening.weights import SUFFIXES
+
 Host = Literal["open_clip", "timm", "language", "transformers"]
 """The library that builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""
 KINDS: dict[Host, str] = {
@@ -52,6 +55,12 @@ class Model:
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
         return self.host in ("language", "transformers")
+
+    @property
+    def average_note(self) -> str:
+        """A note to follow the model's name: ", averaged weights (EMA)", or an empty string."""
+        is_file = self.weights is not None and Path(self.weights).suffix in SUFFIXES and Path(self.weights).is_file()
+        return ", averaged weights (EMA)" if is_file and holds_average(str(self.weights)) else ""
 
     def for_images(self) -> Model:
         """Return the model; raise a ValueError if it is a language model."""

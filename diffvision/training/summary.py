@@ -13,10 +13,10 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from rich import box
 from rich.console import Console
@@ -91,7 +91,9 @@ class RunSummary(pl.Callback):
             trained = f"already at step {steps}: nothing was trained"
         values = trainer.callback_metrics
         metrics = {name: float(values[name]) for name in self._measured if name in values}
-        final = table(metrics, "last evaluation") if metrics else ""
+        is_average = any(isinstance(callback, WeightAveraging) for callback in cast(Any, trainer).callbacks)
+        title = "last evaluation, averaged weights (EMA)" if is_average else "last evaluation"
+        final = table(metrics, title) if metrics else ""
         paths = "\n".join(kept(trainer, pl_module))
         print(trained)
         if metrics:

@@ -42,7 +42,10 @@ def trained(tmp_path_factory):
                 else value
                 for name, value in weights.items()
             }
-            torch.save(checkpoint | {"state_dict": changed}, run / "checkpoints" / "epoch=0.ckpt")
+            content = checkpoint | {"state_dict": changed}
+            if lr == "0.001":
+                del content["current_model_state"]  # without EMA
+            torch.save(content, run / "checkpoints" / "epoch=0.ckpt")
     return root
 
 
@@ -71,6 +74,7 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
     assert main(["compare", *runs, *arguments]) == 0
     out = capsys.readouterr().out
     assert "[slow]: runs/lr0.001-1/checkpoints/epoch=0.ckpt (last, step 3)" in out
+    assert "fast: runs/lr0.004-1/checkpoints/epoch=0.ckpt (last, step 3, averaged weights (EMA))" in out
     assert "classification/images, 9 samples" in out
     assert re.search(r"acc1 +\[slow\] +\d+\.\d ± \d+\.\d", out)
     assert "ratio [lowest, highest]" in out  # no markup
@@ -82,6 +86,7 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
         each = [evaluate(f"runs/lr{lr}-{seed}/checkpoints/epoch=0.ckpt", data="data/images", tasks="classification",
                          num_workers=0, device="cpu")["classification/images/acc1"] for seed in (0, 1)]  # fmt: skip
         assert acc1["values"][label] == each
+    assert " ".join(capsys.readouterr().out.split()).count("averaged weights (EMA)") == 2  # of `evaluate`
     assert acc1["differences"]["fast"]["method"] == "too few seeds (2 < 3)"
     fast = numbers["models"][1]
     assert fast["parameters"] == sum(p.numel() for p in opened("runs/lr0.004-0/checkpoints/epoch=0.ckpt").parameters())
@@ -96,6 +101,7 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
     page = Path(files[0]).read_text()
     assert page.count("<svg") == 2  # curves over steps, lambda; these runs have no rates, so no seconds
     assert "Across seeds: mean ± standard deviation" in page
+    assert "averaged weights (EMA)" in page
 
 
 def opened(path):

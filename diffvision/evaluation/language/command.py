@@ -92,6 +92,7 @@ def run(
         # Raises before a model is loaded if there are too few words for the options.
         many_shot_tasks = synthetic_mappings(options)
     results: dict[str, dict[str, float]] = {}
+    notes: dict[str, str] = {}
     first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
@@ -100,7 +101,7 @@ def run(
         for label, spec in map(labelled, specs):
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
-            results[label] = {}
+            results[label], notes[label] = {}, opened.average_note
             work = suite.prepared(model, options, texts, many_shot_tasks)
             folder = None if output is None else Path(output)
             work = dataclasses.replace(work, rows=rows, judges=judges, questions=questions, folder=folder)
@@ -114,7 +115,7 @@ def run(
                     results[label] |= differences(first, measured)
                 if output is not None:
                     suite.write_numbers(name, results, options, output, judge if suite.reads(name) == "rows" else None)
-    show(results)
+    show(results, notes)
     if output is not None:
         for name in names:
             suite.write_picture(name, results, output)

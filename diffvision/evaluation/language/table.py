@@ -11,11 +11,16 @@ from diffvision.analysis.figures.language import Results
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, PARTS
 
 
-def show(results: Results) -> None:
-    """Print the headline numbers (those without a position or length in their names), and the paired differences."""
+def show(results: Results, notes: Mapping[str, str] | None = None) -> None:
+    """Print the headline numbers (those without a position or length in their names), and the paired differences.
+
+    Args:
+        results: metrics by model.
+        notes: what follows a model's name at the head of its column.
+    """
     from rich.table import Column, Table
 
-    table = Table(Column("metric", no_wrap=True), *results)
+    table = Table(Column("metric", no_wrap=True), *(name + (notes or {}).get(name, "") for name in results))
     keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     derived = {f"{key}{end}" for key in keys for end in PARTS}
     headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
