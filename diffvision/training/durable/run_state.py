@@ -29,6 +29,7 @@ from diffvision.training.durable.layout import RUN_KEY
 from diffvision.training.durable.random_state import captured, put_back
 
 # Settings of a configuration that make no difference to weights or samples.
+LONG = 200  # characters of a setting's two values, of which then only what differs is named
 HARMLESS = (
     "config",
     "ckpt_path",
@@ -277,7 +278,15 @@ def changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
         if name == SEED and name not in saved:  # earlier versions did not save it
             continue
         if _comparable(before) != _comparable(now):
+            if len(before) + len(now) > LONG:
+                before, now = _difference(before, now), _difference(now, before)
             yield f"{name} {now} (was {before}{', whose random numbers go on' if name == SEED else ''})"
+
+
+def _difference(value: str, other: str) -> str:
+    """Return what is in a list of settings and not in another."""
+    others = set(other.split(", "))
+    return ", ".join(part for part in value.split(", ") if part not in others) or "without"
 
 
 def _comparable(value: str) -> str:

@@ -168,6 +168,11 @@ def test_settings_that_make_no_difference_are_not_compared():
     assert not list(changed({}, other))  # earlier versions did not save it
     before, now = {"batches": "3", "share": "1"}, {"batches": "3.0", "share": "1.0"}
     assert list(changed(before, now)) == ["share 1.0 (was 1)"]
+    several = "[{'class_path': 'Throughput'}, {'class_path': 'ModelCheckpoint', 'init_args': {'monitor': 'MONITOR'}}]"
+    before, now = ({"callbacks": several.replace("MONITOR", one)} for one in ("zero_shot/digits/acc1", "headline"))
+    (line,) = changed(before, now)
+    assert "'monitor': 'headline'}}] (was 'init_args'" in line
+    assert len(line) < 120
 
 
 def test_generators_continue_where_they_were(tmp_path):
