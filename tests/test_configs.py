@@ -64,7 +64,8 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
         pretrained = (
             ["--model.pretrained=null"] if path.stem in ("long_context", "sft_math_stage1", "sft_math_stage2") else []
         )  # a checkpoint that the user names
-        cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained])
+        classes = ["--model.num_classes=10"] if path.parent.name == "vision" else []  # else that of data which are here
+        cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained, *classes])
     assert all(p.is_meta for p in cli.model.parameters())
     if path.parent.name == "language":
         assert cli.datamodule.tokenizer == cli.model.tokenizer

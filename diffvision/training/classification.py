@@ -38,7 +38,7 @@ class ClassificationModule(TrainingModule):
         self,
         model: str,
         *,
-        num_classes: int,
+        num_classes: int | None = None,
         model_args: dict[str, Any] | None = None,
         augmentation: dict[str, Any] | None = None,
         mixup: dict[str, Any] | None = None,
@@ -52,7 +52,8 @@ class ClassificationModule(TrainingModule):
 
         Args:
             model: name of a timm model; or "local-dir:FOLDER", whose weights are loaded unless model_args forbid it.
-            num_classes: labels run from 0 to num_classes - 1.
+            num_classes: labels run from 0 to num_classes - 1. `fit` takes it from the data where these name their
+                classes: folders, tables, or an evaluation folder next to shards.
             model_args: more arguments of the model (drop_path_rate, img_size, pretrained, ...).
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
             mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null: no mixup.
@@ -63,6 +64,8 @@ class ClassificationModule(TrainingModule):
             compile: torch.compile the forward pass, in place.
         """
         super().__init__(locals(), DEFAULT)
+        if num_classes is None:
+            raise ValueError("model.num_classes is not set, and the data do not name their classes: set their number")
         # timm takes seconds, and the help of `fit` imports this module.
         import timm
         from timm.data import Mixup, create_transform, resolve_data_config

@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from diffvision import jsonargparse_internals
@@ -186,10 +187,21 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         if "subcommand" in self.config:
             _load_tensors_only(self.config[self.config["subcommand"]])
 
+    def before_instantiate_classes(self) -> None:
+        """Refuse impossible numbers, and take num_classes from the data where it is left open."""
+        settings = self.config[self.subcommand] if self.subcommand else self.config
+        _refuse_numbers(settings["trainer"])
+        self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
+        if self.counted is not None and (classes := self.counted.count_classes()) is not None:
+            settings["model"]["init_args"]["num_classes"] = classes
+            rank_zero_info(f"{classes} classes, as the data have them")
+
     def instantiate_classes(self) -> None:
         """Raise an error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
         try:
             super().instantiate_classes()
+            if self.counted is not None:
+                self.datamodule.take_images(self.counted)
         except ValueError as error:
             cause = _raised_elsewhere(error)
             if cause is None:
@@ -201,7 +213,6 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
         config = self.config_init[self.subcommand] if self.subcommand else self.config_init
-        _refuse_numbers(config["trainer"])
         callbacks = [*(config["trainer"].get("callbacks") or []), *self.more_callbacks]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
@@ -275,6 +286,22 @@ def _refuse_alone(trainer: pl.Trainer) -> None:
             f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}, or each process trains by itself"
         )
+
+
+def _with_open_classes(model: Any, data: Any) -> ImageLabelData | None:
+    """Return the data that a classifier's number of classes comes from; None where it is set, or there is none."""
+    if model is None or data is None or _imported(data) is not ImageLabelData:
+        return None
+    if not issubclass(_imported(model), ClassificationModule) or model["init_args"].get("num_classes", 0) is not None:
+        return None
+    settings = data["init_args"].as_dict()
+    return ImageLabelData(**{name: value for name, value in settings.items() if name not in LINKED})
+
+
+def _imported(config: Any) -> Any:
+    """Return the class of a setting, which the parser has imported already."""
+    module, _, name = config["class_path"].rpartition(".")
+    return getattr(sys.modules[module], name)
 
 
 def _refuse_numbers(settings: Any) -> None:

@@ -107,6 +107,37 @@ def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
+def test_the_number_of_classes_is_that_of_the_data(data, tmp_path):
+    rng, photos = np.random.default_rng(0), tmp_path / "photos"
+    for name in ("cat", "dog", "fox"):
+        for number in range(4):
+            path = photos / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(rng.integers(0, 256, (32, 32, 3))))
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1, "limit_val_batches": 0}
+    settings = quiet | {"data.init_args.batch_size": 4, "trainer.logger.init_args.save_dir": str(tmp_path / "runs")}
+    done = diffvision.fit("vision/debug.yaml", data=photos, **settings)
+    assert (done.module.num_classes, done.module.hparams["num_classes"], done.data.num_classes) == (3, 3, 3)
+    assert "num_classes: 3" in (done.folder / "config.yaml").read_text()
+    for classes in (2, 10):
+        with pytest.raises(ValueError, match=rf"3 classes, the model {classes}: .*num_classes"):
+            diffvision.fit("vision/debug.yaml", data=photos, model={"num_classes": classes}, **settings)
+
+
+@pytest.mark.parametrize(("evaluation", "classes"), [(None, 2), ([], None)])
+def test_of_shards_the_evaluation_folder_names_the_classes(data, evaluation, classes, tmp_path, monkeypatch):
+    class Built(Exception):
+        pass
+
+    def built(cli):
+        raise Built(cli.config["fit"]["model"]["init_args"]["num_classes"])
+
+    monkeypatch.setattr(command.FitCLI, "instantiate_trainer", built)
+    with pytest.raises(ValueError if classes is None else Built, match="num_classes" if classes is None else "2"):
+        diffvision.fit("vision/debug.yaml", data=data, evaluation=evaluation)
+
+
 def test_an_unknown_recipe_is_named():
     with pytest.raises(FileNotFoundError, match=r"clip/debgu\.yaml: the nearest recipes are clip/debug\.yaml"):
         diffvision.fit("clip/debgu.yaml", data="photos")

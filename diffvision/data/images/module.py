@@ -30,7 +30,7 @@ from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.evaluation_loader import EvaluationLoader
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import split_shards
+from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
@@ -139,7 +139,7 @@ class ImageLabelData(pl.LightningDataModule):
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
         eval_transform: the model's, for evaluation.
-        num_classes: a sample whose label is not below it is bad.
+        num_classes: a sample whose label is not below it is bad. It must be the number of classes that images have.
     """
 
     def __init__(
@@ -178,17 +178,15 @@ class ImageLabelData(pl.LightningDataModule):
         self.transform, self.eval_transform = transform, eval_transform
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the evaluation, so that a fault in it is known before training."""
+        """Find the images, and the evaluation, so that a fault in them is known before training."""
+        if stage == "fit":
+            self._check_training_classes()
         if self.evaluation is not None:
             self._evaluation_source  # noqa: B018  # it is kept
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `ImageLabelBatch`es."""
-        if self._images is not None:
-            self._check_classes(self._images)
-            classes, outputs = len(self._images.classnames), setting_or_model(self, "num_classes")
-            if outputs is not None and 0 < classes < outputs:
-                rank_zero_warn(f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes")
+        self._check_training_classes()
         source = _training_source(self, self._images)
         return training_loader(self, source, self._kind(source, "transform", self.label_key))
 
@@ -208,6 +206,24 @@ class ImageLabelData(pl.LightningDataModule):
     def predict_dataloader(self) -> EvaluationLoader | list:
         """Return what `val_dataloader` does."""
         return self.val_dataloader()
+
+    def count_classes(self) -> int | None:
+        """Return the number of classes that the images have, or that the evaluation folder of shards names, if any."""
+        if self._images is not None:
+            return _classes(self._images)
+        find_shards(self.train)  # raises where there are none
+        if self.evaluation is None:
+            return None
+        try:
+            return len(EvaluationFolder(self.evaluation).classnames) or None
+        except ValueError:  # not that layout
+            if not is_image_source(self.evaluation):
+                find_shards(self.evaluation)
+            return None
+
+    def take_images(self, other: "ImageLabelData") -> None:
+        """Take the training images as another one has listed them."""
+        self._images = other._images
 
     @cached_property
     def _images(self) -> ImageCollection | None:
@@ -245,14 +261,26 @@ class ImageLabelData(pl.LightningDataModule):
         folder.check_split(self.split)
         return folder.samples(self.split)
 
+    def _check_training_classes(self) -> None:
+        """Check that the training images have as many classes as the model."""
+        if self._images is None:
+            return
+        self._check_classes(self._images)
+        classes, outputs = _classes(self._images), setting_or_model(self, "num_classes")
+        if outputs is None or classes == outputs:
+            return
+        text = f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes to {classes}"
+        if self.trainer is None or self.trainer.ckpt_path is None:
+            raise ValueError(f"{text} or null")
+        rank_zero_warn(text)  # earlier versions began such runs
+
     def _check_classes(self, images: ImageCollection) -> None:
         """Check that images have labels, and no more classes than the model."""
-        labels, source = images.labels, images.source
-        if labels is None:
-            raise ValueError(f"{source} has captions and no labels: train on them with ImageTextData")
-        classes, limit = max(len(images.classnames), int(labels.max()) + 1), setting_or_model(self, "num_classes")
+        classes, limit = _classes(images), setting_or_model(self, "num_classes")
         if limit is not None and classes > limit:
-            raise ValueError(f"{source} has {classes} classes, the model {limit}: set model.num_classes")
+            raise ValueError(
+                f"{images.source} has {classes} classes, the model {limit}: set model.num_classes to {classes}"
+            )
 
     def _kind(self, source: ShardSet | ImageSet, transform: str, label_key: str | None) -> ImageLabel:
         image = ImageMember(setting_or_model(self, transform) or to_float, self.image_key)
@@ -275,6 +303,13 @@ class FolderLoader:
 def to_float(image: Image) -> torch.Tensor:
     """Return the image as it is, float [3, height, width] in 0..1; batches need images of one size."""
     return pil_to_tensor(image).float() / 255
+
+
+def _classes(images: ImageCollection) -> int:
+    """Return the number of classes that labelled images have."""
+    if images.labels is None:
+        raise ValueError(f"{images.source} has captions and no labels: train on them with ImageTextData")
+    return max(len(images.classnames), int(images.labels.max()) + 1)
 
 
 def _no_tokenizer(data: ImageTextData) -> str:
