@@ -208,12 +208,13 @@ class ImageLabelData(pl.LightningDataModule):
         return self.val_dataloader()
 
     def count_classes(self) -> int | None:
-        """Return the number of classes that the images have, or that the evaluation folder of shards names, if any."""
+        """Return the number of classes that the images have, or that shards or their evaluation folder name, if any."""
         if self._images is not None:
             return _classes(self._images)
         find_shards(self.train)  # raises where there are none
-        if self.evaluation is None:
-            return None
+        names = _packed_names(self.train)
+        if names or self.evaluation is None:
+            return len(names) or None
         try:
             return len(EvaluationFolder(self.evaluation).classnames) or None
         except ValueError:  # not that layout
