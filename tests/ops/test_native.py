@@ -145,7 +145,7 @@ def test_a_whole_model():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder without a kernel, and nothing remembered of another."""
-    monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
     build._found.cache_clear()
     yield tmp_path / "cache" / "kernels"
     build._found.cache_clear()
@@ -223,7 +223,7 @@ def reachable(cache, monkeypatch):
     """A cache folder that other users can reach, as they cannot reach pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        monkeypatch.setattr(build.platformdirs, "user_cache_dir", lambda _: f"{folder}/cache")
+        monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", lambda _: f"{folder}/cache")
         yield Path(folder, "cache", "kernels")
 
 

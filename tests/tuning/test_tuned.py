@@ -3,11 +3,13 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 
+from diffvision.data.shards.sidecars import user_cache
 from diffvision.ops import attention_backend, diff_attention, supported_backends
 from diffvision.ops.attention import Problem, tuned
 from diffvision.ops.attention.choice import problems_seen
@@ -150,6 +152,19 @@ def test_a_home_that_is_not_known_stops_nothing(monkeypatch):
     tuned.forget()
     with pytest.warns(UserWarning, match="DIFFVISION_TUNING: .*nosuchuser"):
         assert chosen()[0]
+
+
+def test_a_user_without_a_home_folder_has_no_measurements(monkeypatch):
+    def unknown(*_):
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.delenv("DIFFVISION_TUNING", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", unknown)
+    monkeypatch.setattr(Path, "home", unknown)
+    tuned.forget()
+    assert chosen()[0] == "eager"
+    assert user_cache() == tuned.user_cache()
 
 
 @pytest.mark.parametrize(

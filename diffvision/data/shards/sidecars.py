@@ -11,8 +11,15 @@ from typing import IO
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's derived files: `$XDG_CACHE_HOME/diffvision` or `~/.cache/diffvision`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diffvision"
+    """Return the folder of this user's derived files: `$XDG_CACHE_HOME/diffvision` or `~/.cache/diffvision`.
+
+    A user without a home folder, as in some containers, gets that of "/".
+    """
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path("/")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "diffvision"
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:

@@ -7,6 +7,7 @@ its length is true, and a text is not tokenised again every epoch.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -23,6 +24,7 @@ from diffvision.data.shards.locks import locked, scratch, sweep
 from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.sidecars import user_cache
+from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.chat import CHAT_TEMPLATE, Chat
@@ -165,7 +167,7 @@ def cached_tokens(
     """Return the token shards of text shards in the user's cache (`~/.cache/diffvision/tokens`), made if need be.
 
     They are identified by the text shards' locations and versions, the tokenizer and the text member; a change of any
-    of these makes new ones. Any number of processes may ask at once; one makes them. They are never removed.
+    of these makes new ones, and so does damage. Any number of processes may ask at once; one makes them.
 
     Raises:
         BadDataError, ValueError: as `tokenize_shards`.
@@ -177,12 +179,25 @@ def cached_tokens(
     directory = root / hashlib.sha256(identity_of_all.encode()).hexdigest()[:24]
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f"{directory.name}.lock"):
-        if not (directory / TOKENS).is_file():
+        if not _is_whole(directory):
+            if directory.is_dir():
+                shutil.rmtree(directory)
+            directory.unlink(missing_ok=True)
             tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
     for account in find_accounts(ShardSet(directory).shards).values():
         assert account is not None
         check_limits(account, limits)  # the shards may have been made with other limits
     return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether a folder holds the token shards that its manifest lists, none of them cut."""
+    try:
+        shards = find_shards(directory)
+        sizes = [os.path.getsize(shard.location) for shard in shards]
+        return sizes == [shard.bytes for shard in shards] and None not in find_accounts(shards).values()
+    except (OSError, ValueError):
+        return False
 
 
 def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) -> None:

@@ -215,9 +215,15 @@ def tuning_file() -> Path | None:
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() == "off":
         return None
-    return (
-        Path(os.path.expanduser(setting)) if setting else Path(platformdirs.user_cache_dir("diffvision"), "tuning.json")
-    )
+    return Path(os.path.expanduser(setting)) if setting else user_cache() / "tuning.json"
+
+
+def user_cache() -> Path:
+    """Return this package's folder in the user's cache; without a home folder, as in some containers, that of "/"."""
+    try:
+        return Path(platformdirs.user_cache_dir("diffvision"))
+    except RuntimeError:
+        return Path("/.cache/diffvision")
 
 
 def entries_of(file: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -301,6 +302,28 @@ def test_tokens_of_text_that_its_server_replaced_are_made_again(tmp_path, serve)
     write_tar(source / "0.tar", [{"__key__": "0", "txt": "one two three four"}])
     os.utime(source / "0.tar", (0, 0))
     assert cached_tokens(ShardSet(f"{url}/0.tar"), tokenizer, num_workers=0) != first
+
+
+TOKEN_DAMAGE = {
+    "no account": lambda folder: (folder / "tokens.json").unlink(),
+    "another account": lambda folder: (folder / "tokens.json").write_text("{"),
+    "a cut shard": lambda folder: os.truncate(folder / "000000.tar", 700),
+    "no shard": lambda folder: (folder / "000000.tar").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
+}
+
+
+@pytest.mark.parametrize("damage", TOKEN_DAMAGE)
+def test_damaged_tokens_are_made_again(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "one two three"}])
+    source, tokenizer = ShardSet(tmp_path / "0.tar"), train_tokenizer(["one two three four"], 257)
+    folder = cached_tokens(source, tokenizer, num_workers=0)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    TOKEN_DAMAGE[damage](folder)
+    assert cached_tokens(source, tokenizer, num_workers=0) == folder
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 # ---- room ----------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-import platformdirs
 import torch
+
+from diffvision.ops.attention.tuned import user_cache
 
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
@@ -173,7 +174,7 @@ def _compiler() -> list[str] | str:
 
 def _folder() -> Path | None:
     """Return the cache's folder, made if need be; None if another user can change it, or it cannot be made."""
-    folder = Path(os.path.realpath(platformdirs.user_cache_dir("diffvision")), "kernels")
+    folder = Path(os.path.realpath(user_cache()), "kernels")
     places = [*reversed(folder.parents), folder]
     try:
         for place in places:
