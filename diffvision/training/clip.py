@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.images.captions import text_only
-from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.module import ImageTextData
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import EVALUATIONS, check_prompts, evaluate, plan
@@ -266,8 +266,7 @@ class ContrastiveModule(TrainingModule):
         """
         if not isinstance(data, ImageTextData):
             return None
-        found = [find_folders(path) for path in data.evaluations]
-        if not found:
+        if not (found := data.folders_by_path):
             return []
         every = plan([folder for folders in found for folder in folders], None, Options())
         self.prompts = check_prompts(every, Options())

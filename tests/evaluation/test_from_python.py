@@ -77,6 +77,13 @@ def test_the_arguments_are_those_of_the_command():
         diffvision.evaluate("CLIP-debug", "x", bacth_size=3)
 
 
+def test_names_and_templates_of_one_s_own(data, opened, tmp_path, capsys):
+    (tmp_path / "names").write_text("ruby\nemerald\n")
+    for names, templates in ((["ruby", "emerald"], ["a {c}"]), (tmp_path / "names", "a {c}")):
+        diffvision.evaluate(opened, data, classnames=names, templates=templates, num_workers=0)
+        assert capsys.readouterr().out.startswith("zero_shot/colours: 2 classes, 1 template, e.g. 'a ruby'\n")
+
+
 def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warned_of(data, opened, tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     about = {"model": "CLIP-debug", "architecture": architecture(opened.module, opened.config)}

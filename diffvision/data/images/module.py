@@ -119,9 +119,13 @@ class ImageTextData(pl.LightningDataModule):
         return self.val_dataloader()
 
     @cached_property
+    def folders_by_path(self) -> list[list[EvaluationFolder]]:
+        """The evaluation folders at each path of `evaluations`, which are listed once."""
+        return [find_folders(path) for path in self.evaluations]
+
+    @property
     def _folders(self) -> list[EvaluationFolder]:
-        """The evaluation folders, which are listed once."""
-        return [folder for path in self.evaluations for folder in find_folders(path)]
+        return [folder for folders in self.folders_by_path for folder in folders]
 
 
 class ImageLabelData(pl.LightningDataModule):
