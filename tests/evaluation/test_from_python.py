@@ -131,7 +131,7 @@ def test_errors_are_exceptions(data, opened, tmp_path, monkeypatch):
         diffvision.evaluate([opened, "runs/nothing.ckpt"], data)
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         diffvision.evaluate(Path("CLIP-debug"), data)
-    with pytest.raises(ValueError, match="there is no nowhere"):
+    with pytest.raises(ValueError, match="there is no 'nowhere'"):
         diffvision.evaluate(opened, "nowhere")
 
 
