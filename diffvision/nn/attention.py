@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from diffvision import ops
 from diffvision.nn.linear import Linear
+from diffvision.ops.autocast import cast_once
 
 # Cosines and sines of the tokens' angles, as `ops.rotary_tables` gives them, broadcastable to [B, H, P, N, D / 2].
 Rotation = tuple[Tensor, Tensor]
@@ -156,6 +157,7 @@ class AttentionLayer(nn.Module):
         """
         if cache is not None:
             self.check_cacheable()
+        x, context = cast_once(x), None if context is None else cast_once(context)
         source = self._source(x, context, is_causal, cache)
         q, k = self._queries_and_keys(x, source, cache, rotation)
         v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from diffvision import ops
 from diffvision.nn.attention import AttentionLayer, Cache, HeadNorm, Rotation
 from diffvision.nn.diff_attention import resolve_lambda_init
+from diffvision.ops.autocast import cast_once
 
 _VECTORS = ("q1", "k1", "q2", "k2")
 
@@ -156,6 +157,7 @@ class VisualContrastAttention(AttentionLayer):
                 "maps"
             )
         height, width = self._checked_grid(x.shape[1])
+        x = cast_once(x)
         q, k = self._queries_and_keys(x, x)
         v = self.v_proj(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         first, second = self.compute_lambdas()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffvision.nn.attention import AttentionLayer, Cache, Rotation
 from diffvision.nn.linear import Linear
+from diffvision.ops.autocast import cast_once
 
 
 class SwiGLU(nn.Module):
@@ -39,6 +40,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map [..., dim] to [..., dim]."""
+        x = cast_once(x)
         return self.down(self._activate(self.gate(x)) * self.up(x))
 
     def _activate(self, gate: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:

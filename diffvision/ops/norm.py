@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffvision.ops.attention.choice import in_forward_mode
+from diffvision.ops.autocast import without_autocast
 
 # Numbers up to which torch's call is faster without gradients.
 SMALL = 2**18
@@ -34,7 +35,8 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     if not ours or torch.compiler.is_compiling() or not x.numel():
-        return F.rms_norm(x, weight.shape, weight, eps)
+        with without_autocast(x.device.type):  # CUDA's returns float32 for half precision, a CPU's does not
+            return F.rms_norm(x, weight.shape, weight, eps)
     if x.dim() > 2 and not x.is_contiguous() and (tokens := x.transpose(-3, -2)).is_contiguous():
         # Heads [B, H, N, D] that lie in memory as [B, N, H, D]: a third of the time.
         return rms_norm(tokens, weight, eps).transpose(-3, -2)
@@ -44,7 +46,8 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     return _forward(x, weight, eps) if x.numel() > SMALL else F.rms_norm(x, weight.shape, weight, eps)
 
 
-# Results are changed in place: memory that is newly taken costs more than a pass over it.
+# Results are changed in place: memory that is newly taken costs more than a pass over it. Autocast is off, which would
+# take sums of products in half precision.
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -62,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        with _full_precision(x):
+        with without_autocast(x.device.type):
             # Computed again, which costs one pass, so that a second derivative sees that it depends on x.
             inverse = _inverse(x, ctx.eps)
             terms = grad * x
@@ -73,17 +76,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    with _full_precision(x):
+    with without_autocast(x.device.type):
         unit = x * _inverse(x, eps)
         try:
             return unit.mul_(weight)
         except RuntimeError:  # torch.func.vmap over weights alone, of which each makes another result
             return unit * weight
-
-
-def _full_precision(x: Tensor) -> torch.autocast:
-    """Let no sum of products be taken in half precision, as autocast would."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:

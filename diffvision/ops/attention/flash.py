@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -145,7 +146,7 @@ def diff_attention(
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     first, second = _two_maps(call, q, k, v, scale)
-    out = (first - lam * second).to(q.dtype)  # a float32 lam lifts half precision to float32 for the subtraction
+    out = subtract(first, second, lam, q.dtype)
     return F.pad(out, (0, 0, blind, 0)) if blind else out
 
 
@@ -203,7 +204,7 @@ def diff_attention_varlen(
         return out[0] if isinstance(out, tuple) else out
 
     first, second = _two_maps(call, q, k, v, scale)
-    return (first - lam * second).to(q.dtype)
+    return subtract(first, second, lam, q.dtype)
 
 
 def _determinism() -> dict[str, bool]:

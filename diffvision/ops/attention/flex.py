@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +87,7 @@ def diff_attention(
         first, second = maps[:, :, 0], maps[:, :, 1]
     else:
         first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale) for m in range(2))
-    return (first - lam * second).to(q.dtype)  # a float32 lam lifts half precision to float32 for the subtraction
+    return subtract(first, second, lam, q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float | None) -> Tensor:

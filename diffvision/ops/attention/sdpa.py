@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.problem import Problem
 
 
@@ -51,8 +52,7 @@ def diff_attention(
             q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
 
-    out = attend(0) - lam * attend(1)  # a float32 lam lifts half precision to float32 for the subtraction
-    return out[..., :value_dim].to(q.dtype)
+    return subtract(attend(0), attend(1), lam, q.dtype)[..., :value_dim]
 
 
 def softmax_attention(

@@ -4,12 +4,11 @@ In a group of heads that share keys, their queries are the rows of one product. 
 operations, so that most of its time goes into reading the keys and values.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from diffvision.ops.attention.problem import Problem
+from diffvision.ops.autocast import without_autocast
 
 
 def limit(problem: Problem) -> str | None:
@@ -33,7 +32,7 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked; one query sees all keys."""
-    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
+    with without_autocast(q.device.type):
         return _attend(q, k, v, lam, mask, q.shape[4] ** -0.5 if scale is None else scale)
 
 

@@ -1,0 +1,83 @@
+"""The difference of two maps' outputs in half precision, against the formula in float64."""
+
+import pytest
+import torch
+
+from diffvision.ops.attention.difference import subtract
+
+HALF = [torch.bfloat16, torch.float16]
+LAMBDAS = [(1,), (1, 3, 1, 1), (2, 3, 5, 1)]
+
+
+def outputs(dtype, lam=(1,)):
+    # in the memory order of a projection, as kernels return it
+    one, two = (torch.randn(2, 5, 3, 8).to(dtype).transpose(1, 2).requires_grad_() for _ in range(2))
+    return one, two, torch.rand(lam).requires_grad_()
+
+
+def difference(one, two, lam):
+    return subtract(one, two, lam, one.dtype)
+
+
+@pytest.mark.parametrize("lam", LAMBDAS)
+@pytest.mark.parametrize("dtype", HALF)
+def test_it_rounds_once_and_so_do_its_gradients(dtype, lam):
+    inputs = outputs(dtype, lam)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    out, true = difference(*inputs), exact[0] - exact[2] * exact[1]
+    assert out.dtype == dtype
+    assert out.stride() == inputs[0].stride()
+    rounding = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(out.double(), true, **rounding)
+    grad = torch.randn(out.shape).to(dtype)
+    grads = torch.autograd.grad(out, inputs, grad)
+    for got, tensor, expected in zip(grads, inputs, torch.autograd.grad(true, exact, grad.double()), strict=True):
+        assert got.dtype == tensor.dtype
+        torch.testing.assert_close(got.double(), expected, **rounding)
+    # float32 inputs, or autocast's half-precision outputs of them, are not rounded
+    torch.testing.assert_close(subtract(*inputs, torch.float32).double(), true, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_and_batches_of_gradients():
+    inputs = outputs(torch.bfloat16)
+
+    def loss(function, one, two, lam):
+        return function(one, two, lam).float().square().sum()
+
+    def formula(one, two, lam):
+        return (one - lam * two).to(one.dtype)
+
+    for of in (0, 1, 2):
+        second = [
+            torch.autograd.grad(first.float().square().sum(), inputs)
+            for function in (difference, formula)
+            for first in torch.autograd.grad(loss(function, *inputs), inputs[of], create_graph=True)
+        ]
+        torch.testing.assert_close(second[0], second[1], rtol=0.02, atol=0.02)
+    batch = torch.randn(4, 2, 3, 5, 8).bfloat16()
+    ours, theirs = (
+        torch.autograd.grad(function(*inputs), inputs, batch, is_grads_batched=True)
+        for function in (difference, formula)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, None), (None, None, 0), (1, None, 0), (0, 0, 0)])
+def test_vmap_and_its_gradients(in_dims):
+    one, two, _ = (t.detach() for t in outputs(torch.bfloat16))
+    shapes = [None if dim is None else 3 for dim in in_dims]
+    inputs = [
+        t if size is None else torch.stack([t + i for i in range(size)], dim)
+        for t, size, dim in zip((one, two, torch.rand(1)), shapes, in_dims, strict=True)
+    ]
+
+    def gradients(one, two, lam):
+        return torch.func.grad(lambda *tensors: difference(*tensors).float().square().sum(), argnums=(0, 1, 2))(
+            one, two, lam
+        )
+
+    mapped = torch.func.vmap(lambda *t: (difference(*t), *gradients(*t)), in_dims)(*inputs)
+    for index in range(3):
+        single = [t if dim is None else t.select(dim, index) for t, dim in zip(inputs, in_dims, strict=True)]
+        for got, expected in zip(mapped, (difference(*single), *gradients(*single)), strict=True):
+            torch.testing.assert_close(got[index], expected, rtol=0.01, atol=0.01)
