@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts the inputs of matrix products, or None where it is off."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """Return a context without autocast; it costs nothing where autocast is off, and takes any device."""
-    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear map takes x: the one to which autocast casts it, or its own."""
+    device = x.device.type
+    if not _is_on(device) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def cast_once(x: Tensor) -> Tensor:
     """Return the input of several linear maps as autocast would cast it for each: backward then keeps one copy."""
-    dtype = autocast_dtype(x.device.type)
-    return x if dtype is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+    return x.to(product_dtype(x))
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Return a context without autocast; it costs nothing where autocast is off, and takes any type of device."""
+    return torch.autocast(device, enabled=False) if _is_on(device) else nullcontext()
+
+
+def _is_on(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -11,6 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from diffvision.ops.autocast import product_dtype
+
 IGNORED = -100  # the target of a token that does not count, as in torch
 
 
@@ -64,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, targets, z_loss, chunk, soft, wanted = args
         device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
-        product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        product = product_dtype(hidden)
         narrow = weight.to(product)  # once, rather than for every chunk
         loss, nll = torch.zeros(2, dtype=dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wanted else None

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffvision.nn.attention import AttentionLayer
+from diffvision.ops.autocast import product_dtype
 
 
 class LayerCache:
@@ -29,7 +30,7 @@ class LayerCache:
         layer: the attention layer; the cache has its sizes and its device.
         batch: B.
         capacity: the most tokens that the cache holds.
-        dtype: of the keys and values; the weights' if None. Under autocast they differ.
+        dtype: of the keys and values; if None that of the projections' outputs: the weights', or autocast's.
 
     Attributes:
         keys: [B, Hk, P, capacity, D].
@@ -47,7 +48,7 @@ class LayerCache:
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         layer.check_cacheable()
         weight = layer.k_proj.weight
-        heads, dtype = layer.num_kv_heads, weight.dtype if dtype is None else dtype
+        heads, dtype = layer.num_kv_heads, product_dtype(weight) if dtype is None else dtype
         # Zeros, because masked keys and values must be finite: kernels multiply them by a weight of zero.
         self.keys = torch.zeros(
             batch, heads, layer.key_maps, capacity, layer.head_dim, dtype=dtype, device=weight.device
@@ -87,6 +88,7 @@ class LayerCache:
         if k.shape[0] != self.keys.shape[0] or k.dtype != self.keys.dtype:
             raise ValueError(
                 f"the cache is for a batch of {self.keys.shape[0]} in {self.keys.dtype}, got {k.shape[0]} in {k.dtype}"
+                ": make it with this batch and dtype, or under the same autocast"
             )
         self.keys[:, :, :, self.length : end] = k
         self.values[:, :, self.length : end] = v

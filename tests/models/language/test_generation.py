@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffvision.models.language.generation import Sampling, generate
+from diffvision.nn import ATTENTION
 
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -179,3 +180,22 @@ def test_compiled_decoding_equals_eager_and_compiles_once(name, make_model):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert generate(model, prompts, max_new_tokens=24, compile=True) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", [name for name, layer in ATTENTION.items() if layer.cacheable])
+@torch.no_grad()
+def test_generates_under_autocast(variant, device, make_model):
+    model = make_model("diff-debug", variant=variant).to(device)
+    tokens = torch.randint(97, (2, 24), device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(device, dtype):
+            cache = model.new_cache(2, 24)
+            cached = torch.cat([model.hidden(part, cache=cache) for part in tokens.split([20, 1, 3], dim=1)], dim=1)
+            whole = model.hidden(tokens)
+            made = generate(model, [[1, 2, 3], [4]], max_new_tokens=4)
+        assert (cache.layers[0].keys.dtype, cache.layers[0].values.dtype) == (dtype, dtype)
+        assert (cached - whole).float().norm() < 0.03 * whole.float().norm()
+        assert [len(row) for row in made] == [4, 4]
+    with torch.autocast(device, torch.bfloat16), pytest.raises(ValueError, match=r"got 1 in torch\.bfloat16"):
+        model.hidden(tokens[:1], cache=model.new_cache(1, 24, dtype=torch.float32))

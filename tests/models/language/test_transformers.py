@@ -106,6 +106,14 @@ def test_continuous_batching_is_refused_before_it_generates(model):
         host.generate_batch([[1, 2, 3], [4, 5]], transformers.GenerationConfig(max_new_tokens=3, eos_token_id=-1))
 
 
+@pytest.mark.parametrize("cache", [{"use_cache": False}, {}, {"cache_implementation": "static"}])
+def test_generation_under_autocast(model, cache):
+    host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
+    with torch.autocast("cpu", torch.bfloat16):
+        made = host.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False, **cache)
+    assert made.shape == (2, 9)
+
+
 def test_beams_follow_their_cache(model):
     host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
     made = [
