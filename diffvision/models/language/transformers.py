@@ -4,7 +4,9 @@ Importing this module registers the classes, so that `AutoModelForCausalLM.from_
 configuration are in `transformers_decoder.py`.
 """
 
+import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,6 +46,9 @@ from diffvision.models.language.transformers_decoder import (
     record,
 )
 from diffvision.nn.linear import Linear
+
+# In files the output projection is where `LanguageModel` has it.
+_HEAD_IN_FILES = "model.head.weight"
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
@@ -162,6 +167,13 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             return host.generate(*args, **kwargs)
         finally:
             self.config.num_hidden_layers = depth
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights by the names of this module, or by those in files: `Trainer` resumes with these."""
+        if _HEAD_IN_FILES in state_dict:
+            state_dict = dict(state_dict)
+            state_dict["lm_head.weight"] = state_dict.pop(_HEAD_IN_FILES)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse `generate_batch`, which would report the failure of its paged attention in each request alone."""
@@ -295,8 +307,7 @@ def register() -> None:
     for auto, name in CLASSES.items():
         key = DiffTransformerConfig.model_type if auto == "AutoConfig" else DiffTransformerConfig
         getattr(transformers, auto).register(key, globals()[name], exist_ok=True)
-    # In files the output projection is where `LanguageModel` has it.
-    renaming = WeightRenaming(r"^model\.head\.weight", "lm_head.weight")
+    renaming = WeightRenaming(f"^{re.escape(_HEAD_IN_FILES)}", "lm_head.weight")
     register_checkpoint_conversion_mapping(DiffTransformerForCausalLM.__name__, [renaming], overwrite=True)
 
 

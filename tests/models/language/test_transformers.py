@@ -142,6 +142,15 @@ def test_round_trip_through_files_and_auto_classes(name, tied, tmp_path, make_mo
     assert torch.equal(again(tokens).logits, model(tokens))
 
 
+def test_weights_load_by_the_names_in_files(make_model, tmp_path):
+    """As transformers' Trainer loads them, which resumes without `from_pretrained` and only logs what is missing."""
+    host, other = (DiffTransformerForCausalLM.from_diffvision(make_model("diff-debug", tied=False)) for _ in range(2))
+    host.save_pretrained(tmp_path)
+    for state in (load_file(tmp_path / "model.safetensors"), host.state_dict()):
+        assert "<All keys matched successfully>" in str(other.load_state_dict(state, strict=True))
+        assert torch.equal(other.lm_head.weight, host.lm_head.weight)
+
+
 def test_a_variant_that_no_cache_serves_generates_by_whole_sequences():
     config = DiffTransformerConfig.from_diffvision(language.config("diff-debug", variant="v1_dint", vocab_size=97))
     host, tokens = DiffTransformerForCausalLM(config).eval(), torch.randint(97, (1, 6))
