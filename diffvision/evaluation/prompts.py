@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffvision.data.images.decode import MAX_CAPTION
-from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, lines_of
+from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, in_order, lines_of
 from diffvision.evaluation.imagenet import (
     WNID,
     imagenet_names,
@@ -177,18 +177,17 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
 
 
 def _named(classes: list[str], names: list[str], of: str, folder: EvaluationFolder) -> list[str]:
-    """Return the name of each class: by its number or wnid if it has one, else by its place among the classes."""
-    numbers = _numbers(classes)
-    if classes and len(classes) != len(names):
-        if numbers is None or max(numbers) >= len(names):
-            raise ValueError(
-                f"{of} has {len(names):,} names, and {folder.name!r} has {len(classes):,} classes: give each a name"
-            )
-        return [names[number] for number in numbers]
-    if not numbers:
+    """Return the name of each class: in order where there are as many, else by the class's number or wnid."""
+    if not classes:
         return names
-    order = sorted(numbers)
-    return [names[order.index(number)] for number in numbers]
+    if len(classes) == len(names) and not (of == IMAGENET and imagenet_numbers(classes)):
+        return in_order(classes, names)
+    numbers = _numbers(classes)
+    if numbers is None or max(numbers) >= len(names):
+        raise ValueError(
+            f"{of} has {len(names):,} names, and {folder.name!r} has {len(classes):,} classes: give each a name"
+        )
+    return [names[number] for number in numbers]
 
 
 def _numbers(classes: list[str]) -> list[int] | None:

@@ -237,6 +237,14 @@ def find_folders(path: str | Path) -> list[EvaluationFolder]:
     return folders
 
 
+def in_order(classes: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return as many names as classes in their order: the first name is the first class's, or the lowest number's."""
+    if not all(map(str.isdecimal, classes)):
+        return list(names)
+    numbers = sorted(map(int, classes))
+    return [names[numbers.index(int(one))] for one in classes]
+
+
 def _walk(path: Path, depth: int) -> Iterator[EvaluationFolder]:
     if _splits(path):
         yield EvaluationFolder(path)

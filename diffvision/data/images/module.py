@@ -247,6 +247,12 @@ class ImageLabelData(pl.LightningDataModule):
                 settings: dict[str, Any] = {"columns": self.eval_columns, "classnames": classnames}
                 images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
                 self._check_classes(images)
+                count, outputs = len(images.classnames), setting_or_model(self, "num_classes")
+                if not classnames and outputs is not None and 0 < count < outputs:
+                    rank_zero_warn(
+                        f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, "
+                        f"name the classes of {self.train} in a classnames.txt there"
+                    )
                 if self._images is not None and (images.source, images.names) == (
                     self._images.source,
                     self._images.names,

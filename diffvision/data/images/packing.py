@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
-from diffvision.data.images.folders import ImageEvaluationFolder
+from diffvision.data.images.folders import ImageEvaluationFolder, in_order
 from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.index import scan
@@ -126,7 +126,9 @@ def pack_evaluation(
         packed[split] = _pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
         write_lines(target / "nshards.txt", [str(len(list(target.glob("*.tar"))))])
     if folder.task == "zero_shot":
-        write_lines(directory / "classnames.txt", folder.classnames)
+        named = len(folder.own_names) == len(folder.classnames)
+        names = in_order(folder.classnames, folder.own_names) if named else folder.classnames
+        write_lines(directory / "classnames.txt", names)
         write_lines(directory / "zeroshot_classification_templates.txt", templates)
     else:
         write_lines(directory / "dataset_type.txt", ["retrieval"])

@@ -166,3 +166,7 @@ def test_an_evaluation_of_fewer_classes_is_numbered_as_the_packed_training_image
     pack(find_images(str(tmp_path / "train")), tmp_path / "shards", num_workers=0)
     data = ImageLabelData(str(tmp_path / "shards"), 2, str(tmp_path / "val"), num_workers=0)
     assert [batch["label"].tolist() for batch in data.val_dataloader()] == [[2]]
+    (tmp_path / "shards" / "classnames.txt").unlink()
+    data = ImageLabelData(str(tmp_path / "shards"), 2, str(tmp_path / "val"), num_workers=0, num_classes=3)
+    with pytest.warns(UserWarning, match="1 classes, taken for the first"):
+        data.val_dataloader()
