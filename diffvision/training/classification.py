@@ -97,7 +97,7 @@ class ClassificationModule(TrainingModule):
 
     def as_read(self, batch: Any) -> Any:
         """Return a loader's batch as a dictionary, its labels checked."""
-        if self.trainer.predicting:
+        if not self.in_fabric and self.trainer.predicting:
             return named(batch, self.keys)  # labels are not needed
         batch = super().as_read(batch)
         self.check_labels(batch["label"])
@@ -116,6 +116,8 @@ class ClassificationModule(TrainingModule):
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         """Return the cross entropy of a batch."""
+        if self.in_fabric:  # a Trainer has read it already
+            batch = self.as_read(batch)
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
         if self.mixup is not None:
@@ -125,7 +127,8 @@ class ClassificationModule(TrainingModule):
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
         self.log("train/loss", loss.detach(), prog_bar=True)
-        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        if not self.in_fabric:
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:

@@ -139,6 +139,9 @@ class ContrastiveModule(TrainingModule):
         super().setup(stage)
         if stage == "fit" and self.name in CAUTIONS:
             rank_zero_warn(CAUTIONS[self.name])
+        self._make_losses()
+
+    def _make_losses(self) -> None:
         self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 
@@ -159,7 +162,7 @@ class ContrastiveModule(TrainingModule):
         """Return a loader's batch as a dictionary, its captions as token ids."""
         if isinstance(batch, EvaluationFolder):
             return batch
-        if self.trainer.predicting:
+        if not self.in_fabric and self.trainer.predicting:
             return self.with_tokens(named(batch, self.keys))
         batch = self.with_tokens(super().as_read(batch))
         if batch["text"].ndim != 2:
@@ -175,7 +178,9 @@ class ContrastiveModule(TrainingModule):
         return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
-        """Make an optimizer step; return the batch's loss on this rank."""
+        """Make an optimizer step; return the batch's loss on this rank. With Fabric the step is left to the loop."""
+        if self.in_fabric:
+            return self._differentiable_loss(self.as_read(batch))
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         rate = optimizer.param_groups[0]["lr"]
@@ -190,6 +195,18 @@ class ContrastiveModule(TrainingModule):
         self.log("train/lr", rate, prog_bar=True)
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/logit_scale", self.model.logit_scale.detach().exp().mean(), prog_bar=True)
+        return loss
+
+    def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:
+        """Return the batch's loss on this rank with its graph, for a loop without a Trainer."""
+        if self.accum_freq > 1:
+            raise ValueError(f"accum_freq is {self.accum_freq}, which needs Lightning's Trainer: leave it out")
+        if not hasattr(self, "loss"):
+            self._make_losses()
+        with torch.no_grad():  # before this step, as after the last one
+            self.model.logit_scale.clamp_(0, math.log(100))
+        loss: Tensor = self.loss_of(self.model(batch["image"], batch["text"]))
+        self.log("train/loss", loss.detach())
         return loss
 
     def backward_whole(self, batch: ImageTextBatch) -> Tensor:
@@ -313,11 +330,17 @@ class ContrastiveModule(TrainingModule):
             if pairs:
                 self.log_means({f"{stage}loss{loader}": loss / pairs})
 
-    def predict_step(self, batch: ImageTextBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+    def predict_step(
+        self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
         """Return normalised features of images, or of images and captions: `image_features`, `text_features` [B, D].
 
-        What comes with images and is no caption, such as class numbers, is ignored.
+        What comes with images and is no caption, such as class numbers, is ignored. Of an evaluation folder, which is
+        a validation batch of `ImageTextData`, they are the features of this rank's share of its images.
         """
+        if isinstance(batch, EvaluationFolder):
+            batches = batch.batches(self.eval_transform, rank=self.global_rank, world_size=self.trainer.world_size)
+            return {FEATURES[0]: torch.cat([self(part["image"].to(self.device))[FEATURES[0]] for part in batches])}
         text = batch.get("text")
         out = self(batch.get("image"), text if isinstance(text, Tensor) and text.ndim == 2 else None)
         return {name: out[name] for name in FEATURES if name in out}

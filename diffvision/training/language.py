@@ -203,6 +203,8 @@ class LanguageModule(TrainingModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
+        if self.in_fabric:
+            return self._mean_loss(self.as_read(batch))
         loss, nll, count = self.sums(batch)
         nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
         self.log("train/loss", nats / predictions.clamp(min=1), prog_bar=True)
@@ -215,6 +217,14 @@ class LanguageModule(TrainingModule):
             return loss / count
         self._predictions = count if self._predictions is None else self._predictions + count
         return loss / self._share
+
+    def _mean_loss(self, batch: TokenBatch) -> Tensor:
+        """Return the mean loss of a batch's predictions on this rank, for a loop without a Trainer."""
+        if self.distill is not None and self._teacher is None:
+            self._teacher = self._open_teacher(self.distill, batch["tokens"].shape[1] - 1)
+        loss, nll, count = self.sums(batch)
+        self.log("train/loss", nll.detach() / count.clamp(min=1))
+        return loss / count.clamp(min=1)
 
     @property
     def _share(self) -> int:

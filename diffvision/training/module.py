@@ -172,6 +172,14 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
 
     @property
+    def in_fabric(self) -> bool:
+        """Whether Lightning's Fabric has set the module up, for a loop of the user's own without a Trainer.
+
+        `training_step` then returns a loss to call `fabric.backward` with, and leaves everything else to that loop.
+        """
+        return self.fabric is not None
+
+    @property
     def fitting(self) -> bool:
         """Whether the trainer fits, rather than validates, tests or predicts."""
         return self.trainer.state.fn == TrainerFn.FITTING

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import open_clip
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -347,6 +348,41 @@ def test_predictions_of_text_are_log_probabilities_of_its_tokens():
     assert loss["val/loss"] == pytest.approx(-whole.mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "documents"])
+def test_in_a_loop_with_fabric_training_step_returns_the_loss_of_a_trainer(kind):
+    """Its gradients are those of the first step; the loop makes the steps."""
+    documents = (torch.arange(17) > 7).long().expand(SAMPLES, -1)
+    data = DataLoader(TensorDataset(TOKENS, documents), batch_size=4) if kind == "documents" else loader(kind, 4, True)
+    name = "language" if kind == "documents" else kind
+    fitted = make(name, optimizer={"warmup_steps": 1})
+    trainer(seen := Seen(), max_steps=1).fit(fitted, data)
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    module = make(name)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+    for number, batch in enumerate(fabric.setup_dataloaders(data)):
+        loss = model.training_step(batch, number)
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        if number == 0:
+            gradients = {n: p.grad for n, p in module.model.named_parameters() if p.grad is not None}
+            for parameter, gradient in seen.gradients.items():
+                torch.testing.assert_close(gradients[parameter], gradient, msg=parameter)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(float(fitted.trainer.callback_metrics["train/loss"]), rel=1e-4)
+
+
+def test_chunks_of_a_batch_need_a_trainer():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup(make("clip", accum_freq=2))
+    with pytest.raises(ValueError, match="accum_freq is 2"):
+        model.training_step((IMAGES, CAPTIONS), 0)
+
+
 # --- hyperparameters ---
 
 
@@ -441,6 +477,28 @@ def test_data_take_transforms_and_tokenizer_from_the_module(digits):
     (metrics,) = made.test(module, datamodule=labels, verbose=False)
     assert metrics["test/samples"] == 100
     assert made.predict(module, datamodule=labels)[0].shape == (100, 10)
+
+
+def test_features_are_predicted_of_our_data_and_of_each_of_our_loaders(digits):
+    module = make("clip")
+    of_module = {"eval_transform": module.eval_transform, "tokenizer": module.tokenizer, "num_workers": 0}
+    folders = [f"{digits}/zero_shot", f"{digits}/retrieval"]
+    labelled, retrieval = trainer(limit_predict_batches=2).predict(
+        module, datamodule=ImageTextData(f"{digits}/train", 64, folders, num_workers=0)
+    )
+    for parts in (labelled, retrieval):
+        assert [list(part["image_features"].shape) for part in parts] == [[64, 64]] * 2
+    data = ImageTextData(f"{digits}/train", 64, folders, **of_module)
+    whole, _ = trainer().predict(module, data.val_dataloader())
+    torch.testing.assert_close(whole["image_features"][:64], labelled[0]["image_features"])
+    (pairs,) = trainer(limit_predict_batches=1).predict(module, data.train_dataloader())
+    assert {name: len(features) for name, features in pairs.items()} == {"image_features": 64, "text_features": 64}
+
+
+@pytest.mark.parametrize("data", [ImageTextData("shards", 8), ImageLabelData("shards", 8), TextData("shards", 8, 16)])
+def test_data_with_nothing_to_predict_on_say_so(data):
+    with pytest.raises(ValueError, match="nothing to predict on: set eval"):
+        data.predict_dataloader()
 
 
 @pytest.fixture(scope="module")

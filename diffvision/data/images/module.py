@@ -33,7 +33,7 @@ from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
-from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
+from diffvision.data.trainer import evaluation_loader, rank_and_world_size, setting_or_model, training_loader
 
 
 class ImageTextData(pl.LightningDataModule):
@@ -117,6 +117,16 @@ class ImageTextData(pl.LightningDataModule):
     def test_dataloader(self) -> "FolderLoader | list":
         """Return what `val_dataloader` does."""
         return self.val_dataloader()
+
+    def predict_dataloader(self) -> list[EvaluationLoader]:
+        """Return for each evaluation folder a loader of its images: see `EvaluationFolder.batches`."""
+        if not self.evaluations:
+            raise ValueError("there is nothing to predict on: set evaluations, or give predict a loader")
+        transform = setting_or_model(self, "eval_transform") or to_float
+        rank, world_size = rank_and_world_size(self)
+        settings: dict[str, Any] = {"num_workers": self.num_workers, "rank": rank, "world_size": world_size}
+        settings |= {"batch_size": max(1, self.batch_size // world_size), "limits": self.limits}
+        return [folder.batches(transform, **settings) for folder in self._folders]
 
     @cached_property
     def folders_by_path(self) -> list[list[EvaluationFolder]]:
@@ -209,6 +219,8 @@ class ImageLabelData(pl.LightningDataModule):
 
     def predict_dataloader(self) -> EvaluationLoader | list:
         """Return what `val_dataloader` does."""
+        if self.evaluation is None:
+            raise ValueError("there is nothing to predict on: set evaluation, or give predict a loader")
         return self.val_dataloader()
 
     def count_classes(self) -> int | None:

@@ -47,6 +47,8 @@ class ShardLoader:
         StalledError: while iterating, when workers are stuck.
     """
 
+    batch_sampler = None  # which Lightning reads of a loader that has a sampler
+
     def __init__(
         self,
         shards: SampleSource,

@@ -129,6 +129,8 @@ class TextData(pl.LightningDataModule):
 
     def predict_dataloader(self) -> EvaluationLoader | list:
         """Return what `val_dataloader` does."""
+        if self.evaluation is None:
+            raise ValueError("there is nothing to predict on: set evaluation, or give predict a loader")
         return self.val_dataloader()
 
     def token_shards(self, source: Source) -> TokenShards:
