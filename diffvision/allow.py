@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
 from diffvision.bounded_yaml import check_size
@@ -35,11 +35,8 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
-# jsonargparse tries these classes for settings without a class_path: the setting that lacks it, and an example.
-NAMELESS = {
-    "lightning.LightningModule": ("model", "ContrastiveModule"),
-    "lightning.LightningDataModule": ("data", "ImageTextData"),
-}
+# jsonargparse tries these classes for settings without a class_path.
+NAMELESS = {"lightning.LightningModule": "model", "lightning.LightningDataModule": "data"}
 REFUSED = (
     "diffvision.__main__",  # to import it is to run it
     "lightning.pytorch.callbacks.LambdaCallback",
@@ -56,6 +53,19 @@ class _Refused(ValueError):
     """An error whose message contains jsonargparse's report of an import that is not allowed."""
 
 
+class Formatter(DefaultHelpFormatter):
+    """Formatter whose usage has only what must be given, since the options follow, each in at most 80 columns."""
+
+    def _format_usage(self, usage: Any, actions: Iterable[Any], groups: Any, prefix: str | None) -> str:
+        needed = [action for action in actions if action.required]
+        return f"{super()._format_usage(usage, needed, groups, prefix).rstrip()} [options]\n\n"
+
+    def _metavar_formatter(self, action: Any, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if len(str(action.metavar)) > 40:  # choices, which the help has too
+            return lambda count: (default_metavar,) * count
+        return super()._metavar_formatter(action, default_metavar)
+
+
 class Refusing:
     """Mixin for parsers that raise a `Mistake` of one line, instead of printing a page of usage and exiting.
 
@@ -64,6 +74,9 @@ class Refusing:
 
     prog: str
     exit_on_error: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Formatter, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if _DENIED.search(message):
@@ -177,16 +190,21 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _located(path: str, args: Sequence[str]) -> ValueError:
     if path in NAMELESS and not any(path in text for text in (*args, *map(_text, _files(args)))):
-        setting, example = NAMELESS[path]
-        return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
+        return without_class(NAMELESS[path])
     if _FILE.fullmatch(path) and not Path(path).exists():
         return ValueError(f"no configuration file {path}: give a file that exists")
     where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
+    prefix = path if path in REFUSED else path.rpartition(".")[0] or path
     return ValueError(
-        f"class_path {path!r} {where} was not imported, because that runs its code: allowed are {', '.join(ALLOWED)}; "
-        f"if you trust it, add {FLAG} {path.rpartition('.')[0] or path} to the command line"
+        f"add {FLAG} {prefix} if you trust class_path {path!r} {where}: it was not imported, as that runs it"
     )
+
+
+def without_class(setting: str) -> ValueError:
+    """Return the error for settings of the model or the data whose class is not given."""
+    example = {"model": "ContrastiveModule", "data": "ImageTextData"}[setting]
+    return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
 
 
 def _files(args: Sequence[str]) -> list[Path]:

@@ -1,6 +1,6 @@
 """The command line. The arguments, types and help of a command come from the signature of its function.
 
-The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help and mistyped commands
+The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help and mistakes
 are answered at once. `fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
 """
 
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+
+from diffvision.signatures import parameter_types
 
 
 class Command(NamedTuple):
@@ -97,14 +99,23 @@ def main(argv: list[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     from diffvision.training.recipes import with_recipes
 
+    if any(arg in ("-h", "--help") for arg in argv):
+        from diffvision.training.help import text
+
+        print(text(argv[0]))
+        return 0
+
     try:
-        argv = with_recipes(argv)  # Lightning takes long to import, and a missing file can be reported without it
+        argv = with_recipes(argv)
     except (ValueError, OSError) as error:
         print(f"diffvision: error: {error}", file=sys.stderr)
         return 2
 
     def fit() -> None:
-        from diffvision.training.fit import fit
+        from diffvision.training.settings import check
+
+        check(argv)
+        from diffvision.training.fit import fit  # which imports Lightning
 
         fit(argv)
 
@@ -130,6 +141,8 @@ def _no_command(name: str) -> int:
         return 0
     if name == "data":
         text = f"data needs a command: {', '.join(other.removeprefix('data ') for other in of_data)}"
+    elif name == "train":
+        text = "no command 'train'; did you mean fit?"
     else:
         text = f"no command {name!r}{did_you_mean(name, [*TRAINER_COMMANDS, *COMMANDS, 'run'])}"
     print(f"diffvision: error: {see_help(text, 'diffvision')}", file=sys.stderr)
@@ -143,8 +156,7 @@ def _command(name: str, args: list[str]) -> Any:
     from diffvision.allow import Parser, limited_imports
     from diffvision.tables import as_json
 
-    module, function, _ = COMMANDS[name]
-    command = getattr(importlib.import_module(module), function)
+    command = function_of(name)
     epilog = f"With {JSON}: the results as JSON, and nothing else on standard output." if name in TABLES else None
     output: AbstractContextManager[None] = nullcontext()
     if name in TABLES and JSON in args:
@@ -152,7 +164,32 @@ def _command(name: str, args: list[str]) -> Any:
     args = _models_first(name, command, args)
     about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
     with output, limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(command, args=limited, as_positional=True, **about)
+        return auto_cli(_checked(name, command), args=limited, as_positional=True, **about)
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return the function of a command."""
+    module, function, _ = COMMANDS[name]
+    return getattr(importlib.import_module(module), function)
+
+
+def _checked(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command's function that checks its arguments first, with the signature that jsonargparse reads.
+
+    From the function itself jsonargparse would read the type of the result too, and import PyTorch for it.
+    """
+
+    def checked(**values: Any) -> Any:
+        from diffvision.arguments import check
+
+        check(name, values)
+        return command(**values)
+
+    checked.__doc__, checked.__annotations__ = command.__doc__, parameter_types(command)
+    signature = inspect.signature(command)
+    typed = [one.replace(annotation=checked.__annotations__[one.name]) for one in signature.parameters.values()]
+    vars(checked)["__signature__"] = signature.replace(parameters=typed, return_annotation=signature.empty)
+    return checked
 
 
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:

@@ -4,21 +4,19 @@ The script holds all words, so that a shell answers at once, without Python. It 
 """
 
 import dataclasses
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from diffvision.cli import COMMANDS, JSON, TABLES, TRAINER_COMMANDS
+from diffvision.cli import COMMANDS, JSON, TABLES, TRAINER_COMMANDS, function_of
+from diffvision.signatures import choices, parameter_types, settings
 from diffvision.training.recipes import recipes
+from diffvision.training.settings import CLASSES, known
 
 MODELS = Path(__file__).with_name("models") / "parameters.json"
-_TRAINED = ("ContrastiveModule", "ClassificationModule", "LanguageModule")
 _PATHS = ("--config", "--versus")  # options that take a file too
-_DATA = ("ImageTextData", "ImageLabelData", "TextData")
 
 BASH = """\
 # Completion of diffvision in bash. Write it where bash-completion looks, or source it in ~/.bashrc:
@@ -73,13 +71,11 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
 def options(command: str) -> dict[str, list[str]]:
     """Return a command's options, each with the values that it takes where they are few, and "" for its first argument.
 
-    They are read from signatures: the parser of `fit` takes seconds to build, and imports all that it may train.
+    They are read from signatures; those of `fit` from source, because its parser imports all that it may train.
     """
     if command in TRAINER_COMMANDS:
         return _of_trainer(command)
-    module, function, _ = COMMANDS[command]
-    imported = importlib.import_module(module)
-    every = dict(_of_function(getattr(imported, function)))
+    every = dict(_of_function(function_of(command)))
     if command == "data make":
         from diffvision.data.made import MADE
 
@@ -91,58 +87,33 @@ def takes_several(command: str) -> bool:
     """Return whether a command's first argument, a model, may be given several times."""
     if command in TRAINER_COMMANDS:
         return False
-    module, function, _ = COMMANDS[command]
-    first = next(iter(inspect.signature(getattr(importlib.import_module(module), function)).parameters.values()), None)
+    first = next(iter(inspect.signature(function_of(command)).parameters.values()), None)
     return first is not None and first.name in ("model", "models") and "list[str]" in str(first.annotation)
 
 
 def _of_function(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
-    parameters = inspect.signature(function).parameters
-    # Without the result's, which may be imported for type checkers alone.
-    annotated = SimpleNamespace(__annotations__={name: one.annotation for name, one in parameters.items()})
-    hints = get_type_hints(annotated, function.__globals__)
+    parameters, hints = inspect.signature(function).parameters, parameter_types(function)
     for number, (name, parameter) in enumerate(parameters.items()):
         hint = hints[name]
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if is_positional:
             if number == 0:
-                yield "", _models() if name in ("model", "models") else _choices(hint)
+                yield "", _models() if name in ("model", "models") else choices(hint)
         elif dataclasses.is_dataclass(hint):
             yield from ((f"--{name}.{field.name}", []) for field in dataclasses.fields(hint))
         else:
-            yield f"--{name}", _models() if name == "versus" else _choices(hint)
+            yield f"--{name}", _models() if name == "versus" else choices(hint)
 
 
 def _of_trainer(command: str) -> dict[str, list[str]]:
-    from lightning.pytorch import Trainer
-
-    from diffvision import data, training
-
-    every: dict[str, list[str]] = {
-        "--config": recipes(),
-        "--model": list(_TRAINED),
-        "--data": list(_DATA),
-        "--seed_everything": [],
-        "--ckpt_path": [],
-        "--print_config": [],
-        "--allow": [],
-    }
-    if command == "fit":
-        every |= {"--resume": ["auto", "must", "never"], "--resume_ranks": ["same", "any"]}
-    for owner, names in ((training, _TRAINED), (data, _DATA)):
-        setting = "model" if owner is training else "data"
-        for name in names:
-            for parameter in list(inspect.signature(getattr(owner, name)).parameters.values()):
-                every.setdefault(f"--{setting}.{parameter.name}", [])
-    every |= {f"--model.optimizer.{field.name}": [] for field in dataclasses.fields(training.OptimizerSettings)}
-    every["--model.model"] = _models()
-    return every | {f"--trainer.{name}": [] for name in inspect.signature(Trainer).parameters}
-
-
-def _choices(hint: Any) -> list[str]:
-    """Return the values of a Literal, also of one that may be None."""
-    parts = [hint, *get_args(hint)]
-    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    every: dict[str, list[str]] = {"--config": recipes(), "--print_config": [], "--allow": []}
+    for setting, kind in known().items():
+        if command == "fit" or not setting.startswith("resume"):
+            every[f"--{setting}"] = choices(kind)
+    for owner, classes in CLASSES.items():
+        every[f"--{owner}"] = list(classes)
+        every |= {f"--{owner}.{setting}": [] for path in classes.values() for setting in settings(path)}
+    return every | {"--model.model": _models()}
 
 
 def _models() -> list[str]:

@@ -17,6 +17,7 @@ TESTED = ">=4.53,<5"  # as pyproject.toml has it
 
 # module:name -> the parameters of a function; None: a variable.
 NAMES: dict[str, tuple[str, ...] | None] = {
+    "jsonargparse._common:check_import_path": ("path",),
     "jsonargparse._common:parsing_settings": None,
     "jsonargparse._loaders_dumpers:get_yaml_default_loader": (),
     "jsonargparse._loaders_dumpers:yaml_default_loader": None,
@@ -55,6 +56,13 @@ def _fault(name: str, parameters: tuple[str, ...] | None) -> str:
     if not callable(value) or tuple(inspect.signature(value).parameters) != parameters:
         return f"{dotted}({', '.join(parameters)})"
     return ""
+
+
+def check_import(path: str) -> None:
+    """Raise jsonargparse's error for a class path that the settings of the moment do not allow."""
+    from jsonargparse import _common
+
+    _common.check_import_path(path)
 
 
 @contextmanager

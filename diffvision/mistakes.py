@@ -12,9 +12,11 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from difflib import SequenceMatcher
 from heapq import nlargest
+from pathlib import Path
 from typing import Any, get_type_hints
 
 _MIN_RATIO = 0.6  # default of difflib.get_close_matches: less similar names are not suggested
+_PATH = re.compile(r"[\w./][\w./ -]*")  # neither a URL, a pattern, NAME=PATH nor a list
 _LITERAL = "typing.Literal["
 _PROBLEM = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)", re.DOTALL)
 
@@ -50,6 +52,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def see_help(text: str, program: str) -> str:
     """Return a message followed by the command that prints help."""
     return f"{text}{' See' if text.endswith('?') else '; see'} {program} --help"
+
+
+def is_missing(path: str) -> bool:
+    """Return whether a text can only be the path of a file or folder, and nothing is there."""
+    return _PATH.fullmatch(path) is not None and not Path(path).exists()
 
 
 def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iterable[str]] = lambda _: ()) -> str:

@@ -135,9 +135,7 @@ def refused(command: list[str], capsys, *message: str) -> None:
 )
 def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards, capsys):
     words = words.format(module)
-    refused(
-        run_of(shards, words), capsys, f"class_path '{module}.", "on the command line", f"add --allow {module} to the"
-    )
+    refused(run_of(shards, words), capsys, f"class_path '{module}.", "on the command line", f"add --allow {module} ")
     assert module not in sys.modules
 
 

@@ -101,12 +101,12 @@ MISTAKES = [
     ("fit --config class.yaml", "trainer.callbacks: there is no class StepGaurd; did you mean StepGuard?"),
     ("evaluate-language x --tasks needle --options nope.yaml", "no configuration file nope.yaml"),
     # inputs, which are checked before a model is loaded
-    ("export nowhere.ckpt out --tokenizer nothing.json", "no tokenizer nothing.json"),
-    ("convert nowhere.pt out.bin --to timm", "out.bin ends in '.bin'"),
-    ("generate nowhere.ckpt --prompt hi --temperature -1", "temperature is -1"),
-    ("generate nowhere.ckpt --prompt hi --max_new_tokens 0", "max_new_tokens is 0"),
-    ("generate nowhere.ckpt --prompt hi --tokenizer nothing.json", "nothing.json"),
-    ("inspect nowhere.ckpt --output new --image nope.jpg", "nope.jpg"),
+    ("export last.ckpt out --tokenizer nothing.json", "no tokenizer nothing.json"),
+    ("convert last.ckpt out.bin --to timm", "out.bin ends in '.bin'"),
+    ("generate last.ckpt --prompt hi --temperature -1", "temperature is -1"),
+    ("generate last.ckpt --prompt hi --max_new_tokens 0", "max_new_tokens is 0"),
+    ("generate last.ckpt --prompt hi --tokenizer nothing.json", "nothing.json"),
+    ("inspect last.ckpt --output new --image nope.jpg", "nope.jpg"),
     ("evaluate-language nowhere.ckpt --tasks perplexity --data nothing.txt", "nothing.txt"),
     ("evaluate-language diff-debug nowhere.ckpt --tasks perplexity --data words.txt", "nowhere.ckpt"),
     # classes that were moved

@@ -1,9 +1,15 @@
 """Names that commands take before anything heavy is imported, and the error for one that a host does not know."""
 
+import re
+import sys
 from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from diffvision.mistakes import nearest
+from diffvision.models.parameters import recorded
 
 Method = Literal["v2", "dex", "v1"]
 """How a pretrained model's attention is made differential: see `adapt`."""
@@ -18,6 +24,32 @@ def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
         known: all names of that host.
     """
     return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")
+
+
+def host_names() -> dict[str, list[str]]:
+    """Return open_clip, timm and language, each with the names of its models, ours included.
+
+    An imported host says them itself, with those that its user has registered. Else they are read from its files.
+    """
+    names, ours = {}, recorded()
+    names["open_clip"] = _registered("open_clip") or [*_files("open_clip"), *ours["OpenCLIP"]]
+    names["timm"] = _registered("timm") or [*_files("timm"), *ours["timm"], "adapted_vit"]
+    return names | {"language": list(ours["text"])}
+
+
+def _registered(host: str) -> list[str]:
+    module = sys.modules.get(host)
+    return [] if module is None else list(module.list_models())
+
+
+@cache
+def _files(host: str) -> list[str]:
+    spec = find_spec(host)
+    folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
+    if host == "open_clip":
+        return [path.stem for path in folder.glob("model_configs/*.json")]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("models/*.py"))]
+    return [name for source in sources for name in re.findall(r"^@register_model\s+def (\w+)\(", source, re.MULTILINE)]
 
 
 DIFFCLIP_PREPROCESS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bicubic"}

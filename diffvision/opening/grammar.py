@@ -1,6 +1,7 @@
 """`open_model`, which opens a model by name or path, and the grammar of these strings.
 
-All commands and functions that take a model use this grammar. Image models are built in `images.py`, language models in
+All commands and functions that take a model use this grammar; what is known of a string before PyTorch is imported is
+in `specs.py`. Image models are built in `images.py`, language models in
 `texts.py`.
 """
 
@@ -21,17 +22,15 @@ from diffvision.models.bounds import bounded
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
-from diffvision.models.names import unknown_model
 from diffvision.opening import images, texts
 from diffvision.opening.model import Host, Model
 from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
+from diffvision.opening.specs import is_name, labelled, no_path, unknown
 from diffvision.opening.weights import (
     CONFIG,
     OPEN_CLIP,
     PREPROCESS,
-    SUFFIXES,
     folder_config,
-    no_such_weights,
     refuse_checkpoint,
 )
 
@@ -77,7 +76,7 @@ def open_model(
             checkpoints.
     """
     _check_preprocess(preprocess)
-    if tokenizer is not None and (str(spec) in language.model_names() or not _is_name(str(spec))):
+    if tokenizer is not None and (str(spec) in language.model_names() or not is_name(str(spec))):
         texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
     model = _open(spec, checkpoint, dict(preprocess or {}))
     if model.is_language:
@@ -116,41 +115,6 @@ def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
         model = texts.with_tokenizer(texts.open_as_language(folder), None)
     # A folder of huggingface_hub's cache is named by its revision.
     return dataclasses.replace(model, name=labelled(text)[0]) if model.name == folder.name else model
-
-
-def check_spec(spec: str | Path) -> None:
-    """Raise what `open_model` would for a model that is not there, without building one: for several, before the first.
-
-    Raises:
-        FileNotFoundError, ValueError: no such name, file or folder, or transformers is needed and not installed.
-    """
-    text = str(spec)
-    if text.startswith(HUGGING_FACE):
-        texts.check_transformers(text)
-    elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not _is_name(text):
-        raise _unknown(text)
-
-
-def labelled(spec: str) -> tuple[str, str]:
-    """Split LABEL=SPEC into the model's label in tables and pictures, and the SPEC for `open_model`.
-
-    Without a label it is the last part of the path, without `.ckpt`. Lightning's paths have = in them
-    ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
-
-    Raises:
-        ValueError: a label with `/` or `:`, or one that is no name.
-    """
-    label, given, rest = spec.partition("=")
-    if given and not Path(spec).exists():
-        wrong = [mark for mark in "/:" if mark in label]
-        if label in ("", ".", ".."):  # labels name folders
-            raise ValueError(f"the label {label!r} of {rest} is no name: write LABEL={rest}, or leave the = out")
-        if not wrong:
-            return label, rest
-        if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or _is_name(rest):
-            raise ValueError(f"the label {label!r} of {rest} has a {wrong[0]!r} in it: write it without / and :")
-    last = Path(spec.removeprefix(FOLDER).removeprefix(HUB).removeprefix(HUGGING_FACE))
-    return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
 
 
 def folder_host(folder: str | Path) -> Host:
@@ -197,7 +161,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
             return texts.open_transformers(text.removeprefix(HUGGING_FACE))
         if text.startswith(FOLDER):
             return _open_folder(text, checkpoint, preprocess)
-        if _is_name(text):
+        if is_name(text):
             return _open_name(text, checkpoint, preprocess)
         refuse_urls(text, "model")
     path = Path(spec)
@@ -209,39 +173,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
     if path.is_file():
         refuse_checkpoint(checkpoint, text)
         return _open_file(path, preprocess)
-    raise _no_path(text) if isinstance(spec, Path) else _unknown(text)
-
-
-def _is_name(text: str) -> bool:
-    import open_clip
-    import timm
-
-    if text.startswith(HUB) or text in open_clip.list_models() or text in language.model_names():
-        return True
-    name, dot, _ = text.partition(".")
-    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
-    return timm.is_model(name) and (not dot or timm.models.is_model_pretrained(text) or name == "adapted_vit")
-
-
-def _unknown(text: str) -> Exception:
-    """Return the error for a string that is neither a known name nor an existing path."""
-    import open_clip
-    import timm
-
-    path, (name, _, tag) = Path(text), text.partition(".")
-    if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
-        return _no_path(text)
-    if timm.is_model(name):
-        return no_such_weights(tag, name, images.timm_tags(name))
-    known = [*open_clip.list_models(), *timm.list_models(), *language.model_names()]
-    return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", known)
-
-
-def _no_path(text: str) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
-        f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
-    )
+    raise no_path(text) if isinstance(spec, Path) else unknown(text)
 
 
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
@@ -293,8 +225,8 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
                 f"{path} is of the model {name!r}, and there is no such folder here: run this where that folder is"
             )
         return _open_folder(name, path, preprocess)
-    if not _is_name(name):
-        raise ValueError(f"{path} is of the model {name!r}, which is not known here: {_unknown(name)}")
+    if not is_name(name):
+        raise ValueError(f"{path} is of the model {name!r}, which is not known here: {unknown(name)}")
     return _open_name(name, path, preprocess)
 
 

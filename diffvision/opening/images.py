@@ -18,7 +18,8 @@ from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
 from diffvision.models.files import FOLDER, tensors_only
 from diffvision.models.hub import HUB
 from diffvision.opening.model import Model
-from diffvision.opening.weights import PREPROCESS, SUFFIXES, check_name, folder_config, no_such_weights, run_of
+from diffvision.opening.specs import SUFFIXES
+from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
 
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 # What each host takes. Of other values OpenCLIP says nothing but AssertionError, and timm KeyError.

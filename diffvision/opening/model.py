@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from diffvision.models.checkpoint import holds_average
-from diffvision.opening.weights import SUFFIXES
+from diffvision.opening.specs import SUFFIXES
 
 Host = Literal["open_clip", "timm", "language", "transformers"]
 """The library that builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""

@@ -12,7 +12,6 @@ PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 
 CONFIG = "config.json"
 OPEN_CLIP = "open_clip_config.json"
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 
 
 def refuse_checkpoint(checkpoint: str | Path | None, spec: str) -> None:

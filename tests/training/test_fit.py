@@ -261,7 +261,8 @@ def test_a_strategy_that_would_save_shards_is_refused(shards, strategy, remedy, 
 def test_null_takes_back_what_a_configuration_sets(setting, capsys):
     """As the error of a clip_norm of 0 recommends; jsonargparse makes a text of it on the way."""
     config = Path(__file__).parents[2] / "configs" / "clip" / "debug.yaml"
-    assert main(["fit", f"--config={config}", f"--{setting}=0"]) == 1
+    there = ["--data.train=.", "--data.evaluations=[]"]
+    assert main(["fit", f"--config={config}", *there, f"--{setting}=0"]) == 1
     assert "optimizer.clip_norm is 0.0; it must be above 0, or null for no clipping" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main(["fit", f"--config={config}", f"--{setting}", "null", "--print_config"])

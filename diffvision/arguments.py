@@ -1,0 +1,62 @@
+"""What can be said against a command's arguments before PyTorch is imported, so that a mistake is answered at once.
+
+Of `fit`, `validate` and `test` it is `training.settings` that does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffvision.mistakes import is_missing
+from diffvision.opening.specs import check_spec, labelled
+from diffvision.signatures import names
+
+MODELS = ("model", "models", "versus", "blind")
+"""The parameters that take models; and below those that take files or folders, and numbers with their least value."""
+PATHS = ("data", "source", "images", "image", "demonstrations", "queries", "prompts")
+LEAST = {"batch_size": 1, "num_workers": 0, "rounds": 0, "max_tokens": 1, "tokens": 1}
+TASKS = {
+    "evaluate": ("diffvision.evaluation.suite", "EVALUATIONS", "GROUPS"),
+    "evaluate-language": ("diffvision.evaluation.language.tasks", "LANGUAGE_EVALUATIONS"),
+}
+"""A command -> the module and tables with the names of its tasks."""
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+
+
+def check(command: str, values: Mapping[str, Any]) -> None:
+    """Check the arguments of a command.
+
+    Raises:
+        FileNotFoundError, ValueError: a model, file or folder that is not there; an unknown device or task; a number
+            that is too small.
+    """
+    given = {name: _listed(value) for name, value in values.items() if value is not None}
+    for name in given.keys() & LEAST.keys():
+        if values[name] < LEAST[name]:
+            raise ValueError(f"{name} is {values[name]}: give {LEAST[name]} or more")
+    for device in given.get("device", []):
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
+    if command in TASKS:
+        module, *tables = TASKS[command]
+        known = [name for table in tables for name in names(module, table)]
+        for task in given.get("tasks", []):
+            if task not in known:
+                raise ValueError(f"unknown task {task!r}: choose among {', '.join(known)}")
+    for name in PATHS:
+        for path in given.get(name, []):
+            if is_missing(path):
+                raise FileNotFoundError(f"{name} is {path!r}: there is no such file or folder")
+    for spec in [spec for name in MODELS for spec in given.get(name, [])]:
+        check_spec(labelled(spec)[1])
+
+
+def _listed(value: Any) -> list[str]:
+    """Return the texts of a value: a list, or one that may be several with commas between them."""
+    if isinstance(value, list | tuple):
+        return [str(one) for one in value]
+    is_whole = not isinstance(value, str) or Path(value).exists()
+    return [str(value)] if is_whole else [part.strip() for part in value.split(",")]

@@ -1,0 +1,89 @@
+"""What is known of a model's string before PyTorch is imported: its label, and whether there is such a model.
+
+The whole grammar, and the opening of models, are in `grammar.py`.
+"""
+
+from pathlib import Path
+
+from diffvision.models.files import FOLDER, refuse_urls
+from diffvision.models.hub import HUB, HUGGING_FACE
+from diffvision.models.names import host_names, unknown_model
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
+"""Of files of weights."""
+
+
+def check_spec(spec: str | Path) -> None:
+    """Raise what `open_model` would for a model that is not there, without building one: for several, before the first.
+
+    Raises:
+        FileNotFoundError, ValueError: no such name, file or folder, or transformers is needed and not installed.
+    """
+    text = str(spec)
+    if "://" in text or not text.startswith((FOLDER, HUB, HUGGING_FACE)):
+        refuse_urls(text, "model")
+    if text.startswith(HUGGING_FACE):
+        from diffvision.opening.texts import check_transformers
+
+        check_transformers(text)
+    elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not is_name(text):
+        raise unknown(text)
+
+
+def labelled(spec: str) -> tuple[str, str]:
+    """Split LABEL=SPEC into the model's label in tables and pictures, and the SPEC for `open_model`.
+
+    Without a label it is the last part of the path, without `.ckpt`. Lightning's paths have = in them
+    ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
+
+    Raises:
+        ValueError: a label with `/` or `:`, or one that is no name.
+    """
+    label, given, rest = spec.partition("=")
+    if given and not Path(spec).exists():
+        wrong = [mark for mark in "/:" if mark in label]
+        if label in ("", ".", ".."):  # labels name folders
+            raise ValueError(f"the label {label!r} of {rest} is no name: write LABEL={rest}, or leave the = out")
+        if not wrong:
+            return label, rest
+        if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or is_name(rest):
+            raise ValueError(f"the label {label!r} of {rest} has a {wrong[0]!r} in it: write it without / and :")
+    last = Path(spec.removeprefix(FOLDER).removeprefix(HUB).removeprefix(HUGGING_FACE))
+    return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
+
+
+def is_name(text: str) -> bool:
+    """Return whether a string is a name of OpenCLIP's, timm's (with or without a tag) or of our language models."""
+    known = host_names()
+    if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
+        return True
+    name, dot, _ = text.partition(".")
+    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
+    if name not in known["timm"] or not dot or name == "adapted_vit":
+        return name in known["timm"]
+    import timm
+
+    return timm.models.is_model_pretrained(text)
+
+
+def unknown(text: str) -> Exception:
+    """Return the error for a string that is neither a known name nor an existing path."""
+    path, (name, _, tag) = Path(text), text.partition(".")
+    if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
+        return no_path(text)
+    known = host_names()
+    if name in known["timm"]:
+        from diffvision.opening.images import timm_tags
+        from diffvision.opening.weights import no_such_weights
+
+        return no_such_weights(tag, name, timm_tags(name))
+    every = [one for names in known.values() for one in names]
+    return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", every)
+
+
+def no_path(text: str) -> FileNotFoundError:
+    """Return the error for a path that does not exist."""
+    return FileNotFoundError(
+        f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
+        f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
+    )

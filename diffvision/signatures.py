@@ -1,0 +1,135 @@
+"""Signatures read from source: settings and their types, without the seconds that importing their modules takes."""
+
+import ast
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType, SimpleNamespace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_PLAIN = (bool, int, float, str, dict, list, tuple, Path, NoneType)
+_TYPES = {kind.__name__: kind for kind in (*_PLAIN, Iterable, Mapping, Sequence)} | {
+    name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional", "Tuple", "Union")
+}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's parameters; not of its result, which type checkers alone may import."""
+    hints = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
+    return get_type_hints(SimpleNamespace(__annotations__=hints), getattr(function, "__globals__", None))
+
+
+def choices(hint: Any) -> list[str]:
+    """Return the values of a Literal, also of one that may be None."""
+    parts = [hint, *get_args(hint)]
+    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+
+
+def settings(path: str) -> dict[str, Any]:
+    """Return the names of a class's settings with their types, and those of dataclasses in them, as in "optimizer.lr".
+
+    Args:
+        path: of the class, such as "diffvision.training.ContrastiveModule".
+
+    Returns:
+        name -> a type of plain values; Any where the source has another, or none. Empty if there is no such class.
+    """
+    module, _, name = path.rpartition(".")
+    found = _find(module, name)
+    return {} if found is None else dict(_of_class(*found))
+
+
+def names(module: str, table: str = "__all__") -> list[str]:
+    """Return the strings in a list, or the keys of a dictionary, that a module defines under a name."""
+    found = _find(module, table)
+    node = found[1] if found is not None else None
+    keys = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+def value_type(path: str) -> Any:
+    """Return the type of that name, such as "diffvision.training.durable.Resume", or Any."""
+    module, _, name = path.rpartition(".")
+    return _plain(_Names(module)[name])
+
+
+def _of_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, ast.ClassDef):
+        return
+    for statement in node.body:
+        if isinstance(statement, _FUNCTIONS) and statement.name == "__init__":
+            arguments = statement.args
+            annotated = [(one.arg, one.annotation) for one in [*arguments.args[1:], *arguments.kwonlyargs]]
+            break
+    else:
+        fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+        annotated = [(ast.unparse(one.target), one.annotation) for one in fields]
+    for name, annotation in annotated:
+        yield name, _type(annotation, module)
+        nested = _find(module, annotation.id) if isinstance(annotation, ast.Name) else None
+        if nested is not None:
+            yield from ((f"{name}.{inner}", kind) for inner, kind in _of_class(*nested))
+
+
+def _type(annotation: ast.expr | None, module: str) -> Any:
+    if annotation is None:
+        return Any
+    try:
+        return _plain(eval(compile(ast.Expression(annotation), module, "eval"), {"__builtins__": {}}, _Names(module)))
+    except (AttributeError, TypeError):  # an attribute of a module, or a string, as a part of a type
+        return Any
+
+
+def _plain(hint: Any) -> Any:
+    """Return a type of plain values, and Any for another, whose values have to be left to its parser."""
+    if isinstance(hint, str):
+        return Any
+    origin = get_origin(hint)
+    if origin is Literal or hint in _PLAIN:
+        return hint
+    is_plain = origin is not None and all(part is Ellipsis or _plain(part) is not Any for part in get_args(hint))
+    return hint if is_plain else Any
+
+
+class _Names(dict[str, Any]):
+    """The types that a module's annotations name; Any for a class."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(_TYPES | {"None": None})
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        found = _find(self.module, name)
+        return Any if found is None or not isinstance(found[1], ast.expr) else _type(found[1], found[0])
+
+
+def _find(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
+    """Return the module that defines a name, and its class or value there; imports of the same package are followed."""
+    for node in _statements(module):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
+            return module, node.value
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if name == (alias.asname or alias.name) and node.module.split(".")[0] == module.split(".")[0]:
+                    return _find(node.module, alias.name)
+    return None
+
+
+@cache
+def _statements(module: str) -> list[ast.stmt]:
+    """Return the statements of a module's source, and those of its `if TYPE_CHECKING`; none where it has no file."""
+    package, _, rest = module.partition(".")
+    spec = find_spec(package) if package else None
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    path = Path(spec.submodule_search_locations[0], *rest.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return []
+    body = ast.parse(file.read_bytes()).body
+    return [inner for node in body for inner in ([node] if not isinstance(node, ast.If) else node.body)]
