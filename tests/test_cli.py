@@ -89,7 +89,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         ),
         ("data make mmpv new", 1, "there are digits, "),
         ("data make mmpv new", 1, "; did you mean mmvp?"),
-        ("data make digits new --seed -1", 1, "seed is -1: it must be 0 or more"),
+        ("data make digits new --seed -1", 1, "seed is -1: it must be at least 0"),
         ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),
         ("evaluate --model CLIP-debug --data .", 1, "give the model first, without --model: diffvision evaluate MODEL"),
         ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),

@@ -10,6 +10,21 @@ from diffvision.mistakes import did_you_mean
 from diffvision.progress import track
 from diffvision.tables import show
 
+_LEAST = {
+    "copies": 1,
+    "documents": 1,
+    "words": 1,
+    "scenes": 1,
+    "evaluated": 1,
+    "steps": 1,
+    "distractors": 0,
+    "highest": 1,
+    "seed": 0,
+    "per_shard": 1,
+    "num_workers": 0,
+}
+"""The least value of each number that `make` takes; some datasets need more."""
+
 __all__ = ["check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
 
@@ -98,12 +113,14 @@ def make(
     if name not in MADE:
         raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}{did_you_mean(name, MADE)}")
     dataset = MADE[name]
-    if unknown := sorted(given.keys() - dataset.settings):
-        raise ValueError(f"make {name} has no setting {', '.join(unknown)}: leave it out")
+    for setting in sorted(given.keys() & _LEAST.keys()):
+        if given[setting] < _LEAST[setting]:
+            raise ValueError(f"{setting} is {given[setting]}: it must be at least {_LEAST[setting]}")
+    for setting in sorted(given.keys() - dataset.settings):
+        others = ", ".join(other for other, made in MADE.items() if setting in made.settings)
+        raise ValueError(f"make {name} has no setting {setting}: leave it out, or make one of {others}")
     if dataset.source and source is None:
         raise ValueError(f"make {name} needs --source: {dataset.source}")
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed is {seed}: it must be 0 or more")
     module, _, function = dataset.function.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(directory, **given)

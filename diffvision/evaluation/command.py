@@ -104,8 +104,9 @@ def run(
     results: dict[str, dict[str, float]] = {}
     evaluated: dict[str, Evaluated] = {}
     with process_group(device) as device:
-        if prompts and rank_and_world()[0] == 0:
-            print(*prompts, sep="\n", flush=True)
+        if rank_and_world()[0] == 0:
+            for line in (*_sources(planned, options.split), *prompts):
+                print(line, flush=True)
         if reader is not None:
             language = reader if isinstance(reader, Model) else open_model(reader, device=device)
             reader = Blind(language, progress=bar, cache=feature_cache)
@@ -145,6 +146,14 @@ def _named(model: Any) -> tuple[str, Any]:
     from diffvision.opening import Model, labelled
 
     return (model.name, model) if isinstance(model, Model) else labelled(model)
+
+
+def _sources(planned: Any, split: str) -> list[str]:
+    """Return a line for each folder of images that are evaluated where they lie: which of them are read."""
+    from diffvision.data.images.folders import ImageEvaluationFolder
+
+    read = [folder.images(split) for folder, _ in planned if isinstance(folder, ImageEvaluationFolder)]
+    return [f"evaluating on {images.source}: {len(images):,} images" for images in read]
 
 
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:

@@ -149,6 +149,13 @@ def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
         pack_folder(images, whole)
 
 
+@pytest.mark.parametrize("name", ["digits", "arithmetic", "folder"])
+@pytest.mark.parametrize("setting", ["copies", "documents", "steps", "distractors", "seed", "per_shard", "num_workers"])
+def test_numbers_out_of_range_are_named_with_their_limit(name, setting, tmp_path):
+    with pytest.raises(ValueError, match=f"{setting} is -1: it must be at least [01]"):
+        make(name, str(tmp_path / "out"), source="x", **{setting: -1})
+
+
 @pytest.mark.parametrize("per_shard", [0, -1])
 def test_a_shard_holds_at_least_one_sample(images, tmp_path, per_shard):
     with pytest.raises(ValueError, match=f"per_shard is {per_shard}: it must be at least 1"):
