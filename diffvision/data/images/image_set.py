@@ -62,7 +62,7 @@ class ImageCollection:
         """The source, how many images it has, and which number each class has."""
         images = f"{self.source}: {len(self):,} images"
         if not self.classnames:
-            return images
+            return images if self.labels is None else f"{images}, classes {self.labels.min()} to {self.labels.max()}"
         numbers = [f"{number} {name}" for number, name in enumerate(self.classnames[:_LISTED])]
         more = ", ..." if len(self.classnames) > _LISTED else ""
         return f"{images}, {len(self.classnames):,} classes: {', '.join(numbers)}{more}"

@@ -86,19 +86,22 @@ class ImageTextData(pl.LightningDataModule):
         self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the evaluations, so that a fault in them is known before training."""
+        """Find the data, so that a fault in them is known before training, and say what is read."""
+        if stage == "fit":
+            _say("training", self.train, self._images, "train")
         for folder in self._folders:
             folder.check_split("test")
+            if isinstance(folder, ImageEvaluationFolder):
+                _say("evaluating", folder.path, folder.images("test"), "test")
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `ImageTextBatch`es."""
         tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is None:
             raise ValueError(_no_tokenizer(self))
-        images = _training_images(self)
-        if images is not None and images.captions is None:
+        if self._images is not None and self._images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        source = _training_source(self, images)
+        source = _training_source(self, self._images)
         image = ImageMember(setting_or_model(self, "transform") or to_float, self.image_key)
         kind = ImageText(image, CaptionMember(self.caption_key or caption_key_of(source)), tokenizer)
         return training_loader(self, source, kind)
@@ -109,9 +112,6 @@ class ImageTextData(pl.LightningDataModule):
             return []
         transform = setting_or_model(self, "eval_transform") or to_float
         tokenizer = setting_or_model(self, "tokenizer")
-        for folder in self._folders:
-            if isinstance(folder, ImageEvaluationFolder):
-                rank_zero_info(f"evaluating on {folder.images('test').described}")
         return FolderLoader([folder.bound(transform, tokenizer) for folder in self._folders])
 
     def test_dataloader(self) -> "FolderLoader | list":
@@ -127,6 +127,11 @@ class ImageTextData(pl.LightningDataModule):
         settings: dict[str, Any] = {"num_workers": self.num_workers, "rank": rank, "world_size": world_size}
         settings |= {"batch_size": max(1, self.batch_size // world_size), "limits": self.limits}
         return [folder.batches(transform, **settings) for folder in self._folders]
+
+    @cached_property
+    def _images(self) -> ImageCollection | None:
+        """The training images, which are listed once; None where they are in shards."""
+        return _training_images(self)
 
     @cached_property
     def folders_by_path(self) -> list[list[EvaluationFolder]]:
@@ -192,9 +197,10 @@ class ImageLabelData(pl.LightningDataModule):
         self.transform, self.eval_transform = transform, eval_transform
 
     def setup(self, stage: str | None = None) -> None:
-        """Find the images, and the evaluation, so that a fault in them is known before training."""
+        """Find the data, so that a fault in them is known before training, and say what is read."""
         if stage == "fit":
             self._check_training_classes()
+            _say("training", self.train, self._images, "train")
         if self.evaluation is not None:
             self._evaluation_source  # noqa: B018  # it is kept
 
@@ -209,8 +215,6 @@ class ImageLabelData(pl.LightningDataModule):
         if self.evaluation is None:
             return []
         source = self._evaluation_source
-        if isinstance(source, ImageSet):
-            rank_zero_info(f"evaluating on {source.images.described}")
         return evaluation_loader(self, source, self._kind(source, "eval_transform", self.eval_label_key))
 
     def test_dataloader(self) -> EvaluationLoader | list:
@@ -273,8 +277,10 @@ class ImageLabelData(pl.LightningDataModule):
                         f"{source} is what the model is trained on, and what it is evaluated on: its accuracy says "
                         "nothing about other pictures; divide it into train/ and val/"
                     )
+                _say("evaluating", source, images, self.split)
                 return ImageSet(images)
-            return _shards(self, source, self.split, "evaluating")
+            _say("evaluating", source, None, self.split)
+            return _shards(self, source, self.split)
         named = () if self._images is None else class_prompts(classnames)  # a folder may name packed ones better
         if named and folder.classnames and named != folder.classnames:
             raise ValueError(
@@ -352,17 +358,19 @@ def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | 
 
 
 def _training_source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
-    if images is None:
-        return _shards(data, data.train, "train", "training")
-    rank_zero_info(f"training on {images.described}")
-    return ImageSet(images)
+    return _shards(data, data.train, "train") if images is None else ImageSet(images)
 
 
-def _shards(data: ImageTextData | ImageLabelData, source: str | list[str], split: str, purpose: str) -> ShardSet:
-    shards = split_shards(source, split)
-    if shards is not source:
-        rank_zero_info(f"{purpose} on {source}, split {split}: {len(shards)} of its shards, from {shards[0].name} on")
-    return ShardSet(shards, ShardCache(max_bytes=data.cache_bytes))
+def _shards(data: ImageTextData | ImageLabelData, source: str | list[str], split: str) -> ShardSet:
+    return ShardSet(split_shards(source, split), ShardCache(max_bytes=data.cache_bytes))
+
+
+def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) -> None:
+    """Say which images are read, or which of several splits in a folder of shards."""
+    if images is not None:
+        rank_zero_info(f"{purpose} on {images.described}")
+    elif (shards := split_shards(source, split)) is not source:
+        rank_zero_info(f"{purpose} on {len(shards)} shards of {source}, {shards[0].name} to {shards[-1].name}")
 
 
 def _named(source: Any, setting: str) -> Any:

@@ -84,6 +84,7 @@ def test_numbers_keep_their_order(table, ending, cells, labels, classnames):
     assert (images.labels.tolist(), images.classnames) == (labels, classnames)
     for number, name in enumerate(classnames):
         assert f"{number} {name}" in images.described
+    assert classnames or "0 to 10" in images.described
 
 
 def test_numbers_of_another_source_are_matched_by_value(table):
