@@ -168,8 +168,11 @@ def test_a_mean_has_the_interval_of_its_units():
 
 
 def test_the_table_says_why_a_difference_has_no_interval(capsys):
-    show({"a": {"t/right": 0.5}, "b": {"t/right": 0.6, "t/right_difference": 0.1, "t/right_mcnemar_p": 1.0}})
-    assert "fewer than 10" in capsys.readouterr().out
+    results = {"a": {"t/right": 0.5}, "b": {"t/right": 0.6, "t/right_difference": 0.1, "t/right_mcnemar_p": 1.0}}
+    show(results, {"b": ", averaged weights (EMA)"})
+    out = capsys.readouterr().out
+    assert "fewer than 10" in out
+    assert out.count("(EMA)") == 1
 
 
 def test_the_table_shows_as_many_digits_as_an_interval_has(capsys):

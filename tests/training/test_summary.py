@@ -136,6 +136,12 @@ def test_a_resumed_run_ends_with_its_last_evaluation(data, tmp_path, monkeypatch
     assert "trained from step 4 to step 6" in text
 
 
+def test_the_last_evaluation_says_if_it_is_of_averages(data, tmp_path):
+    flags = [f"--data.evaluation={data / 'noise'}", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]
+    run(data, tmp_path, *CLASSIFICATION, *flags, epochs=1)
+    assert "averaged weights (EMA)" in (tmp_path / "fit/version_0/summary.txt").read_text()
+
+
 def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path, monkeypatch, capfd):
     """Its settings `resume` and `resume_ranks` are of fit alone; another's module is evaluated in this way."""
     monkeypatch.chdir(tmp_path)
