@@ -67,10 +67,10 @@ def make(
             sugarcrepe, aro, winoground, ohd-caps and pope: published evaluations, from the files that you have.
         directory: the folder to write; it must have no shards yet.
         source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
-            class), a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json), a folder that Hugging Face datasets
-            saved, or torchvision:NAME:ROOT. For text: a folder of unpacked packages, NAME=PATH for one of them, or
-            NAME for one that is installed; several with commas (gcide=packages,python-doc,stdlib). For the others: the
-            folder of the dataset's files.
+            class), a table (.csv, .tsv, .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face
+            datasets saved, or torchvision:NAME:ROOT. For text: a folder of unpacked packages, NAME=PATH for one of
+            them, or NAME for one that is installed; several with commas (gcide=packages,python-doc,stdlib). For the
+            others: the folder of the dataset's files.
         images: for a published evaluation: the folder of its images, where they are not in the source.
         captions: for folder and evaluation: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
@@ -150,6 +150,7 @@ def pack_folder(
     packed = pack(
         images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers
     ).summary()
+    packed += f"\n  of {images.described}"
     if images.caption_key != "txt":
         packed += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
     return packed

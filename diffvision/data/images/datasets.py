@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,16 @@ def _from_columns(
 
 
 def _labels_in(files: Sequence[Path], column: str) -> list[str]:
-    """Return the labels in .parquet files, of which only that column is read."""
+    """Return the labels in .parquet files, of which only that column is read; a test split may have none."""
     from pyarrow import parquet
 
-    tables = [parquet.read_table(file, columns=[column]) for file in files]
-    return [label_of(cell, str(files[0].parent)) for table in tables for cell in table[column].unique().to_pylist()]
+    labels = []
+    for file in files:
+        if column in parquet.read_schema(file).names:
+            for cell in parquet.read_table(file, columns=[column])[column].unique().to_pylist():
+                with suppress(ValueError):  # a missing label is refused when its split is read
+                    labels.append(label_of(cell, str(file)))
+    return labels
 
 
 def _check_paths(source: str, column: Any, root: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -222,7 +223,10 @@ def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callabl
         images = parts[split]()
         if images.labels is None:
             return images
-        others = [images, *(part() for other, part in parts.items() if other != split)]
+        others = [images]
+        for part in (part for other, part in parts.items() if other != split):
+            with suppress(ValueError):  # it is refused when it is read itself: a test split may have no labels
+                others.append(part())
         if not any(other.classnames for other in others):
             return images
         names = [
@@ -274,6 +278,9 @@ def _from_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
 def _check_undivided(path: Path, names: Iterable[str]) -> None:
     """Check that the paths of images, which are read together, do not tell of several splits."""
     files = [PurePosixPath(name) for name in names]
+    nested, direct = ({file.parts[0] for file in files if (len(file.parts) > 2) is deep} for deep in (True, False))
+    if unclear := sorted(name for name in nested - direct if name.lower() in _SPLIT_NAMES):
+        raise ValueError(f"{path}/{unclear[0]} may be a split or a class: move what is next to it, or rename it")
     folders = {file.parent for file in files}
     of_folder = {folder: told(*folder.parts) for folder in folders}
     splits = set().union(*of_folder.values())
