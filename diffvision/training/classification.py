@@ -65,7 +65,7 @@ class ClassificationModule(TrainingModule):
         """
         super().__init__(locals(), DEFAULT)
         if num_classes is None:
-            raise ValueError("model.num_classes is not set, and the data do not name their classes: set their number")
+            raise ValueError("model.num_classes is not set, and the data name no classes: set it to their number")
         # timm takes seconds, and the help of `fit` imports this module.
         import timm
         from timm.data import Mixup, create_transform, resolve_data_config

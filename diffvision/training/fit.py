@@ -317,8 +317,7 @@ def _refuse_crowd(trainer: pl.Trainer) -> None:
     cores = os.cpu_count() or 1
     if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
         raise ValueError(
-            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: a process on a CPU needs "
-            f"one; set it to {cores} or less"
+            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
         )
 
 
