@@ -370,7 +370,7 @@ def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) 
     if images is not None:
         rank_zero_info(f"{purpose} on {images.described}")
     elif (shards := split_shards(source, split)) is not source:
-        rank_zero_info(f"{purpose} on {len(shards)} shards of {source}, {shards[0].name} to {shards[-1].name}")
+        rank_zero_info(f"{purpose} on {source}: shards {shards[0].name} to {shards[-1].name}, {len(shards)} in all")
 
 
 def _named(source: Any, setting: str) -> Any:
