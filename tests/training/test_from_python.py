@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 import diffvision
+from diffvision.data.images.module import ImageLabelData
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.mistakes import Mistake
@@ -107,8 +108,8 @@ def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
-def test_the_number_of_classes_is_that_of_the_data(data, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*is what the model is trained on", "ignore:resumed from:UserWarning")
+def test_the_number_of_classes_is_that_of_the_data(tmp_path, monkeypatch):
     rng, photos = np.random.default_rng(0), tmp_path / "photos"
     for name in ("cat", "dog", "fox"):
         for number in range(4):
@@ -123,6 +124,12 @@ def test_the_number_of_classes_is_that_of_the_data(data, tmp_path):
     for classes in (2, 10):
         with pytest.raises(ValueError, match=rf"3 classes, the model {classes}: .*num_classes"):
             diffvision.fit("vision/debug.yaml", data=photos, model={"num_classes": classes}, **settings)
+    settings |= {"model": {"num_classes": 10}, "trainer.logger.init_args.version": "earlier"}
+    with monkeypatch.context() as earlier:  # which only warned
+        earlier.setattr(ImageLabelData, "_check_training_classes", lambda data: None)
+        diffvision.fit("vision/debug.yaml", data=photos, **settings)
+    with pytest.warns(UserWarning, match="3 classes, the model 10"):
+        diffvision.fit("vision/debug.yaml", data=photos, resume="auto", **settings | {"max_epochs": 2})
 
 
 @pytest.mark.parametrize(("evaluation", "classes"), [(None, 2), ([], None)])

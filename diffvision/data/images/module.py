@@ -199,7 +199,8 @@ class ImageLabelData(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
         if stage == "fit":
-            self._check_training_classes()
+            if self._images is not None:
+                self._check_classes(self._images)
             _say("training", self.train, self._images, "train")
         if self.evaluation is not None:
             self._evaluation_source  # noqa: B018  # it is kept
@@ -291,7 +292,7 @@ class ImageLabelData(pl.LightningDataModule):
         return folder.samples(self.split)
 
     def _check_training_classes(self) -> None:
-        """Check that the training images have as many classes as the model."""
+        """Check that the training images have as many classes as the model: once it is known whether a run resumes."""
         if self._images is None:
             return
         self._check_classes(self._images)
