@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffvision.ops.attention import flops
 from diffvision.ops.attention.problem import Problem
 
 # Scores of one map in a block, query rows of a block, and scores up to which whole samples share a block: the fastest,
@@ -345,3 +346,4 @@ def _differentiate(ctx, grad, _):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+flops.count(torch.ops.diffvision.diff_attention_blocked, torch.ops.diffvision.diff_attention_blocked_backward)

@@ -9,6 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from diffvision.ops.attention import flops
 from diffvision.ops.attention.native.build import kernel, reason_against
 from diffvision.ops.attention.problem import Problem
 
@@ -190,3 +191,4 @@ def _differentiate(ctx, grad, *_):
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+flops.count(torch.ops.diffvision.diff_attention_native, torch.ops.diffvision.diff_attention_native_backward)

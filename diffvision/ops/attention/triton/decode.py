@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffvision.ops.attention import flops
+
 MAX_QUERIES = 16
 LOG2E = 1.4426950408889634
 MIN_KEYS = 256  # of a split: fewer would cost more to join than they save
@@ -208,6 +210,9 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, c
 @_decode.register_fake
 def _(q, k, v, lam, mask, causal, scale):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[3], v.shape[3])
+
+
+flops.count(torch.ops.diffvision.triton_decode)
 
 
 def constants(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from diffvision.ops.attention import flops
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
 
@@ -103,6 +104,7 @@ def _backward(ctx, grad, *_):
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
+flops.count(torch.ops.diffvision.triton_attention, torch.ops.diffvision.triton_attention_backward)
 
 
 def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -> bool:

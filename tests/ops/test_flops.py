@@ -1,0 +1,63 @@
+"""What torch's counter says of operators into which it cannot look, against the formula's own products."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffvision.ops import diff_attention, diff_attention_varlen
+from diffvision.ops.attention.native.build import reason_against
+
+BACKENDS = [
+    "blocked",
+    pytest.param("native", marks=pytest.mark.skipif(bool(reason_against()), reason="no C compiler")),
+    pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine")),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators_exist():
+    """Triton's are made by their first call, and a counter knows those that were there when it began."""
+    if not torch.cuda.is_available():
+        diff_attention(torch.zeros(1, 1, 2, 1, 16), *(torch.zeros(1, 1, 2, 512, 16), torch.zeros(1, 1, 512, 16)), 0.3,
+                       backend="triton")  # fmt: skip
+        diff_attention(*(torch.zeros(1, 1, 2, 1, 16),) * 2, torch.zeros(1, 1, 1, 16), 0.3, backend="triton")
+
+
+def count(backend, maps, heads, kv_heads, queries, keys, value_dim, grad, **settings):
+    q = torch.randn(2, heads, 2, queries, 16, requires_grad=grad)
+    k = torch.randn(2, kv_heads, maps, keys, 16, requires_grad=grad)
+    v = torch.randn(2, kv_heads, keys, value_dim, requires_grad=grad)
+    with FlopCounterMode(display=False) as counter:
+        out = diff_attention(q, k, v, 0.3, backend=backend, **settings)
+        if grad:
+            out.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True}, {"mask": torch.ones(1, 1, 17, 33, dtype=torch.bool).tril(16)}]
+)
+@pytest.mark.parametrize(("maps", "heads", "kv_heads", "value_dim"), [(2, 4, 4, 32), (1, 4, 4, 16), (2, 4, 2, 32)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_many_as_the_formula(backend, maps, heads, kv_heads, value_dim, settings, grad):
+    sizes = (maps, heads, kv_heads, 17, 33, value_dim, grad)
+    assert count(backend, *sizes, **settings) == count("eager", *sizes, **settings) > 0
+
+
+@pytest.mark.parametrize("backend", ["single", *BACKENDS])
+def test_one_query_against_a_long_cache(backend):
+    sizes = (2, 4, 2, 1, 600, 32, False)
+    assert count(backend, *sizes) == count("eager", *sizes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine")
+def test_packed_sequences_count_each_by_itself():
+    def packed(backend):
+        q, k, v = torch.randn(20, 2, 2, 16), torch.randn(20, 2, 2, 16), torch.randn(20, 2, 32)
+        cu_seqlens = torch.tensor([0, 3, 15, 20], dtype=torch.int32)
+        with FlopCounterMode(display=False) as counter:
+            diff_attention_varlen(q, k, v, 0.3, cu_seqlens, max_seqlen=12, backend=backend)
+        return counter.get_total_flops()
+
+    assert packed("triton") == packed("eager") == packed("blocked")
