@@ -213,6 +213,16 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
             _check_recorded(Path(source, settings.get("subfolder") or ""), model.config)
         return (model, info) if wants_info else model
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Refuse functions of transformers' `AttentionInterface`, which would not be called."""
+        if attn_implementation not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation {attn_implementation!r} would not be called: give 'sdpa' or 'eager' (kernels: "
+                "diffvision.ops.attention_backend)"
+            )
+        host: Any = super()  # mypy does not find the host's protocol for self here
+        return host._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draw weights as `LanguageModel` does."""

@@ -114,6 +114,14 @@ def test_generation_under_autocast(model, cache):
     assert made.shape == (2, 9)
 
 
+def test_a_registered_attention_function_is_refused_before_it_is_left_out(model, tmp_path):
+    transformers.AttentionInterface.register("mine", transformers.AttentionInterface()["sdpa"])
+    DiffTransformerForCausalLM.from_diffvision(model).save_pretrained(tmp_path)
+    for name in ("mine", "flex_attention"):
+        with pytest.raises(ValueError, match=f"attn_implementation '{name}'"):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+
+
 def test_beams_follow_their_cache(model):
     host, tokens = DiffTransformerForCausalLM.from_diffvision(model, pad_token_id=0), torch.randint(97, (2, 6))
     made = [
@@ -369,7 +377,7 @@ def test_bad_input_is_refused(make_model):
         host(tokens, attention_mask=torch.rand(1, 1, 4, 4))
     with pytest.raises(ValueError, match="input_ids or inputs_embeds, and not both"):
         host()
-    with pytest.raises(ValueError, match="does not support Flash Attention 2"):
+    with pytest.raises(ValueError, match="flash_attention_2"):
         host.set_attn_implementation("flash_attention_2")
     with pytest.raises(ValueError, match="make 257, over the model's max_length of 256"):
         host.generate(tokens, max_new_tokens=253, pad_token_id=0)
