@@ -3,7 +3,8 @@
 A recipe is a file of configs/, which lies next to the package in a clone and inside it in a wheel.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -27,7 +28,7 @@ def recipe(name: str) -> Path:
     stems = [name.removesuffix(".yaml") for name in names]
     near = [f"{stem}.yaml" for stem in nearest(bare.rpartition(".")[0], stems, 3, min_ratio=0.6)]
     known = f"the nearest recipes are {', '.join(near)}" if near else "give a path, or a recipe such as clip/debug.yaml"
-    raise FileNotFoundError(f"no configuration file {name}: {known}")
+    raise FileNotFoundError(f"no configuration file {name or repr(name)}: {known}")
 
 
 def recipes() -> list[str]:
@@ -54,24 +55,34 @@ def with_recipes(args: Sequence[str]) -> list[str]:
 
 
 def _configuration(value: str) -> str:
-    """Return the path of a configuration; what does not look like a file's name, such as YAML itself, stays."""
-    if "\n" in value or (Path(value).suffix not in (".yaml", ".yml", ".json") and not _is_file(value)):
+    """Return the path of a configuration, or the YAML that a pipe holds, as of `<(...)`; YAML itself stays.
+
+    A pipe can be read only once, and a configuration is read more often. The new line before its YAML tells it from a
+    path and from a flag.
+    """
+    if "\n" in value:
         return value
-    path = Path(value) if Path(value).is_file() else recipe(value)
-    _check_mapping(path)
+    if _is(Path.is_fifo, value):
+        return f"\n{_mapping(Path(value))}"
+    is_file = _is(Path.is_file, value)
+    is_yaml = value == "null" or re.search("[:{]", value)
+    if not is_file and is_yaml and Path(value).suffix not in (".yaml", ".yml", ".json"):
+        return value
+    path = Path(value) if is_file else recipe(value)
+    _mapping(path)
     return str(path)
 
 
-def _is_file(value: str) -> bool:
-    """Return whether a value is the path of a file; YAML itself may be too long for a path."""
+def _is(kind: Callable[[Path], bool], value: str) -> bool:
+    """Return whether a value is the path of something of a kind; YAML itself may be too long for a path."""
     try:
-        return Path(value).is_file()
+        return kind(Path(value))
     except (OSError, ValueError):
         return False
 
 
-def _check_mapping(path: Path) -> None:
-    """Raise a ValueError with the file and the line, which a parser's message lacks.
+def _mapping(path: Path) -> str:
+    """Return the YAML of a file, or raise a ValueError with the file and the line, which a parser's message lacks.
 
     It reads without recursion, and only as deep as `bounded_yaml`, which refuses deeper ones: the time that PyYAML
     takes grows with the square of the depth.
@@ -79,7 +90,8 @@ def _check_mapping(path: Path) -> None:
     content: list[type] = []
     level = 0
     try:
-        for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+        text = path.read_text(encoding="utf-8")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if level > MAX_LEVELS:
                 break
@@ -98,6 +110,7 @@ def _check_mapping(path: Path) -> None:
         raise ValueError(
             f"{path} is not a configuration: it must have lines such as 'model: ...', and is a list or a text"
         )
+    return text
 
 
 def _folder() -> Path:

@@ -1,6 +1,10 @@
 """Recipes by name, in a clone and in a wheel, and configuration files that are none."""
 
+import os
+import threading
+
 import pytest
+import yaml
 
 from diffvision.training import recipes
 
@@ -98,4 +102,23 @@ def test_a_checkpoint_in_place_of_a_configuration_is_named(tmp_path, monkeypatch
     (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
     with pytest.raises(ValueError, match=r"last\.ckpt is not YAML: --config takes YAML, and --ckpt_path a checkpoint"):
         recipes.with_recipes(["--config", "last.ckpt"])
-    assert recipes.with_recipes(["--config", "x" * 5000]) == ["--config", "x" * 5000]
+    long = "model: " + "x" * 5000
+    assert recipes.with_recipes(["--config", long]) == ["--config", long]
+
+
+@pytest.mark.parametrize("value", ["digits", ""])
+def test_a_word_that_names_no_file_is_no_configuration(value):
+    with pytest.raises(FileNotFoundError, match=f"no configuration file {value or repr(value)}:"):
+        recipes.with_recipes(["fit", "--config", value])
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = "---\nseed_everything: 7\n"
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    words = recipes.with_recipes(["fit", "--config", str(pipe), "--print_config"])
+    writer.join()
+    assert recipes.with_recipes(words) == words == ["fit", "--config", f"\n{text}", "--print_config"]
+    assert yaml.safe_load(words[2]) == {"seed_everything": 7}
