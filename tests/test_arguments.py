@@ -57,6 +57,8 @@ MISTAKES = {  # a command line, and what its error names
     "train --config clip/debug.yaml": "did you mean fit?",
     "evaluate CLIP-debug --data . --batch_size x": "batch_size is 'x'",
     "evaluate CLIP-debug --data . --batch_size 0": "batch_size is 0",
+    "fit --model {class_path:[[": "model is '{class_path:[['",
+    "fit --config digits": "no configuration file digits",
     "evaluate CLIP-debug --data nowhere": "nowhere",
     "evaluate CLIP-debgu --data .": "CLIP-debug",
     "evaluate CLIP-debug --data . --tasks zeroshot": "zero_shot",

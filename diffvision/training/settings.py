@@ -182,11 +182,12 @@ def _class(owner: str, part: Sequence[Given], is_closed: bool, program: str) -> 
         is_closed: whether an unknown name can be refused.
         program: of the command, for the message.
     """
-    values = [one.value for one in part if one.name in (owner, f"{owner}.class_path")]
-    if not values:
+    given = [one for one in part if one.name in (owner, f"{owner}.class_path")]
+    if not given:
         return {}
-    name = str(values[-1])
-    if is_closed and name.isidentifier() and name not in CLASSES[owner]:
+    name = str(given[-1].value)
+    is_path = "." in name or isinstance(_value(given[-1]), Mapping)
+    if is_closed and not is_path and name not in CLASSES[owner]:
         near = did_you_mean(name, CLASSES[owner])
         raise Mistake(see_help(f"{owner} is {name!r}: it takes the name of a class, null{near}", program))
     return {owner: CLASSES[owner].get(name, name if name.startswith("diffvision.") else "")}
