@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
-from diffvision.bounded_yaml import check_size
+from diffvision.bounded_yaml import check_size, represented
 from diffvision.mistakes import Mistake, in_short, see_help
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
@@ -166,7 +166,7 @@ def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
     def bounded(text: str) -> Any:
         check_size(text)
-        return load(text)
+        return represented(load, text)
 
     return bounded
 

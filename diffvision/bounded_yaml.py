@@ -5,6 +5,7 @@ the stack of libyaml's composer. Both are counted in the parser's events, whose 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -25,7 +26,20 @@ def load_yaml(text: str) -> Any:
         ValueError: a value is none that YAML can hold, such as the date 2026-99-99.
     """
     check_size(text)
-    return yaml.safe_load(text)
+    return represented(yaml.safe_load, text)
+
+
+def represented(load: Callable[[str], Any], text: str) -> Any:
+    """Return what a loader makes of a text.
+
+    Raises:
+        ValueError: a number is beyond what a float can be, such as 1:1:... of two hundred parts, which YAML takes to
+            the base of 60.
+    """
+    try:
+        return load(text)
+    except OverflowError as error:
+        raise ValueError(f"a value is no number that can be: {error}") from None
 
 
 def check_size(text: str) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 import yaml
+from jsonargparse import get_loader
 
 import diffvision
+from diffvision.allow import limited_imports
 from diffvision.bounded_yaml import load_yaml
 from diffvision.export.history import read_history
 from diffvision.opening.runs import run_config
@@ -34,6 +36,14 @@ def test_plain_values_with_aliases_and_merge_keys():
 def test_what_is_too_large_is_refused_before_it_is_built(text):
     with pytest.raises(yaml.YAMLError, match="with fewer"):
         load_yaml(text)
+
+
+def test_a_number_to_the_base_of_60_that_no_float_can_be():
+    text = f"seed_everything: {'1:' * 400}1.5"
+    with pytest.raises(ValueError, match="no number"):
+        load_yaml(text)
+    with limited_imports([]), pytest.raises(ValueError, match="no number"):
+        get_loader("yaml")(text)
 
 
 def test_the_configuration_of_a_run_and_of_fit(tmp_path):
