@@ -35,7 +35,7 @@ def _compiled(template: str, clock: bool) -> jinja2.Template:
     # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
     extensions = [loopcontrols, _Generation]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    jinja.filters["tojson"] = lambda value, **settings: json.dumps(value, ensure_ascii=False, **settings)
+    jinja.filters["tojson"] = _json
     jinja.globals["raise_exception"] = _refuse
     if clock:
         jinja.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
@@ -47,9 +47,16 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        # A scope of its own, as the block of a call has there: what is set inside of it does not leave it.
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Refused(Exception):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from diffvision.cli import main
 from diffvision.data.shards.sample import BadSample
@@ -95,6 +96,14 @@ def test_what_is_printed_or_asked_of_the_system_is_no_reply():
     with pytest.raises(BadSample, match="'strftime_now' is undefined"):
         render("{{ strftime_now('%Y') }}", [{}])
     assert len(render("{{ strftime_now('%Y') }}", [{}], clock=True)[0]) == 4
+
+
+def test_marked_answers_and_json_are_as_in_transformers():
+    marked = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
+    template = marked + "{{ messages | tojson(true, 1) }}"
+    messages = [{"role": "user", "content": "é"}]
+    theirs, _ = render_jinja_template([messages], chat_template=template)
+    assert render(template, [{"messages": messages}]) == theirs
 
 
 def test_data_tokenize_refuses_a_hostile_template(tmp_path, capsys, quick):
