@@ -9,6 +9,7 @@ import re
 import urllib.parse
 
 _SHORTEST = 6  # characters: shorter keys are placeholders, such as EMPTY, and may be ordinary words
+_PART = 8  # characters of the secret in a row that are taken out of a message
 _STAND_IN = "***"
 
 
@@ -24,10 +25,23 @@ class Secret:
         if len(secret) >= _SHORTEST:
             forms = sorted(_forms(secret), key=len, reverse=True)
             self._pattern = re.compile("|".join(map(re.escape, forms)), re.IGNORECASE)
+        parts = [re.escape(secret[start : start + _PART]) for start in range(len(secret) - _PART + 1)]
+        self._parts = re.compile(f"(?={'|'.join(parts)})", re.IGNORECASE) if parts else None  # they overlap
 
     def removed(self, text: str) -> str:
         """Return a text without the secret."""
         return text if self._pattern is None else self._pattern.sub(_STAND_IN, text)
+
+    def removed_in_parts(self, text: str) -> str:
+        """Return a text without the secret and its longer parts, which are left where it is cut or escaped twice."""
+        text = self.removed(text)
+        pieces: list[str] = []
+        end = 0
+        for part in self._parts.finditer(text) if self._parts else ():
+            if part.start() > end or not pieces:
+                pieces.append(text[end : part.start()])
+            end = part.start() + _PART
+        return _STAND_IN.join([*pieces, text[end:]])
 
 
 def _forms(secret: str) -> set[str]:

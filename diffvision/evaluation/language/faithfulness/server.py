@@ -176,7 +176,7 @@ class ChatServer:
 
     def _excerpt(self, content: bytes) -> str:
         # The key goes before the text is cut, which could leave a part of it.
-        text = " ".join(self._secret.removed(content.decode("utf-8", errors="replace")).split())
+        text = " ".join(self._secret.removed_in_parts(content.decode("utf-8", errors="replace")).split())
         return repr(text[:120] + ("..." if len(text) > 120 else ""))
 
 

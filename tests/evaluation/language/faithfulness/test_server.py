@@ -136,6 +136,9 @@ ECHOES = {
     "in base64 after a user": base64.b64encode(f"me:{KEY}".encode()).decode(),
     "in base64 of the header": base64.urlsafe_b64encode(f"Bearer {KEY}".encode()).decode(),
     "where an excerpt ends": "x" * 110 + KEY,
+    "cut at its end": f"Invalid API key: {KEY[:17]}...",
+    "cut at its beginning": f"Invalid API key: ***{KEY[-12:]}",
+    "in JSON within JSON": json.dumps(json.dumps({"key": KEY[:19]})),
     "after white space": " " * 1990 + KEY,
 }
 
