@@ -17,6 +17,8 @@ from diffvision.nn.attention import AttentionLayer, Cache, HeadNorm, Rotation
 from diffvision.nn.diff_attention import resolve_lambda_init
 from diffvision.ops.autocast import cast_once
 
+torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
+
 _VECTORS = ("q1", "k1", "q2", "k2")
 
 

@@ -15,6 +15,8 @@ from diffvision.nn.attention import AttentionLayer, Cache, Rotation
 from diffvision.nn.linear import Linear
 from diffvision.ops.autocast import cast_once
 
+torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
+
 
 class SwiGLU(nn.Module):
     """LLaMA's feed-forward: `down(silu(gate(x)) * up(x))`, without biases (arXiv 2002.05202).

@@ -63,3 +63,11 @@ def test_block_adds_its_two_branches(variant):
     torch.nn.init.zeros_(attn.proj.weight)
     torch.nn.init.zeros_(block.mlp.down.weight)
     torch.testing.assert_close(block(x), x)
+
+
+def test_fx_traces_a_feed_forward_for_any_autocast():
+    layer = SwiGLU(8, 16)
+    traced, x = torch.fx.symbolic_trace(layer), torch.randn(2, 8)
+    torch.testing.assert_close(traced(x), layer(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(traced(x), layer(x))
