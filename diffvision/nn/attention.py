@@ -6,6 +6,8 @@ Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P ma
 V size of a value head, L keys: the tokens themselves, those of a cache, or a context's.
 """
 
+import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -17,6 +19,12 @@ from diffvision import ops
 from diffvision.nn.linear import Linear
 from diffvision.ops.autocast import cast_once
 
+torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
+
+_PLAIN = (
+    "qkv.weight",
+    "in_proj_weight",
+)  # timm's and torch's plain attention, where ours has q_proj, k_proj and v_proj
 # Cosines and sines of the tokens' angles, as `ops.rotary_tables` gives them, broadcastable to [B, H, P, N, D / 2].
 Rotation = tuple[Tensor, Tensor]
 
@@ -259,6 +267,28 @@ class AttentionLayer(nn.Module):
 
     def _dropout(self) -> float:
         return self.attn_drop if self.training else 0.0
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the layer's weights; say once for a model where they are those of plain attention."""
+        found = [prefix + name for name in _PLAIN if prefix + name in state_dict]
+        if found and self.query_maps > 1 and not any(key.endswith(_PLAIN) for key in unexpected_keys):
+            warnings.warn(
+                f"{found[0]} is of plain attention, not {self.variant}: load it into its plain model, and make that "
+                "differential with diffvision.adapt",
+                stacklevel=2,
+            )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse `torch.jit.script`, which calls this."""

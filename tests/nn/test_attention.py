@@ -2,7 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from timm.layers import Attention as TimmAttention
 from timm.layers import DiffAttention as TimmDiffAttention
+from torch import nn
 from torch.autograd import gradcheck
 
 from diffvision.nn import (
@@ -390,3 +392,16 @@ def test_the_map_that_a_layer_gives_is_the_one_it_applies(variant):
     assert not maps[0][1, ..., :2].any()
     explicit.sum().backward()
     assert all(parameter.grad is not None for name, parameter in layer.named_parameters() if "k_proj" in name)
+
+
+def test_plain_weights_get_a_hint():
+    plain = {f"{n}.{name}": weight for n in range(2) for name, weight in TimmAttention(32).state_dict().items()}
+    model = nn.Sequential(*(build_attention("v2", 32, 2) for _ in range(2)))
+    with (
+        pytest.warns(UserWarning, match=r"diffvision\.adapt") as raised,
+        pytest.raises(RuntimeError, match="Missing key"),
+    ):
+        model.load_state_dict(plain)
+    assert len(raised) == 1
+    with pytest.warns(UserWarning, match=r"0\.qkv\.weight is of plain attention"):
+        model.load_state_dict(plain, strict=False)
