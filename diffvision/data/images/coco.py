@@ -36,7 +36,7 @@ def caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollect
         if not (splits := _karpathy(content)):
             raise ValueError("no images")
         return {split: partial(_collection, root, table, split, images) for split, images in splits.items()}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{table} has neither COCO's captions (images, annotations) nor Karpathy's (images with sentences): "
             f"{type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
@@ -57,6 +57,8 @@ def _karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
     for image in content["images"]:
         name = "/".join(image[part] for part in ("filepath", "filename") if image.get(part))
         split = _KARPATHY.get(image["split"], image["split"])
+        if not isinstance(split, str) or not split:
+            raise ValueError(f"{name} is of the split {split!r}")
         splits.setdefault(split, {})[name] = captions_of([sentence["raw"] for sentence in image["sentences"]])
     return splits
 

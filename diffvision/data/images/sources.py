@@ -44,6 +44,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
+_SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
 _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
@@ -174,6 +175,9 @@ def _parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[s
     if any(map(file_split, tables)):
         return _of_tables(path, divided(tables, path), columns)
     folders, index = [p.name for p in _class_folders(path)], _index_table(path)
+    if all(_class_folders(path / name) for name in filter(told, folders)):
+        # Next to splits with classes there may be folders without samples, such as annotations.
+        folders = [name for name in folders if told(name) or any(_files(path / name, _SAMPLE_SUFFIXES))]
     are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
     if folders and all(map(told, folders)) and (are_called_so or index is None):
         named = named_splits(folders, path)
@@ -240,6 +244,8 @@ def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callabl
 def _from_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
     """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
     images = _from_folder(path / name, columns)
+    if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and told(inner):
+        raise ValueError(f"{path / name} has {inner}, named as a split, as its only class: move its folders one up")
     known = _folder_names(path, named)
     return _renumbered(images, known) if images.classnames and set(images.classnames) <= set(known) else images
 
@@ -280,7 +286,9 @@ def _check_undivided(path: Path, names: Iterable[str]) -> None:
     files = [PurePosixPath(name) for name in names]
     nested, direct = ({file.parts[0] for file in files if (len(file.parts) > 2) is deep} for deep in (True, False))
     if unclear := sorted(name for name in nested - direct if name.lower() in _SPLIT_NAMES):
-        raise ValueError(f"{path}/{unclear[0]} may be a split or a class: move what is next to it, or rename it")
+        others = sorted(name for name in nested | direct if name.lower() not in _SPLIT_NAMES)
+        beside = f", next to {others[0]}" if others else ""
+        raise ValueError(f"{path}/{unclear[0]} may be a split or a class{beside}: move one elsewhere, or rename it")
     folders = {file.parent for file in files}
     of_folder = {folder: told(*folder.parts) for folder in folders}
     splits = set().union(*of_folder.values())

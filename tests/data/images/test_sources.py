@@ -231,6 +231,14 @@ def test_karpathys_file(tmp_path, name):
         find_images(tmp_path / name)
 
 
+@pytest.mark.parametrize("images", ["x", [5], [{"filename": "0.png", "split": None, "sentences": [{"raw": "a"}]}]])
+def test_a_damaged_file_of_karpathys_is_named(tmp_path, images):
+    write(tmp_path / "0.png", 0)
+    (tmp_path / "dataset_coco.json").write_text(json.dumps({"images": images}))
+    with pytest.raises(ValueError, match=r"dataset_coco.json has neither"):
+        find_images(tmp_path / "dataset_coco.json")
+
+
 def test_splits_of_parquet_as_on_the_hub(tmp_path):
     datasets = pytest.importorskip("datasets")
     write(tmp_path / "hub/some.png", 0)
@@ -298,13 +306,26 @@ def test_splits_of_tables_by_their_names(captioned, ending):
         ["cat/train/1.png", "cat/test/2.png"],
         ["cat/train_1.png", "cat/test_2.png"],
         ["val/cat/1.png", "valid/cat/2.png"],
+        ["training_set/training_set/cat/1.png", "test_set/test_set/cat/2.png"],
     ],
     ids=lambda files: files[0],
 )
 def test_folders_that_may_be_splits_are_refused(tmp_path, files):
     for number, file in enumerate(files):
         write(tmp_path / "pets" / file, number)
-    with pytest.raises(ValueError, match=r"pets(/\w+ may be| has)"):
+    with pytest.raises(ValueError, match=r"pets(/\w+ may be|/\w+ has| has)"):
+        find_images(tmp_path / "pets")
+
+
+def test_folders_without_samples_may_be_next_to_splits(tmp_path):
+    for split in ("train", "test"):
+        write(tmp_path / "pets" / split / "cat/1.png", 1)
+    for file in ("annotations/instances.json", "__MACOSX/train/._1.png"):
+        (tmp_path / "pets" / file).parent.mkdir(parents=True)
+        (tmp_path / "pets" / file).write_text("{}")
+    assert find_images(tmp_path / "pets", "test").classnames == ("cat",)
+    (tmp_path / "pets/annotations/more.parquet").write_text("x")
+    with pytest.raises(ValueError, match="may be a split or a class"):
         find_images(tmp_path / "pets")
 
 
