@@ -13,6 +13,8 @@ from typing import Literal
 
 WNID = re.compile(r"n\d{8}")
 """A noun of WordNet, after which ImageNet's folders are named."""
+LIKE_WNID = re.compile(r"n\d{8}(?!\d)", re.IGNORECASE)
+"""How a name begins that has a wnid in it: Stanford Dogs' "n02085620-Chihuahua", or one in capitals."""
 
 # Variants of ImageNet -> the list in timm's data of those of the 1000 classes that the variant has.
 _VARIANTS = {

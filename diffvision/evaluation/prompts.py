@@ -16,7 +16,7 @@ from torch import Tensor
 from diffvision.data.images.decode import MAX_CAPTION
 from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, in_order, lines_of
 from diffvision.evaluation.imagenet import (
-    WNID,
+    LIKE_WNID,
     imagenet_names,
     imagenet_numbers,
     imagenet_templates,
@@ -167,7 +167,7 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
     if (numbers := imagenet_numbers(classes)) is not None:
         names = imagenet_names()
         return [names[number] for number in numbers]
-    if any(WNID.fullmatch(name) for name in classes):
+    if any(LIKE_WNID.match(name) for name in classes):
         unknown = next(name for name in classes if name not in imagenet_wnids())
         raise ValueError(
             f"{folder.name!r} has class {unknown!r}, not one of ImageNet's 1,000: give --classnames FILE, or "

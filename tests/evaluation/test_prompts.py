@@ -148,7 +148,16 @@ def test_names_of_wnids_are_right(tmp_path):
     assert prompts_of(folder, Options(templates="a {c}")).texts()[1] == ["a goldfish"]
 
 
-@pytest.mark.parametrize("classes", [["n01440764", "n99999999"], ["n01440764", "other"], ["n00001740", "n00001930"]])
+@pytest.mark.parametrize(
+    "classes",
+    [
+        ["n01440764", "n99999999"],
+        ["n01440764", "other"],
+        ["n00001740", "n00001930"],
+        ["N01440764", "N01443537"],
+        ["n02085620-Chihuahua", "n02085936-Maltese_dog"],  # Stanford Dogs
+    ],
+)
 def test_other_wnids_are_no_prompts(classes, memory_folder, tmp_path):
     folder = memory_folder("zero_shot", {}, classnames=classes, templates=["a {c}"])
     with pytest.raises(ValueError, match=r"--classnames FILE"):
