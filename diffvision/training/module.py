@@ -121,7 +121,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             elif parts == [HEADLINE] or (
                 metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
             ):
-                remedy = f"set {HEADLINE}, here {metrics[0]}" if metrics else "set the data's evaluation, or another"
+                remedy = (
+                    f"set {HEADLINE}, here {metrics[0]}" if metrics else "set the data's evaluation, or its monitor"
+                )
                 raise ValueError(
                     f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: {remedy}"
                 )

@@ -277,6 +277,8 @@ def changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
         before, now = saved.get(name, "not set"), current.get(name, "not set")
         if name == SEED and name not in saved:  # earlier versions did not save it
             continue
+        if {before, now} == {"not set", "None"}:  # another version has the setting, and its default is none
+            continue
         if _comparable(before) != _comparable(now):
             if len(before) + len(now) > LONG:
                 before, now = _difference(before, now), _difference(now, before)

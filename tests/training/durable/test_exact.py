@@ -168,6 +168,7 @@ def test_settings_that_make_no_difference_are_not_compared():
     assert not list(changed({}, other))  # earlier versions did not save it
     before, now = {"batches": "3", "share": "1"}, {"batches": "3.0", "share": "1.0"}
     assert list(changed(before, now)) == ["share 1.0 (was 1)"]
+    assert not list(changed({}, {"eval_columns": "None"}))  # a later version's setting, by default none
     several = "[{'class_path': 'Throughput'}, {'class_path': 'ModelCheckpoint', 'init_args': {'monitor': 'MONITOR'}}]"
     before, now = ({"callbacks": several.replace("MONITOR", one)} for one in ("zero_shot/digits/acc1", "headline"))
     (line,) = changed(before, now)
