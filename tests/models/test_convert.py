@@ -216,7 +216,7 @@ def _infinite(folder):
 
 
 def _none(folder):
-    return "x.gguf", "no file {0}/x.gguf: give a checkpoint (.pt, .pth, .ckpt, .bin, .safetensors or .gguf)"
+    return "x.gguf", "source is '{}/x.gguf'"
 
 
 def _empty(folder):
