@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-_MAX_ELEMENTS = 1 << 22  # of all lists, keys and tensors: the largest vocabularies have about 2^20 with their merges
+_MAX_ELEMENTS = 1 << 21  # of all lists, keys and tensors: the largest vocabularies have about 2^20 with their merges
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type
 _STRING, _LIST = 8, 9
 _MAX_DIMENSIONS = 4
