@@ -40,6 +40,8 @@ class JudgeOptions:
         for name in ("new_tokens", "timeout", "tries", "parallel"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"judge.{name} is {getattr(self, name)}: give a number above 0")
+        if not self.key_env.isidentifier():  # most likely the key itself, which must be in no message
+            raise ValueError("judge.key_env is not a variable's name: set OPENAI_API_KEY to the key, or name another")
         if not any(self.names):
             raise ValueError(f"judge.by is {self.by!r}, which names no judge: give one, such as grounded")
 

@@ -219,3 +219,9 @@ def test_contains_needs_answers():
         open_judges(JudgeOptions("contains"), [Row("s", "summary", "d")], "cpu")
     with pytest.raises(ValueError, match=r"judge\.tries is 0: give a number above 0"):
         JudgeOptions(tries=0)
+
+
+def test_a_key_in_place_of_its_variable_is_not_recorded():
+    with pytest.raises(ValueError, match=r"judge\.key_env is not a variable") as raised:
+        JudgeOptions(key_env="sk-proj-0123")
+    assert "0123" not in str(raised.value)
