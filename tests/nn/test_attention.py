@@ -405,3 +405,11 @@ def test_plain_weights_get_a_hint():
     assert len(raised) == 1
     with pytest.warns(UserWarning, match=r"0\.qkv\.weight is of plain attention"):
         model.load_state_dict(plain, strict=False)
+
+
+def test_a_part_of_the_weights_loads_without_a_word():
+    """Such as those of a LoRA: torch tells a layer that loading is strict even where it is not."""
+    layer = build_attention("v1", 32, 2)
+    weight = torch.ones_like(layer.q_proj.weight)
+    assert layer.load_state_dict({"q_proj.weight": weight}, strict=False).unexpected_keys == []
+    torch.testing.assert_close(layer.q_proj.weight.detach(), weight)
