@@ -5,8 +5,11 @@ What it shares with others is in `module`, its optimizer in `optim`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -137,6 +140,15 @@ class ClassificationModule(TrainingModule):
             return None
         names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]
         return [] if data.evaluation is None else [f"val/{name}" for name in names]
+
+    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
+        """Let a ModelCheckpoint of a recipe save nothing, with a warning, in a run without an evaluation."""
+        if isinstance(data, ImageLabelData) and data.evaluation is None:
+            idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
+            callbacks = [one for one in callbacks if one not in idle]
+            for one in idle:
+                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing, as nothing is evaluated")
+        super().set_monitors(callbacks, data)
 
     def on_validation_epoch_start(self) -> None:
         """Begin the sums of an evaluation."""

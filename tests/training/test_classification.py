@@ -3,10 +3,11 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from diffvision.data import ImageLabelData
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -121,3 +122,11 @@ def test_transforms_fit_the_model():
     module = make(augmentation={"scale": (0.5, 1.0), "re_prob": 1.0, "hflip": 0.0})
     image = Image.new("RGB", (40, 30), "red")
     assert module.transform(image).shape == module.eval_transform(image).shape == (3, 32, 32)
+
+
+def test_without_an_evaluation_a_recipes_checkpoint_saves_nothing():
+    data = ImageLabelData("photos", 1)
+    with pytest.warns(UserWarning, match="nothing is evaluated"):
+        make().set_monitors([ModelCheckpoint(monitor="val/acc1", mode="max"), ModelCheckpoint()], data)
+    with pytest.raises(ValueError, match="EarlyStopping monitors val/acc1"):
+        make().set_monitors([EarlyStopping("val/acc1", mode="max")], data)
