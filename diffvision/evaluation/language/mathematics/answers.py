@@ -2,60 +2,33 @@
 
 An answer is what stands in LaTeX's last box, after the last `####`, after the last "answer is", or the last number; or
 the whole text, where that is equal to the right one.
-Two are equal as fractions, or as strings without what does not matter in LaTeX. `math_verify` compares by the library
-of that name, where it is installed. Programs differ in these rules, and by several points of accuracy: report which.
+Two are equal as exact numbers, or as strings without what does not matter in LaTeX, with the same unit where both have
+one (`quantities`, `units`). `math_verify` compares by the library of that name, where it is installed. Programs differ
+in these rules, and by several points of accuracy: report which.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
-import string
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from diffvision.evaluation.language.mathematics.quantities import NAME, NUMBER, Quantity, quantity
+from diffvision.evaluation.language.mathematics.units import compatible
+from diffvision.limited_process import LimitedProcess, LimitExceeded
 
 Rule = Literal["boxed", "hashes", "answer is", "last number", "whole"]
 """What marked an answer."""
 RULES: tuple[Rule, ...] = ("boxed", "hashes", "answer is", "last number", "whole")
 
-_NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d*)?|\.\d+"
-_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{_NUMBER})(?:/(?:{_NUMBER}))?")
+_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?(?:{NUMBER})(?:/(?:{NUMBER}))?")
 _ANSWER_IS = re.compile(r"\banswer\s*(?:is|:)[\s:*]*(?:\\\[\s*|\$\$\s*)?", re.IGNORECASE)
+_OPEN, _CLOSE = "([{", ")]}"
+_LONGEST_BRACKETS = 1000  # characters
 _SENTENCE_END = re.compile(r"(?<![\s.])(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)\.(?:\s|$)")
-_PLAIN = re.compile(rf"([-+]?)({_NUMBER})(?:/({_NUMBER}))?")
-_FRACTION = re.compile(rf"([-+]?)(\d*)\\frac\{{([-+]?(?:{_NUMBER}))\}}\{{({_NUMBER})\}}")
-_LONGEST_NUMBER = 1000  # characters: Python refuses to read numbers of a few thousand
-_MIXED = re.compile(r"(?<!\d)([-+]?\d+) +(\d+)/(\d+)")
-# Letters in the order of the alphabet are variables: "3abc", which has a vowel as words have.
-_PRODUCT = "?".join(string.ascii_lowercase) + "?"
-# A unit is a word, not a product such as "3 a" or "3xy", nor a function, nor what makes another number of it.
-_UNIT = re.compile(
-    rf"((?<![\d.,])(?:{_NUMBER})\}}?) *"
-    rf"(?!(?:(?<! ){_PRODUCT}|(?=[a-z]{{3}}(?![a-z])){_PRODUCT})(?![A-Za-z]))"
-    r"(?!(?:and|or|to|if|when|where|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?|log|exp|squared|cubed|base"
-    r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|tau|hundred|thousand|(?:m|b|tr)illion"
-    r"|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)(?![A-Za-z]))"
-    r"(?:[ckm]m|[km]g|ml|ft|lbs?|oz|hrs?|mph|(?=[A-Za-z]*[aeiou])[A-Za-z]{3,})(?:[ /]+[A-Za-z]+)*(?:\^?[23])?$"
-)
-_TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit)\s*\{([^{}]*)\}"
-_WITHOUT_MEANING = (
-    (r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", ""),
-    (r"(?<=\d)\\[,!](?=\d{3})|\\!", ""),
-    (r"\\(?:[,;:]| )", " "),
-    (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:leq|le|leqslant)(?![a-zA-Z])", r"\\le "),
-    (r"\\(?:geq|ge|geqslant)(?![a-zA-Z])", r"\\ge "),
-    (r"\\(?:neq|ne)(?![a-zA-Z])", r"\\ne "),
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°", ""),
-    (r"\\\(|\\\)|\\\[|\\\]|\\?\$|\\?%", ""),
-    (r"(?<=\d)\{,\}(?=\d{3})", ","),
-    (r"−", "-"),
-    (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),
-)
-# The name of what was asked for: x = 3, but not x = 3, y = 4.
-_NAME = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![a-zA-Z]))\s*(?=[^=]*$)")
 
 
 class Extracted(NamedTuple):
@@ -131,51 +104,67 @@ _FINDERS: dict[Rule, Callable[[str], str | None]] = {
 }
 
 
-def normalised(answer: str) -> str:
-    """Return an answer without what does not change it: spaces, `$`, `%`, degrees, units after a number, sizes."""
-    text = answer.strip().rstrip(".").strip()
-    for pattern, replacement in _WITHOUT_MEANING:
-        text = re.sub(pattern, replacement, text)
-    text = re.sub(rf"(?<=[\d}}])\s*{_TEXT}(?:\^\{{?\d\}}?)?\s*$", "", text)
-    text = re.sub(_TEXT, r"\1", text).strip()
-    text = re.sub(r"\\(frac|sqrt)\s*(\d)\s*", r"\\\1{\2}", text)
-    text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    text = _UNIT.sub(r"\1", text)
-    text = text[name.end() :] if (name := _NAME.match(text)) else text
-    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)
-    # Between digits a space matters, but before three of them: 12 is not 1 2.
-    compact = re.sub(r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))", "", " ".join(text.split()))
-    return compact.casefold() if re.fullmatch(r"[A-Za-z ]{2,}", text) else compact
-
-
 def as_fraction(answer: str) -> Fraction | None:
-    r"""Return the number that an answer is: digits with commas, decimals, a/b, `\frac{a}{b}`; None for another one."""
-    if len(answer) > _LONGEST_NUMBER:
-        return None
-    text = normalised(answer)
-    if match := _PLAIN.fullmatch(text):
-        sign, whole, top, bottom = match[1], "0", match[2], match[3] or "1"
-    elif match := _FRACTION.fullmatch(text):
-        sign, whole, top, bottom = match[1], match[2] or "0", match[3], match[4]
-    else:
-        return None
-    numbers = [Fraction(number.replace(",", "").rstrip(".")) for number in (whole, top, bottom)]
-    if not numbers[2]:
-        return None
-    value = numbers[0] + numbers[1] / numbers[2]
-    return -value if sign == "-" else value
+    """Return the number that an answer is, in its unit, as `quantities` reads it; None for another one."""
+    return quantity(answer).value
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Return whether two answers are equal as fractions, or as strings that are `normalised`."""
-    names = [match[1].casefold() for one in (gold, answer) if (match := _NAME.match(one.strip(" $\n")))]
+    """Return whether two answers are the same number, the same text, or brackets with the same answers in them.
+
+    Units that differ make them unequal, and a missing one does not.
+    """
+    return _comparable(gold, answer) and _equal(quantity(gold), quantity(answer))
+
+
+def _comparable(gold: str, answer: str) -> bool:
+    """Return whether neither answer is empty, and their names and units do not differ."""
+    names = [match[1].casefold() for one in (gold, answer) if (match := NAME.match(one.strip(" $\n")))]
     if len(set(names)) > 1:  # the lines x = 3 and y = 3
         return False
-    fractions = as_fraction(gold), as_fraction(answer)
-    if None not in fractions:
-        return fractions[0] == fractions[1]
-    return normalised(gold) == normalised(answer)
+    one, other = quantity(gold), quantity(answer)
+    return bool(one.text and other.text) and compatible(one.unit, other.unit)
+
+
+def _equal(one: Quantity, other: Quantity) -> bool:
+    if one.value is None or other.value is None:
+        return one.value == other.value and (one.text == other.text or _same_elements(one.text, other.text))
+    if one.unit == "percent" and not other.unit:
+        return other.value in (one.value, one.value / 100)
+    if other.unit == "percent" and not one.unit:
+        return one.value in (other.value, other.value / 100)
+    return one.value == other.value
+
+
+def _same_elements(text: str, other: str) -> bool:
+    """Return whether two texts are tuples or intervals of equal answers, or sets of them in any order."""
+    first, second = _bracketed(text), _bracketed(other)
+    if first is None or second is None or first[0] != second[0] or len(first[1]) != len(second[1]):
+        return False
+    left = list(second[1])
+    for element in first[1]:
+        among = left if first[0] == "{}" else left[:1]
+        found = next((number for number, each in enumerate(among) if equal(element, each)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _bracketed(text: str) -> tuple[str, list[str]] | None:
+    """Return the brackets around a text, and what the commas between them separate."""
+    text = text.replace(r"\{", "{").replace(r"\}", "}")
+    if not (text[:1] in _OPEN and text[-1:] in _CLOSE) or len(text) > _LONGEST_BRACKETS:
+        return None
+    level, start, elements = 0, 1, []
+    for at, character in enumerate(text):
+        level += (character in _OPEN) - (character in _CLOSE)
+        if level == 0 and at < len(text) - 1:
+            return None  # (1, 2) and (3, 4)
+        if (level == 1 and character == ",") or level == 0:
+            elements.append(text[start:at])
+            start = at + 1
+    return text[0] + text[-1], elements
 
 
 def has_math_verify() -> bool:
@@ -186,20 +175,21 @@ def has_math_verify() -> bool:
 def math_verify(gold: str, answer: str) -> bool:
     """Return whether math-verify takes an answer for the right one; it must be installed.
 
-    Its limits of time need the main thread. The right answer comes first: the library treats the two differently.
+    It is asked about what is not a number of ours on both sides, and where units do not differ, which it does not
+    compare. An answer that takes it more time or memory than a child process may have is not the right one.
+
+    Raises:
+        ValueError: the library is missing.
     """
-    verifier, gold_parsed = _math_verify(), _parsed(gold)
-    return bool(verifier.verify(gold_parsed, _parsed(answer)))
+    if not _comparable(gold, answer):
+        return False
+    one, other = quantity(gold), quantity(answer)
+    if one.value is not None and other.value is not None:
+        return _equal(one, other)
+    try:
+        return _verified([gold, answer])
+    except LimitExceeded:
+        return False
 
 
-@functools.cache
-def _math_verify() -> Any:
-    import math_verify
-
-    return math_verify
-
-
-@functools.lru_cache(maxsize=100_000)
-def _parsed(answer: str) -> Any:
-    # LaTeX is recognised between dollars alone.
-    return _math_verify().parse(f"${answer.strip().strip('$')}$")
+_verified = LimitedProcess(Path(__file__).with_name("verify_program.py"))
