@@ -152,3 +152,13 @@ def test_the_numbers_under_the_picture_are_those_of_its_file():
         assert f"{of_maps['map 1']:.0%} of map 1, {of_maps['map 2']:.0%} of map 2" in text
         assert f"{of_maps['difference']:.0%} of their difference (λ = {about['lambda'][layer]:.2f})" in text
         assert f"{about['test']['acc1']:.0%} of {about['test']['pictures']} test pictures" in text
+
+
+@pytest.mark.slow
+def test_python_of_the_readme_has_the_right_types(tmp_path):
+    for number, code in enumerate(blocks(ROOT / "README.md", "python")):
+        (tmp_path / f"block{number}.py").write_text(code)
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-open_clip.*,timm.*]\nignore_missing_imports = True\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=mypy.ini", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -79,3 +79,12 @@ def test_a_missing_program_is_named(tmp_path):
     assert "no program 'no_such_package.main'" in done.stderr
     done = run(cwd=tmp_path)
     assert "open_clip_train.main" in done.stderr
+
+
+def test_a_package_that_a_program_needs_is_named(tmp_path):
+    (tmp_path / "program.py").write_text("import no_such_package.inner\n")
+    done = run("program.py", cwd=tmp_path)
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert "needs no_such_package" in line
+    assert "docs/guides/programs.md" in line

@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> None:
     """Run `argv[0]`, a path ending in .py or a module's dotted name, as `__main__` with `argv` as its `sys.argv`.
 
     Raises:
-        SystemExit: no such file, or no such module.
+        SystemExit: no such file or module, or a package that the program needs is not installed.
     """
     register("transformers")  # timm and OpenCLIP are registered by `import diffvision`
     target = argv[0]
@@ -37,10 +37,18 @@ def run(argv: Sequence[str]) -> None:
     sys.argv = list(argv)
     children = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (children, os.environ.get("PYTHONPATH"))))
-    if is_file:
-        runpy.run_path(target, run_name="__main__")
-    else:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    try:
+        if is_file:
+            runpy.run_path(target, run_name="__main__")
+        else:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if error.name is None or _has_module(error.name.partition(".")[0]):
+            raise
+        sys.exit(
+            f"diffvision run: {target} needs {error.name}, which is not installed: install its requirements in "
+            f"an environment of its own, as docs/guides/programs.md says ({error})"
+        )
 
 
 def _has_module(name: str) -> bool:

