@@ -199,9 +199,10 @@ class DataReport(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count batches; print what each epoch leaves out, where that is much."""
         self.batches = 0
-        report: Report | None = getattr(trainer.train_dataloader, "report", None)
+        loader: Any = trainer.train_dataloader
+        report: Report | None = getattr(loader, "report", None)
         if report is not None and not trainer.global_step and report.tail > LARGE_TAIL * report.total:
-            pl_module.print(describe_tail(report, trainer.train_dataloader.batch_size))
+            pl_module.print(describe_tail(report, loader.batch_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         """Count a batch."""

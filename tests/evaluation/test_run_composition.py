@@ -14,7 +14,7 @@ from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation import run
+from diffvision.evaluation import intervals, run
 from diffvision.models import language
 
 COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 230), "grey": (120, 120, 120)}
@@ -112,7 +112,8 @@ def test_a_baseline_without_captions_to_read_is_refused_first(data, reader):
         run("DiffCLIP-debug", data=str(data / "pairs"), blind="DiffCLIP-debug", **QUIET)
 
 
-def test_two_models_compared_sample_by_sample(data, reader, tmp_path):
+def test_two_models_compared_sample_by_sample(data, reader, tmp_path, monkeypatch):
+    monkeypatch.setattr(intervals, "FEWEST_SAMPLES", 4)
     models = ["a=DiffCLIP-debug", "b=CLIP-debug"]
     comparison = compare(models, data=str(data), blind=reader, rounds=0, **QUIET)
     rows = {row.metric: row for row in comparison.rows}

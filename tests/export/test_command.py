@@ -38,7 +38,7 @@ def test_every_source_is_read(runs, exported, tmp_path):
 def test_the_command_line(runs, tmp_path, capsys):
     target = tmp_path / "deeper" / "vision"
     assert cli.main(["export", str(runs.paths["vision"]), str(target), "--to", "timm", "--license", "mit"]) == 0
-    assert "best.ckpt is diff_vit_debug: wrote" in capsys.readouterr().out
+    assert "best.ckpt is diff_vit_debug, averaged weights (EMA): wrote" in capsys.readouterr().out
     assert (target / "README.md").read_text().split("---")[1].endswith("license: mit\n")
     assert cli.main(["export", str(runs.paths["vision"]), str(target)]) == 1
     assert "is there already: remove it, or name another" in capsys.readouterr().err

@@ -85,7 +85,8 @@ def test_what_is_missing_or_takes_other_arguments_is_named(monkeypatch, name, pa
 
 def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(monkeypatch, capsys, tmp_path):
     monkeypatch.delattr(ACCUMULATES)
-    assert main(["fit", "--config", "configs/clip/debug.yaml"]) == 1
+    data = [f"--data.init_args.train={tmp_path}", f"--data.init_args.evaluations=[{tmp_path}]"]
+    assert main(["fit", "--config", "configs/clip/debug.yaml", *data]) == 1
     assert "lacks what training relies on (_TrainingEpochLoop._should_accumulate)" in capsys.readouterr().err
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     module = ContrastiveModule("CLIP-debug")
