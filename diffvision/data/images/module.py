@@ -154,7 +154,8 @@ class ImageLabelData(pl.LightningDataModule):
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or images.
         split: which split of the evaluation folder.
         label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
-        eval_columns, eval_label_key: those of the evaluation, where they are not `columns` and `label_key`.
+        eval_columns: the evaluation's columns; by default `columns`.
+        eval_label_key: the evaluation's `label_key`; by default the same.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
         eval_transform: the model's, for evaluation.
