@@ -1,5 +1,6 @@
 """Names that commands take before anything heavy is imported, and the error for one that a host does not know."""
 
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from diffvision.mistakes import nearest
-from diffvision.models.parameters import recorded
+
+TABLE = Path(__file__).with_name("parameters.json")
 
 Method = Literal["v2", "dex", "v1"]
 """How a pretrained model's attention is made differential: see `adapt`."""
@@ -40,6 +42,12 @@ def host_names() -> dict[str, list[str]]:
 def _registered(host: str) -> list[str]:
     module = sys.modules.get(host)
     return [] if module is None else list(module.list_models())
+
+
+def recorded() -> dict[str, dict[str, int]]:
+    """Return host -> name -> parameters, as recorded in the table."""
+    counts: dict[str, dict[str, int]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return counts
 
 
 @cache

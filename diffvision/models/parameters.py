@@ -8,10 +8,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).with_name("parameters.json")
+from diffvision.models.names import TABLE, recorded
 
 
 def models(filter: str = "*") -> None:
@@ -35,12 +34,6 @@ def models(filter: str = "*") -> None:
     for name, host, parameters in rows:
         table.add_row(name, host, f"{parameters:,}")
     show(table, data=[dict(zip(("model", "host", "parameters"), row, strict=True)) for row in rows])
-
-
-def recorded() -> dict[str, dict[str, int]]:
-    """Return host -> name -> parameters, as recorded in the table."""
-    counts: dict[str, dict[str, int]] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return counts
 
 
 def names() -> dict[str, list[str]]:

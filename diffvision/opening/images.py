@@ -18,7 +18,7 @@ from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
 from diffvision.models.files import FOLDER, tensors_only
 from diffvision.models.hub import HUB
 from diffvision.opening.model import Model
-from diffvision.opening.specs import SUFFIXES
+from diffvision.opening.specs import SUFFIXES, timm_tags
 from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
 
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
@@ -207,13 +207,6 @@ def _fit_classifier(module: Any, state: Mapping[str, Tensor]) -> None:
     classes = state.get(f"{module.pretrained_cfg['classifier']}.weight")
     if isinstance(head, nn.Linear) and classes is not None and len(classes) != head.out_features:
         module.reset_classifier(len(classes))
-
-
-def timm_tags(name: str) -> list[str]:
-    """Return the tags of a model's pretrained weights."""
-    import timm
-
-    return [full.partition(".")[2] for full in timm.list_models(f"{name}.*", pretrained=True)]
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

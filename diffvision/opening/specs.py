@@ -23,8 +23,6 @@ def check_spec(spec: str | Path) -> None:
     if "://" in text or not text.startswith((FOLDER, HUB, HUGGING_FACE)):
         refuse_urls(text, "model")
     if text.startswith(HUGGING_FACE):
-        from diffvision.opening.texts import check_transformers
-
         check_transformers(text)
     elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not is_name(text):
         raise unknown(text)
@@ -73,7 +71,6 @@ def unknown(text: str) -> Exception:
         return no_path(text)
     known = host_names()
     if name in known["timm"]:
-        from diffvision.opening.images import timm_tags
         from diffvision.opening.weights import no_such_weights
 
         return no_such_weights(tag, name, timm_tags(name))
@@ -87,3 +84,18 @@ def no_path(text: str) -> FileNotFoundError:
         f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
         f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
     )
+
+
+def timm_tags(name: str) -> list[str]:
+    """Return the tags of a model's pretrained weights."""
+    import timm
+
+    return [full.partition(".")[2] for full in timm.list_models(f"{name}.*", pretrained=True)]
+
+
+def check_transformers(path: str) -> None:
+    """Register our classes with transformers; raise a ValueError where the package is missing."""
+    try:
+        import diffvision.models.language.transformers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error

@@ -18,6 +18,7 @@ from diffvision.models.convert import motif
 from diffvision.models.convert.state import few
 from diffvision.models.files import tensors_only
 from diffvision.opening.model import Model
+from diffvision.opening.specs import check_transformers
 from diffvision.opening.weights import check_name, folder_config, run_of
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_length, which generation uses
@@ -152,14 +153,6 @@ def open_classifier(path: str) -> tuple[Any, Any]:
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "", name)
-
-
-def check_transformers(path: str) -> None:
-    """Register our classes with transformers; raise a ValueError where the package is missing."""
-    try:
-        import diffvision.models.language.transformers  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error
 
 
 def _from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:

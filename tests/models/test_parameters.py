@@ -3,6 +3,7 @@
 import pytest
 
 from diffvision import cli
+from diffvision.models import names as model_names
 from diffvision.models import parameters
 
 DEBUG = [(host, name) for host, names in parameters.recorded().items() for name in names if "debug" in name]
@@ -26,7 +27,8 @@ def test_the_table_has_the_parameters_of_all_models():
 
 
 def test_the_table_is_written_as_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(parameters, "TABLE", tmp_path / "parameters.json")
+    for module in (parameters, model_names):
+        monkeypatch.setattr(module, "TABLE", tmp_path / "parameters.json")
     monkeypatch.setattr(parameters, "names", lambda: {"timm": ["diff_vit_debug"]})
     parameters.write()
     assert parameters.recorded() == {"timm": {"diff_vit_debug": parameters.counted("timm", "diff_vit_debug")}}
