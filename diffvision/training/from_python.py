@@ -236,7 +236,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
         except ValueError:  # there are none
             return []
         if data_class == "ImageTextData":
-            return [str(one.path) for one in folders]
+            return [str(folder)]  # as one path, in which zero-shot comes first to choose checkpoints by
         return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
     has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source).splits)
     return [str(source)] if has_split else []

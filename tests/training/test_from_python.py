@@ -195,7 +195,7 @@ def monitor(words: list[str]) -> str | None:
 def test_a_folder_brings_its_evaluation(data, tmp_path):
     train = {"data.init_args.train": str(data / "train")}
     given = _data_options(str(data), None, CLIP)
-    assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data / "retrieval"), str(data / "zero_shot")]
+    assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data)]
     assert parsed(given) | train == parsed(given)
     assert parsed(_data_options(data, None, VISION)) == train | {EVALUATION: str(data / "zero_shot")}
     assert parsed(_data_options(data, None, LANGUAGE)) == train | {EVALUATION: str(data / "validation")}
@@ -217,10 +217,11 @@ def test_a_run_without_an_evaluation_monitors_nothing(data, tmp_path):
 def test_checkpoints_are_chosen_by_what_is_measured(data, tmp_path):
     """Whatever the evaluation is called and whichever task it is for; without one, by nothing."""
     for evaluation, metric in (
-        ("zero_shot", "zero_shot/data/acc1"),
-        ("retrieval", "retrieval/data/image_retrieval_recall@1"),
+        (None, "zero_shot/data/acc1"),  # of all that lie next to the training data
+        (data / "zero_shot", "zero_shot/data/acc1"),
+        (data / "retrieval", "retrieval/data/image_retrieval_recall@1"),
     ):
-        done = run(data, tmp_path, evaluation=data / evaluation)
+        done = run(data, tmp_path, evaluation=evaluation)
         assert {saver.monitor for saver in done.trainer.checkpoint_callbacks} == {metric, None}
     assert "trainer.callbacks" not in parsed(_data_options(data, None, VISION))  # val/acc1, whatever the data
     for recipe, evaluation in ((CLIP, {"data.init_args.evaluations": "[]"}), (VISION, {EVALUATION: "null"})):
