@@ -218,7 +218,7 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
         on_gpu, threads = settings.device.startswith("cuda"), torch.get_num_threads()
         machine = torch.cuda.get_device_name() if on_gpu else f"a CPU, {threads} thread{'s' * (threads > 1)}"
         notes.append(
-            f"Speed: forward passes on {machine}, {settings.precision}, models interleaved, {rounds} rounds; the "
-            "ratio is the median over the rounds."
+            f"Speed: forward passes on {machine}, {settings.precision}, models interleaved, {rounds} "
+            f"round{'s' * (rounds > 1)}; the ratio is the median over the rounds."
         )
     return notes

@@ -9,7 +9,7 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layers import LayerPanel, layer_panels
 from diffvision.analysis.figures.runs import run_curves
 from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
-from diffvision.comparison.result import FACTOR, Comparison, difference_text, in_short, towers
+from diffvision.comparison.result import FACTOR, Comparison, difference_text, in_short
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order
 _HEADLINES = ("/acc1", "/acc", "retrieval_recall@1", "/group_score", "/auc")
@@ -104,7 +104,7 @@ def _panels(by_model: Mapping[str, Mapping[str, Sequence[Curve]]]) -> dict[str, 
 def _lambdas(comparison: Comparison) -> list[Section]:
     panels: dict[str, dict[str, dict[str, Sequence[Sequence[float]]]]] = {}
     for one in comparison.contestants:
-        for tower, layers in towers(one.lambdas).items():
+        for tower, layers in comparison.towers(one).items():
             panels.setdefault(tower, {})[one.label] = {"": layers}
     if not panels:
         return []

@@ -191,9 +191,18 @@ class Comparison:
         table.add_column("tower")
         table.add_column("", overflow="fold")
         for one in self.contestants:
-            for tower, layers in towers(one.lambdas).items():
+            for tower, layers in self.towers(one).items():
                 table.add_row(escape(one.label), tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
         return table
+
+    def towers(self, one: Contestant) -> dict[str, list[Sequence[float]]]:
+        """Return the lambdas of each of a model's towers, "image" or "text", in the order of its layers."""
+        by_tower: dict[str, list[Sequence[float]]] = {}
+        for name, values in one.lambdas.items():
+            # timm's models and language models have a single tower, whose layers are named alike.
+            is_image = name.startswith("visual") or (name.startswith("blocks") and self.unit != "tokens")
+            by_tower.setdefault("image" if is_image else "text", []).append(values)
+        return by_tower
 
     # ---- plain values ----------------------------------------------------------------------------------------------
 
@@ -273,15 +282,6 @@ def in_short(flops: int) -> str:
         if flops >= size:
             return f"{flops / size:.3g} {unit}"
     return str(flops)
-
-
-def towers(lambdas: Mapping[str, Sequence[float]]) -> dict[str, list[Sequence[float]]]:
-    """Return the lambdas of each tower in the order of its layers."""
-    by_tower: dict[str, list[Sequence[float]]] = {}
-    for name, values in lambdas.items():
-        tower = "image" if name.startswith("visual") or name.startswith("blocks") else "text"
-        by_tower.setdefault(tower, []).append(values)
-    return by_tower
 
 
 def _moments(values: Iterable[float]) -> dict[str, Any]:

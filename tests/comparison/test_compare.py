@@ -137,6 +137,7 @@ def test_language_models(here):
     nll, perplexity = comparison.rows
     assert torch.tensor(nll.values["end"][0]).exp().item() == pytest.approx(perplexity.values["end"][0])
     assert nll.differences["end"].word == "lower"  # it was trained three times as long
+    assert [[*comparison.towers(one)] for one in comparison.contestants] == [["text"], ["text"]]
     assert perplexity.differences["end"].low < perplexity.differences["end"].value < perplexity.differences["end"].high
 
 
