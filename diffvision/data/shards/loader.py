@@ -68,7 +68,7 @@ class ShardLoader:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
         if len(shards) < batch_size:
             raise ValueError(
-                f"the shards hold {len(shards)} samples: fewer than one global batch of {batch_size}; lower batch_size"
+                f"the data have {len(shards)} samples: fewer than one global batch of {batch_size}; lower batch_size"
             )
         shards.check_room(at_once=2 * window)  # those of a window, and of the next one
         self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
