@@ -1,6 +1,6 @@
-"""What can be said against a command's arguments before PyTorch is imported, so that a mistake is answered at once.
+"""Checks of a command's arguments that need no PyTorch, so that mistakes are reported at once.
 
-Of `fit`, `validate` and `test` it is `training.settings` that does.
+Those of `fit`, `validate` and `test` are in `training.settings`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diffvision.data.made import missing_data
 from diffvision.mistakes import is_missing
 from diffvision.opening.specs import check_spec, labelled
 from diffvision.signatures import names
 
 MODELS = ("model", "models", "versus", "blind")
-"""The parameters that take models; and below those that take files or folders, and numbers with their least value."""
+"""Parameters that take models."""
 PATHS = ("data", "source", "images", "image", "demonstrations", "queries", "prompts")
+"""Parameters that take files or folders."""
 LEAST = {"batch_size": 1, "num_workers": 0, "rounds": 0, "max_tokens": 1, "tokens": 1}
+"""A parameter -> its least value."""
 TASKS = {
     "evaluate": ("diffvision.evaluation.suite", "EVALUATIONS", "GROUPS"),
     "evaluate-language": ("diffvision.evaluation.language.tasks", "LANGUAGE_EVALUATIONS"),
@@ -49,7 +52,7 @@ def check(command: str, values: Mapping[str, Any]) -> None:
     for name in PATHS:
         for path in given.get(name, []):
             if is_missing(path):
-                raise FileNotFoundError(f"{name} is {path!r}: there is no such file or folder")
+                raise missing_data(name, path)
     for spec in [spec for name in MODELS for spec in given.get(name, [])]:
         check_spec(labelled(spec)[1])
 

@@ -44,9 +44,18 @@ def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" for the nearest known name, or "" if none is similar."""
-    names = nearest(name, known, min_ratio=_MIN_RATIO)
+    """Return "; did you mean NAME?" for a name that ends alike, such as model.optimizer.lr for lr, or the nearest one.
+
+    It is "" if none is similar.
+    """
+    every = list(known)
+    names = [other for other in every if _last_part(other) == _last_part(name)]
+    names = names or nearest(name, every, min_ratio=_MIN_RATIO)
     return f"; did you mean {names[0]}?" if names else ""
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2].removeprefix("--")
 
 
 def see_help(text: str, program: str) -> str:
@@ -132,7 +141,7 @@ def _nearest_option(flag: str, parser: ArgumentParser) -> str:
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     head, dot, rest = flag.partition(".")
     heads = {option.partition(".")[0] for option in options}
-    if not dot or head in heads:
+    if not dot or head in heads or _last_part(flag) in map(_last_part, options):
         return did_you_mean(flag, options)
     near = nearest(head, heads, min_ratio=_MIN_RATIO)  # settings of a class are no options of the parser: --modle.lr
     return f"; did you mean {near[0]}.{rest}?" if near else ""

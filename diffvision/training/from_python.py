@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from diffvision.bounded_yaml import load_yaml
+from diffvision.data.made import missing_data
 from diffvision.training.recipes import recipe
 
 if TYPE_CHECKING:
@@ -94,11 +95,15 @@ def fit(
         owner = name if name in _TOP or "." in name else f"trainer.{name}"
         words += options({owner: value})
     words += [f"--allow={prefix}" for prefix in allow]
-    from diffvision.training.fit import fit as run_command
     from diffvision.training.recipes import with_recipes
+    from diffvision.training.settings import check
+
+    args = with_recipes(["fit", *words])
+    check(args)
+    from diffvision.training.fit import fit as run_command
 
     try:
-        done = run_command(with_recipes(["fit", *words]), callbacks)
+        done = run_command(args, callbacks)
     except SystemExit as end:
         if end.code != _INTERRUPTED:  # such as SIGTERM's, which ends the whole process
             raise
@@ -173,7 +178,7 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         for source in sources:
             if not _may_be(source):
-                raise FileNotFoundError(f"data is {source!r}: there is no such file or folder")
+                raise missing_data("data", source)
         train = [str(Path(source, "train")) if _is_made(Path(source)) else source for source in sources]
         words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
         evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation

@@ -14,6 +14,7 @@ import yaml
 from jsonargparse import Namespace, get_loader
 
 from diffvision.allow import Parser, limited_imports, without_class
+from diffvision.data.made import missing_data
 from diffvision.jsonargparse_internals import check_import, require
 from diffvision.mistakes import Mistake, did_you_mean, is_missing, see_help
 from diffvision.models.names import host_names, unknown_model
@@ -137,7 +138,7 @@ def _check_data(final: Mapping[str, Any]) -> None:
         value = final.get(name)
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, str) and is_missing(path):
-                raise FileNotFoundError(f"{name} is {path!r}: there is no such file or folder")
+                raise missing_data(name, path)
 
 
 def _flags(words: Sequence[str], program: str) -> Iterator[Given]:

@@ -84,7 +84,8 @@ def test_two_runs_in_one_process(data, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"max_epocs": 3}, Mistake, r"trainer\.max_epocs=3; did you mean --trainer\.max_epochs"),
+        ({"max_epocs": 3}, Mistake, r"did you mean --trainer\.max_epochs"),
+        ({"batch_size": 3}, Mistake, r"did you mean --data\.batch_size"),
         ({"model": "CLIP-debgu"}, ValueError, "the nearest names are CLIP-debug"),
         ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
         ({"data": "nowhere"}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
@@ -159,7 +160,7 @@ def test_an_interrupted_run_is_an_interrupt(monkeypatch):
 
         monkeypatch.setattr(command, "fit", ended)
         with pytest.raises(kind):
-            diffvision.fit("clip/debug.yaml")
+            diffvision.fit("clip/debug.yaml", data=".")
 
 
 def test_settings_are_options_of_the_command_line():

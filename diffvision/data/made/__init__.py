@@ -1,8 +1,9 @@
 """The table of all that `diffvision data make` writes; the modules here are of datasets that anyone can make again."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["MADE", "Dataset"]
+__all__ = ["MADE", "Dataset", "missing_data"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,12 @@ MADE: dict[str, Dataset] = {
         "the repository RUCAIBox/POPE on GitHub, with --images FOLDER of COCO's val2014",
     ),
 }
+
+
+def missing_data(name: str, path: str) -> FileNotFoundError:
+    """Return the error for data that do not exist, with the command that makes those of a recipe."""
+    folder, *inner = Path(path).parts
+    remedy = ""
+    if folder == "data" and inner and inner[0] in MADE and not MADE[inner[0]].source:
+        remedy = f": make it with diffvision data make {inner[0]} data/{inner[0]}"
+    return FileNotFoundError(f"{name} is {path!r}: there is no such file or folder{remedy}")
