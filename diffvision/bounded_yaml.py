@@ -23,23 +23,23 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: it is not YAML, or `TooLarge`.
-        ValueError: a value is none that YAML can hold, such as the date 2026-99-99.
+        ValueError: an invalid value, such as the date 2026-99-99.
     """
     check_size(text)
     return represented(yaml.safe_load, text)
 
 
 def represented(load: Callable[[str], Any], text: str) -> Any:
-    """Return what a loader makes of a text.
+    """Load a text.
 
     Raises:
-        ValueError: a number is beyond what a float can be, such as 1:1:... of two hundred parts, which YAML takes to
-            the base of 60.
+        ValueError: a number is too large for a float, such as 1:1:... with two hundred parts, which YAML reads in base
+            60.
     """
     try:
         return load(text)
     except OverflowError as error:
-        raise ValueError(f"a value is no number that can be: {error}") from None
+        raise ValueError(f"a number is out of range: {error}") from None
 
 
 def check_size(text: str) -> None:

@@ -40,9 +40,9 @@ def test_what_is_too_large_is_refused_before_it_is_built(text):
 
 def test_a_number_to_the_base_of_60_that_no_float_can_be():
     text = f"seed_everything: {'1:' * 400}1.5"
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="out of range"):
         load_yaml(text)
-    with limited_imports([]), pytest.raises(ValueError, match="no number"):
+    with limited_imports([]), pytest.raises(ValueError, match="out of range"):
         get_loader("yaml")(text)
 
 

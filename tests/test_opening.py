@@ -303,7 +303,7 @@ def test_labels(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"^the label '.*' of .* has a '[/:]' in it: write it without / and :"):
             labelled(spec)
     for label in ("", ".."):
-        with pytest.raises(ValueError, match="is no name: write LABEL="):
+        with pytest.raises(ValueError, match="use LABEL="):
             labelled(f"{label}=x.ckpt")
 
 

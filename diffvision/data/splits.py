@@ -1,7 +1,7 @@
-"""Which split of a dataset a file belongs to, told by the names of its folders and by its own.
+"""Which split of a dataset a file belongs to, from its name and those of its folders.
 
-The rule is that of Hugging Face `datasets`, which need not be installed. Where `datasets` would leave files out, or
-take one for two splits, they are refused here.
+The rule is that of Hugging Face `datasets`, which need not be installed. Where `datasets` would leave files out or put
+one into two splits, it is an error here.
 """
 
 import re
@@ -14,48 +14,48 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Our name of a split, and the words in names of files and folders that tell it."""
+"""Our name of a split -> the words for it in names of files and folders."""
 
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words}
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]")
 _NUMBERED = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")  # on the Hub, where a split may have any name
 
 
-def told(*names: str) -> set[str]:
-    """Return the splits that names of folders, or of files without their last suffix, tell."""
+def splits_in(*names: str) -> set[str]:
+    """Return the splits in names of folders, or of files without their last suffix."""
     words = {word for name in names for word in _BETWEEN_WORDS.split(name.lower())}
     return {_SPLIT_OF[word] for word in words & _SPLIT_OF.keys()}
 
 
 def file_split(name: str) -> set[str]:
-    """Return the splits that a file's own name tells: `cat-train-000.tar.gz` is of train."""
-    return told(name.rpartition(".")[0])
+    """Return the splits in a file's own name: `cat-train-000.tar.gz` is in train."""
+    return splits_in(name.rpartition(".")[0])
 
 
 def named_splits(names: Iterable[str], where: Any) -> dict[str, str]:
-    """Return {our name of a split: its name there}; a name that tells no split stays as it is.
+    """Return {our name of a split: its name there}; a name without a split stays as it is.
 
     Raises:
         ValueError: two names are of one split, or one name is of two.
     """
     splits: dict[str, str] = {}
     for name in names:
-        split = _only(told(name), name, where) or name
+        split = _only(splits_in(name), name, where) or name
         if split in splits:
             raise ValueError(f"{where} has two {split} splits, {splits[split]} and {name}: give it only one of them")
         splits[split] = name
     return _ordered(splits)
 
 
-def divided(files: Iterable[str], where: Any) -> dict[str, list[str]]:
-    """Return {split: files}, or nothing where no name tells a split.
+def by_split(files: Iterable[str], where: Any) -> dict[str, list[str]]:
+    """Return {split: files}, or nothing where no name has a split.
 
     Args:
         files: paths, relative to the dataset's folder.
         where: the folder, for errors.
 
     Raises:
-        ValueError: only some of the names tell a split, or one name tells two.
+        ValueError: only some of the names have a split, or one name has two.
     """
     paths = sorted(files)
     hub = {path: match[1] for path in paths if (match := _NUMBERED.fullmatch(path))}
@@ -64,7 +64,7 @@ def divided(files: Iterable[str], where: Any) -> dict[str, list[str]]:
         for split, name in named_splits(dict.fromkeys(hub.values()), where).items():
             splits[split] = [path for path, its_name in hub.items() if its_name == name]
     else:
-        by_folder = {path: told(*PurePosixPath(path).parts[:-1]) for path in paths}
+        by_folder = {path: splits_in(*PurePosixPath(path).parts[:-1]) for path in paths}
         found = by_folder if any(by_folder.values()) else {path: file_split(PurePosixPath(path).name) for path in paths}
         for path in paths:
             if of := _only(found[path], path, where):
@@ -73,7 +73,7 @@ def divided(files: Iterable[str], where: Any) -> dict[str, list[str]]:
     if splits and (others := [path for path in paths if path not in in_splits]):
         example = next(iter(splits.values()))[0]
         raise ValueError(
-            f"{where}: {example} is of one split and {others[0]} of none: rename or move it, or give one file"
+            f"{where}: {example} is in a split and {others[0]} is not: rename or move it, or give one file"
         )
     return _ordered(splits)
 

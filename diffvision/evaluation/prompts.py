@@ -199,7 +199,7 @@ def _lines(file: str, setting: str, other: str = "") -> list[str]:
     """Return the lines of the file that a setting names."""
     if lines := lines_of(Path(file)):
         return lines
-    raise ValueError(f"{setting} is {file!r}, no file with text: give {other}{IMAGENET}, or a file with one per line")
+    raise ValueError(f"{setting} is {file!r}, not a text file: give {other}{IMAGENET}, or a file with one per line")
 
 
 def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:

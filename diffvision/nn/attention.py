@@ -21,10 +21,8 @@ from diffvision.ops.autocast import cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
 
-_PLAIN = (
-    "qkv.weight",
-    "in_proj_weight",
-)  # timm's and torch's plain attention, where ours has q_proj, k_proj and v_proj
+# Of timm's and torch's plain attention, where ours has q_proj, k_proj and v_proj.
+_PLAIN = ("qkv.weight", "in_proj_weight")
 # Cosines and sines of the tokens' angles, as `ops.rotary_tables` gives them, broadcastable to [B, H, P, N, D / 2].
 Rotation = tuple[Tensor, Tensor]
 

@@ -1,8 +1,7 @@
 """`open_model`, which opens a model by name or path, and the grammar of these strings.
 
-All commands and functions that take a model use this grammar; what is known of a string before PyTorch is imported is
-in `specs.py`. Image models are built in `images.py`, language models in
-`texts.py`.
+All commands and functions that take a model use this grammar. Checks that need no PyTorch are in `specs.py`. Image
+models are built in `images.py`, language models in `texts.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of a model's string before PyTorch is imported: its label, and whether there is such a model.
+"""Checks of a model's name or path that need no PyTorch: its label, and whether the model exists.
 
 The whole grammar, and the opening of models, are in `grammar.py`.
 """
@@ -35,13 +35,13 @@ def labelled(spec: str) -> tuple[str, str]:
     ("epoch=3-step=100.ckpt"): a path that exists is taken whole, and a label has neither `/` nor `:`.
 
     Raises:
-        ValueError: a label with `/` or `:`, or one that is no name.
+        ValueError: a label with `/` or `:`, or one that is not a name.
     """
     label, given, rest = spec.partition("=")
     if given and not Path(spec).exists():
         wrong = [mark for mark in "/:" if mark in label]
         if label in ("", ".", ".."):  # labels name folders
-            raise ValueError(f"the label {label!r} of {rest} is no name: write LABEL={rest}, or leave the = out")
+            raise ValueError(f"label {label!r} before '=' is not a name: use LABEL={rest} or just {rest}")
         if not wrong:
             return label, rest
         if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or is_name(rest):

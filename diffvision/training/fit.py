@@ -194,7 +194,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:
             settings["model"]["init_args"]["num_classes"] = classes
-            rank_zero_info(f"{classes} classes, as the data have them")
+            rank_zero_info(f"num_classes is {classes}, from the data")
 
     def instantiate_classes(self) -> None:
         """Raise an error of a constructor as it was raised: jsonargparse wraps it in all that might have been meant."""
@@ -306,7 +306,7 @@ def _imported(config: Any) -> Any:
 
 
 def _refuse_numbers(settings: Any) -> None:
-    """Raise a ValueError for a number of the trainer's that cannot be."""
+    """Raise a ValueError for an impossible number among the trainer's settings."""
     for name, (is_possible, remedy) in NUMBERS.items():
         value = settings.get(name)
         if isinstance(value, int | float) and not is_possible(value):

@@ -30,7 +30,7 @@ _TRAINER = {
     "--trainer.max_epochs N": "passes over the data",
     "--trainer.max_steps N": "optimizer steps, where they end earlier",
     "--trainer.accelerator NAME": "cpu, gpu or auto (default: auto)",
-    "--trainer.devices N": "processes, one a device",
+    "--trainer.devices N": "processes, one per device",
     "--trainer.strategy NAME": "ddp, fsdp, ... (default: auto)",
     "--trainer.precision NAME": "32-true, bf16-mixed or 16-mixed",
     "--trainer.fast_dev_run true": "one batch of everything, to try a configuration",

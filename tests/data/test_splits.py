@@ -4,7 +4,7 @@ import pytest
 
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.writer import write_tar
-from diffvision.data.splits import divided, named_splits
+from diffvision.data.splits import by_split, named_splits
 
 LAYOUTS = [
     ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
@@ -29,7 +29,7 @@ def test_splits_are_those_of_datasets(files, tmp_path):
     expected = {
         str(split): sorted(str(path).removeprefix(f"{tmp_path}/") for path in paths) for split, paths in theirs.items()
     }
-    assert (divided(files, "x") or {"train": sorted(files)}) == expected
+    assert (by_split(files, "x") or {"train": sorted(files)}) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_splits_are_those_of_datasets(files, tmp_path):
 )
 def test_what_is_ambiguous_is_refused(files, named):
     with pytest.raises(ValueError, match=named):
-        divided(files, "x")
+        by_split(files, "x")
 
 
 def test_named_splits():

@@ -38,7 +38,7 @@ from diffvision.data.images.tables import (
     path_inside,
 )
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
-from diffvision.data.splits import SPLITS, divided, file_split, named_splits, told
+from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
@@ -173,19 +173,19 @@ def _parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[s
         return _alike({split: partial(from_saved, path, name, columns) for split, name in saved.items()})
     tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
     if any(map(file_split, tables)):
-        return _of_tables(path, divided(tables, path), columns)
+        return _of_tables(path, by_split(tables, path), columns)
     folders, index = [p.name for p in _class_folders(path)], _index_table(path)
-    if all(_class_folders(path / name) for name in filter(told, folders)):
+    if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
-        folders = [name for name in folders if told(name) or any(_files(path / name, _SAMPLE_SUFFIXES))]
+        folders = [name for name in folders if splits_in(name) or any(_files(path / name, _SAMPLE_SUFFIXES))]
     are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
-    if folders and all(map(told, folders)) and (are_called_so or index is None):
+    if folders and all(map(splits_in, folders)) and (are_called_so or index is None):
         named = named_splits(folders, path)
         return {split: partial(_from_split, path, named, name, columns) for split, name in named.items()}
     if index is not None:
         return _of_table(path, index, columns)
     nested = [] if any(_files(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in _files(path, _ROWS)]
-    if splits := divided(nested, path):
+    if splits := by_split(nested, path):
         return _of_tables(path, splits, columns)
     return {"": partial(_from_folder, path, columns)}
 
@@ -244,7 +244,7 @@ def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callabl
 def _from_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
     """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
     images = _from_folder(path / name, columns)
-    if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and told(inner):
+    if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and splits_in(inner):
         raise ValueError(f"{path / name} has {inner}, named as a split, as its only class: move its folders one up")
     known = _folder_names(path, named)
     return _renumbered(images, known) if images.classnames and set(images.classnames) <= set(known) else images
@@ -290,7 +290,7 @@ def _check_undivided(path: Path, names: Iterable[str]) -> None:
         beside = f", next to {others[0]}" if others else ""
         raise ValueError(f"{path}/{unclear[0]} may be a split or a class{beside}: move one elsewhere, or rename it")
     folders = {file.parent for file in files}
-    of_folder = {folder: told(*folder.parts) for folder in folders}
+    of_folder = {folder: splits_in(*folder.parts) for folder in folders}
     splits = set().union(*of_folder.values())
     if len(splits) < 2 and all(file_split(file.name) for file in files):
         splits = set().union(*(file_split(file.name) for file in files))

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffvision.data.shards import remote
-from diffvision.data.splits import divided, told
+from diffvision.data.splits import by_split, splits_in
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "diffvision-shards-1"
@@ -103,7 +103,7 @@ def split_shards(source: Any, split: str) -> Any:
     shards = {shard.name: shard for shard in find_shards(source)} if is_directory else {}
     if len(set().union(*map(shard_split, shards))) < 2:
         return source
-    splits = divided(shards, source)
+    splits = by_split(shards, source)
     if split == "test" and "test" not in splits:
         split = "validation"
     if split not in splits:
@@ -112,8 +112,8 @@ def split_shards(source: Any, split: str) -> Any:
 
 
 def shard_split(name: str) -> set[str]:
-    """Return the splits that the name of a shard tells."""
-    return told(name.partition(".tar")[0].removesuffix(".tgz"))
+    """Return the splits in the name of a shard."""
+    return splits_in(name.partition(".tar")[0].removesuffix(".tgz"))
 
 
 def _matching(pattern: str) -> list[str]:

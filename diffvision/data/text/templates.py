@@ -28,14 +28,14 @@ def render(template: str, variables: Sequence[dict[str, Any]], *, clock: bool = 
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise an error where a text is no Jinja.
+    """Raise an error for a text that is not Jinja.
 
     Args:
         template: the text.
         name: of the template, in messages.
 
     Raises:
-        ValueError: it is no Jinja, or takes more time or memory than it may have.
+        ValueError: it is not Jinja, or takes more time or memory than it may have.
     """
     try:
         reply = _reply(template, [])

@@ -211,7 +211,8 @@ def _versions_with_checkpoints(logger: Any) -> list[Path]:
 
 def _refuse_overwriting(faults: dict[Path, str]) -> None:
     """Raise ValueError where a run that begins would overwrite checkpoints, none of which can be resumed from."""
-    for path, reason in faults.items():
+    if faults:
+        path, reason = next(iter(faults.items()))
         raise ValueError(
             f"no checkpoint in {path.parent} can be resumed from: move them away, or set another logger version "
             f"({path.name} {reason})"

@@ -28,8 +28,8 @@ from diffvision.training.durable.finite import gathered
 from diffvision.training.durable.layout import RUN_KEY
 from diffvision.training.durable.random_state import captured, put_back
 
+LONG = 200  # characters of a setting's two values, from which on only their differing parts are named
 # Settings of a configuration that make no difference to weights or samples.
-LONG = 200  # characters of a setting's two values, of which then only what differs is named
 HARMLESS = (
     "config",
     "ckpt_path",

@@ -293,7 +293,7 @@ def test_splits_of_tables_by_their_names(captioned, ending):
     assert folder.splits == ["test", "train"]
     assert labels_read(folder.images("test")) == {8: 2, 9: 1, 10: 1, 11: 2}
     (captioned / f"more.{ending}").write_text("x")
-    with pytest.raises(ValueError, match=f"more.{ending} of none"):
+    with pytest.raises(ValueError, match=f"more.{ending} is not"):
         find_images(captioned)
 
 
