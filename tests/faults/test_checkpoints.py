@@ -17,7 +17,7 @@ from tiny_runs import plain_checkpoint
 
 pytestmark = pytest.mark.faults
 KILLS = 20
-MISSING = "nowhere"  # a data set that is not there: what is refused before data is read does not miss it
+EMPTY = "empty"  # a folder without data, which is an error only when it is read
 
 
 def content(step: int) -> dict:
@@ -78,6 +78,7 @@ OTHER = {
 def test_a_checkpoint_of_another_run_is_refused_before_data_is_read(what):
     write_data()
     succeeds(*fit(steps=1))
+    Path(EMPTY).mkdir()
     flags, words = OTHER[what]
-    command = [flag for flag in fit(data=MISSING) if flag != CLASSES or what != "kind of module"]
-    assert MISSING not in refused(*command, *flags, "--resume=must", words=words)
+    command = [flag for flag in fit(data=EMPTY) if flag != CLASSES or what != "kind of module"]
+    assert EMPTY not in refused(*command, *flags, "--resume=must", words=words)
