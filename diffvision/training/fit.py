@@ -42,7 +42,7 @@ from diffvision.training.callbacks import (
 )
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable import Ranks, Resume, lightning_internals, protect, refuse_link
+from diffvision.training.durable import Ranks, Resume, StepGuard, lightning_internals, protect, refuse_link
 from diffvision.training.ema import EMA
 from diffvision.training.language import LanguageModule
 from diffvision.training.module import TrainingModule
@@ -64,6 +64,7 @@ __all__ = [
     "LanguageModule",
     "ProgressLine",
     "RunSummary",
+    "StepGuard",
     "TextData",
     "Throughput",
     "TrainOnlyNew",

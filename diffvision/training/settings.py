@@ -128,7 +128,8 @@ def _class_paths(given: Sequence[Given]) -> Iterator[tuple[str, str]]:
             value = _value(one)
             for entry in value if isinstance(value, list) else [value]:
                 path = entry.get("class_path") if isinstance(entry, Mapping) else entry
-                if isinstance(path, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", path):
+                is_file = str(path).endswith((".yaml", ".yml", ".json"))  # of settings, next to the one that names it
+                if isinstance(path, str) and not is_file and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", path):
                     yield owner, path
 
 
@@ -227,7 +228,7 @@ def _check_known(name: str, value: Any, kinds: Mapping[str, Any], classes: Mappi
         return
     if owner not in CLASSES:
         parser = Parser(prog=program)
-        for known_name in kinds:
+        for known_name in ("config", *kinds):
             parser.add_argument(f"--{known_name}")
         parser.error(f"unrecognized arguments: --{name} {value}")
     if (path := classes.get(owner)) and inner not in ("class_path", "init_args", "dict_kwargs"):

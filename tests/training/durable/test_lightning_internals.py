@@ -117,8 +117,11 @@ from diffvision.training.durable import lightning_internals, protect
 assert len(lightning_internals.missing()) == 3, lightning_internals.missing()
 assert doctor.private_names()
 for command in ("evaluate", "export", "fit"):
+    words = ["--help"]
+    if command == "fit":
+        words = ["--config", "clip/debug.yaml", "--data.init_args.train=.", "--data.init_args.evaluations=[.]"]
     try:
-        status = cli.main([command, "--help"])
+        status = cli.main([command, *words])
     except SystemExit as ended:
         status = ended.code
     assert status == (1 if command == "fit" else 0), (command, status)
