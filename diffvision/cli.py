@@ -45,7 +45,7 @@ COMMANDS = {
         "perplexity, needles and more of language models",
     ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "answer": Command("diffvision.answer", "answer", "write a teacher's answers as rows for fine-tuning"),
+    "answer": Command("diffvision.lab.answer", "answer", "write a teacher's answers as rows for fine-tuning"),
     "export": Command(
         "diffvision.export.command", "export", "a model as its host's folder, torch.export, ONNX or int8"
     ),

@@ -54,7 +54,8 @@ class Attention(NamedTuple):
     @classmethod
     def measured(cls) -> "Attention":
         """Return what holds on this machine."""
-        from diffvision.models import clip, vision
+        from diffvision.models import clip
+        from diffvision.models import vit as vision
 
         rows = [dict(zip(("attention", "on", "backend", "why"), row, strict=True)) for row in backends()]
         return cls(devices(), rows, {"timm": len(vision.model_names()), "OpenCLIP": len(clip.model_names())})
@@ -210,7 +211,7 @@ def private_names() -> list[Finding]:
     """Return a finding for each package, of Lightning and jsonargparse, that lacks private names that `fit` needs."""
     try:
         from diffvision import jsonargparse_internals
-        from diffvision.training.durable import lightning_internals
+        from diffvision.training.fault_tolerance import lightning_internals
     except ImportError:
         return []  # one of them is not installed, which `unmet` reports
     return [

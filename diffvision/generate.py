@@ -54,8 +54,8 @@ def generate_text(
     """
     import torch
 
-    from diffvision.analysis.pruning import Compress
     from diffvision.evaluation.distributed import resolve_device
+    from diffvision.lab.pruning import Compress
     from diffvision.models.language.generation import Sampling, generate
     from diffvision.opening import open_model
 

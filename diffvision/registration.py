@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MODULES = {
-    "timm": ("diffvision.models.vision", "diffvision.models.adapted"),
+    "timm": ("diffvision.models.vit", "diffvision.models.adapted"),
     "open_clip": ("diffvision.models.clip",),
     "transformers": ("diffvision.models.language.transformers",),
 }

@@ -51,7 +51,7 @@ def names(module: str, table: str = "__all__") -> list[str]:
 
 
 def value_type(path: str) -> Any:
-    """Return the type of that name, such as "diffvision.training.durable.Resume", or Any."""
+    """Return the type of that name, such as "diffvision.training.fault_tolerance.Resume", or Any."""
     module, _, name = path.rpartition(".")
     return _plain(_Names(module)[name])
 

@@ -21,6 +21,9 @@ os.environ["DIFFVISION_TUNING"] = "off"  # no test depends on what was measured 
 ASSETS = Path(__file__).parent / "assets"
 
 
+pytest_plugins = ["language_fixtures"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults-all", action="store_true", help="with -m faults: every cell of the resume matrix")
 

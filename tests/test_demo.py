@@ -13,8 +13,9 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.images import ImageAttention, Retrieved
 from diffvision.data.made import digits
 from diffvision.data.made.digits import combinations
-from diffvision.demo import demo, images, report, runs, text, text_page
+from diffvision.demo import demo, images, report, runs
 from diffvision.demo.pictures import Shown
+from diffvision.lab.demo import text, text_page
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.recipes import recipe
 

@@ -114,7 +114,7 @@ MISTAKES = [
     ("fit CLIP --trainer.callbacks+=diffvision.training.finite.StepGuard", "mean diffvision.training.StepGuard?"),
     (
         "fit CLIP --trainer.callbacks+=diffvision.training.preemption.Preemption",
-        "training.durable.preemption.Preemption?",
+        "training.fault_tolerance.preemption.Preemption?",
     ),
     ("fit CLIP --config moved.yaml", "did you mean diffvision.training.StepGuard?"),
     # models and their preprocessing

@@ -17,7 +17,7 @@ import timm, open_clip
 from timm import create_model, list_models
 assert timm.is_model("diff_vit_base") and timm.is_model("adapted_vit") and "diff_vit_base" in list_models("diff_vit*")
 assert "DiffCLIP-ViT-B-16" in open_clip.list_models()
-assert type(create_model("diff_vit_debug").blocks[0]).__module__ == "diffvision.models.vision"
+assert type(create_model("diff_vit_debug").blocks[0]).__module__ == "diffvision.models.vit"
 """
 
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     import timm
     loader = DataLoader(Models(timm.create_model("diff_vit_debug")), batch_size=None, num_workers=1,
                         multiprocessing_context="spawn")
-    assert list(loader) == [["VisionTransformer", "diffvision.models.vision"]] * 2, list(loader)
+    assert list(loader) == [["VisionTransformer", "diffvision.models.vit"]] * 2, list(loader)
 """
 
 

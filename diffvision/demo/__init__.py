@@ -25,7 +25,7 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, less
         raise ValueError("lesson is about images: leave out --lesson or --language")
     try:
         if language:
-            from diffvision.demo.text import text
+            from diffvision.lab.demo.text import text
 
             text(Path(output), seeds)
         else:

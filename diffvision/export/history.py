@@ -17,7 +17,7 @@ import yaml
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.bounded_yaml import load_yaml
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.training.durable import record_path
+from diffvision.training.fault_tolerance import record_path
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
 _SECRET = re.compile(r"(?i)(^|_)(token|secret|password|api_?key|credentials?)$")

@@ -51,10 +51,10 @@ def answer(
         FileExistsError: the output exists.
     """
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.language.chats import chat_of, ends_of, template_text
-    from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for
     from diffvision.evaluation.language.tasks import model_identity
     from diffvision.evaluation.output import bar, write_bytes
+    from diffvision.lab.language.chats import chat_of, ends_of, template_text
+    from diffvision.lab.language.generations import Prompt, generate_rows, room_for
     from diffvision.opening import open_model
 
     for name, value in (("new_tokens", new_tokens), ("batch_size", batch_size)):

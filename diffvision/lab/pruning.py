@@ -2,7 +2,7 @@
 
 Every map and head that reads a key/value head keeps the same tokens, since the keys of both maps and the value live or
 die together. After pruning each softmax is over what is left. What it costs is measured in
-`diffvision.evaluation.language.cache_pruning`.
+`diffvision.lab.language.cache_pruning`.
 """
 
 import dataclasses

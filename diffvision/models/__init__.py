@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.models import adapted, clip, language, vision
+    from diffvision.models import adapted, clip, language
+    from diffvision.models import vit as vision
 
 __all__ = ["adapted", "clip", "language", "vision"]
 

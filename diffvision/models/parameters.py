@@ -38,7 +38,8 @@ def models(filter: str = "*") -> None:
 
 def names() -> dict[str, list[str]]:
     """Return host -> the names of our models."""
-    from diffvision.models import clip, language, vision
+    from diffvision.models import clip, language
+    from diffvision.models import vit as vision
 
     return {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
 

@@ -2,7 +2,7 @@
 
     from diffvision.training import ContrastiveModule
 
-Names are imported when they are first used, because each needs another host. What keeps a run alive is in `durable`.
+Names are imported when they are first used, because each needs another host. What keeps a run alive is in `fault_tolerance`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from diffvision.training.classification import ClassificationModule
     from diffvision.training.clip import ContrastiveModule
     from diffvision.training.distillation import Distillation
-    from diffvision.training.durable import StepGuard
     from diffvision.training.ema import EMA
+    from diffvision.training.fault_tolerance import StepGuard
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
 
@@ -37,7 +37,7 @@ _MODULES = {
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
     "OptimizerSettings": "optim",
-    "StepGuard": "durable",
+    "StepGuard": "fault_tolerance",
     "Throughput": "callbacks",
     "TrainOnlyNew": "callbacks",
 }

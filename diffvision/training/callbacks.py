@@ -1,6 +1,6 @@
 """Callbacks that log lambda, samples or tokens per second and what became of every sample, and that schedule lambda.
 
-Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `durable`. timm and
+Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `fault_tolerance`. timm and
 OpenCLIP are imported when a callback runs: they take seconds, and the help of `fit` imports this module.
 """
 
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.shards.report import Report
-from diffvision.training.durable import gathered
+from diffvision.training.fault_tolerance import gathered
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so

@@ -27,7 +27,7 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
-from diffvision.training.durable import spread
+from diffvision.training.fault_tolerance import spread
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 from diffvision.training.progress import followed

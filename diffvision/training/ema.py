@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 
 
 class EMA(EMAWeightAveraging):

@@ -42,8 +42,8 @@ from diffvision.training.callbacks import (
 )
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable import Ranks, Resume, StepGuard, lightning_internals, protect, refuse_link
 from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance import Ranks, Resume, StepGuard, lightning_internals, protect, refuse_link
 from diffvision.training.language import LanguageModule
 from diffvision.training.module import TrainingModule
 from diffvision.training.progress import ProgressLine

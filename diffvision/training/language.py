@@ -24,7 +24,7 @@ from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.distillation import Distillation, Teacher
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.training.durable import StepGuard, lightning_internals
+from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import OptimizerSettings, WarmupDecay
 
 # Warnings of other libraries about code that is not the user's.

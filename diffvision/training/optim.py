@@ -1,6 +1,6 @@
 """AdamW, its parameter groups and the learning-rate schedule.
 
-Clipping and skipped steps are in `durable`, whose StepGuard reads the settings of this module.
+Clipping and skipped steps are in `fault_tolerance`, whose StepGuard reads the settings of this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 
 Decay = Literal["cosine", "linear"]
 

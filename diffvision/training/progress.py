@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.training.durable import asking
+from diffvision.training.fault_tolerance import asking
 from diffvision.training.terminal import CellScreen, Screen
 
 # Names of metrics on the line, the most important first. All others come last, under their full names.

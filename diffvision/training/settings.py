@@ -59,8 +59,8 @@ def known() -> dict[str, Any]:
         "seed_everything": bool | int,
         "ckpt_path": str | None,
         "weights_only": bool | None,
-        "resume": value_type("diffvision.training.durable.Resume"),
-        "resume_ranks": value_type("diffvision.training.durable.Ranks"),
+        "resume": value_type("diffvision.training.fault_tolerance.Resume"),
+        "resume_ranks": value_type("diffvision.training.fault_tolerance.Ranks"),
         **dict.fromkeys(("trainer", *CLASSES), Any),
         **trainer,
     }

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from command_line import KEPT, fit, refused, succeeds, write_data
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, clean, newest_valid
-from diffvision.training.durable.records import record_path
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, clean, newest_valid
+from diffvision.training.fault_tolerance.records import record_path
 from tiny_runs import plain_checkpoint
 
 pytestmark = pytest.mark.faults

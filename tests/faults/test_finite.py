@@ -1,4 +1,4 @@
-"""A loss that is finite and huge. `tests/training/durable/test_finite.py` has those that are not finite."""
+"""A loss that is finite and huge. `tests/training/fault_tolerance/test_finite.py` has those that are not finite."""
 
 import lightning.pytorch as pl
 import pytest
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.durable.content import not_finite
-from diffvision.training.durable.finite import StepGuard
+from diffvision.training.fault_tolerance.content import not_finite
+from diffvision.training.fault_tolerance.finite import StepGuard
 
 pytestmark = [
     pytest.mark.faults,

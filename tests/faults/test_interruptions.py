@@ -13,8 +13,8 @@ import torch
 
 import tiny_runs
 from command_line import fit, run, shot, succeeds, write_data
-from diffvision.training.durable.checkpoints import newest_valid
-from diffvision.training.durable.preemption import SAVED
+from diffvision.training.fault_tolerance.checkpoints import newest_valid
+from diffvision.training.fault_tolerance.preemption import SAVED
 from ranks import alone
 from tiny_runs import Cut, Outcome, Setting, once, quietly, unequal
 

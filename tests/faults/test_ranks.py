@@ -1,6 +1,6 @@
 """Two ranks that train: rank 0 is gone, one cannot save, the port is taken, or one sees other shards.
 
-`tests/training/durable/test_preemption.py` has the same with rank 1, signals to either, and uneven loaders.
+`tests/training/fault_tolerance/test_preemption.py` has the same with rank 1, signals to either, and uneven loaders.
 """
 
 import multiprocessing
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from command_line import KEPT, fit, run, write_data
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.durable.equal_steps import EvenRanks
-from diffvision.training.durable.preemption import Preemption
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.equal_steps import EvenRanks
+from diffvision.training.fault_tolerance.preemption import Preemption
+from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 from ranks import Ranks, alive, alone, kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]

@@ -36,11 +36,11 @@ from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.durable.layout import RUN_KEY
-from diffvision.training.durable.resume import Ranks, prepared
-from diffvision.training.durable.run_state import RunState
 from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.layout import RUN_KEY
+from diffvision.training.fault_tolerance.resume import Ranks, prepared
+from diffvision.training.fault_tolerance.run_state import RunState
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from diffvision.answer import answer
 from diffvision.cli import main
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.evaluation.language import generations
+from diffvision.lab.answer import answer
+from diffvision.lab.language import generations
 from diffvision.models import language
 
 ROWS = [

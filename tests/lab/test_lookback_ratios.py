@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffvision.analysis.lookback import lookback_ratio, lookback_ratios
+from diffvision.lab.lookback_ratios import lookback_ratio, lookback_ratios
 from diffvision.models import language
 
 

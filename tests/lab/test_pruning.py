@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
-from diffvision.analysis.pruning import METHODS, Compress, plain_methods, pruned_attention
+from diffvision.lab.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.models import language
 from diffvision.models.language.generation import generate
 

@@ -14,14 +14,15 @@ from diffvision import adapt
 from diffvision.evaluation import FeatureExtractor
 from diffvision.export.finite import open_finite
 from diffvision.export.folders import save_folder
-from diffvision.models import language, vision
+from diffvision.models import language
+from diffvision.models import vit as vision
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference, recorded
 from diffvision.models.convert import convert
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable.resume import compare
+from diffvision.training.fault_tolerance.resume import compare
 from diffvision.training.language import LanguageModule
 from tiny_runs import plain_checkpoint
 

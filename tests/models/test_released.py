@@ -14,7 +14,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from timm.models import register_model
 
-from diffvision.models import released, vision
+from diffvision.models import released
+from diffvision.models import vit as vision
 from diffvision.models.convert import diffclip
 from diffvision.models.convert.state import read_state
 from diffvision.opening import open_model
@@ -27,7 +28,7 @@ import diffvision
 from diffvision.models import released  # before OpenCLIP
 import open_clip
 import timm
-from diffvision.models import vision
+from diffvision.models import vit as vision
 
 def diff_vit_golden_patch8_clip_32(pretrained=False, **settings):
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torchvision.models.feature_extraction import NodePathTracer, create_feature_extractor, get_graph_node_names
 
-from diffvision.models import vision
+from diffvision.models import vit as vision
 
 DEBUG, V2, PLAIN, VCA = "diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug", "vca_vit_debug"
 TINY, REGISTERS = "diff_vit_tiny_patch16_224", "diff_vit_tiny_patch16_reg4_gap_256"

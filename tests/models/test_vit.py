@@ -12,7 +12,7 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from diffvision import nn as diffnn
-from diffvision.models import vision
+from diffvision.models import vit as vision
 from diffvision.models.convert import convert
 from diffvision.models.convert.timm import to_timm
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import Problem, eager, flash
+from diffvision.ops.attention import Problem, flash
+from diffvision.ops.attention import reference as eager
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, dtype=torch.bfloat16, device="cuda")
 

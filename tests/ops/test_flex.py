@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import Problem, eager, flex
+from diffvision.ops.attention import Problem, flex
+from diffvision.ops.attention import reference as eager
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffvision.ops.attention import Problem, eager
+from diffvision.ops.attention import Problem
+from diffvision.ops.attention import reference as eager
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from diffvision.ops.attention import eager
+from diffvision.ops.attention import reference as eager
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("diffvision.ops.attention.triton.decode")

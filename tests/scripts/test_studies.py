@@ -21,7 +21,7 @@ import seeds
 import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
-from diffvision.data.made.arithmetic import make_arithmetic
+from diffvision.lab.datasets.arithmetic import make_arithmetic
 from grid import Difference, Grid, Run, best_rate, holm
 
 

@@ -16,8 +16,8 @@ from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.training.callbacks import LambdaMonitor, Throughput
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, verify
-from diffvision.training.durable.resume import RunState, compare
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
+from diffvision.training.fault_tolerance.resume import RunState, compare
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 

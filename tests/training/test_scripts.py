@@ -29,7 +29,7 @@ from diffvision.training import (
     OptimizerSettings,
     Throughput,
 )
-from diffvision.training.durable.finite import StepGuard
+from diffvision.training.fault_tolerance.finite import StepGuard
 
 # Lightning's advice (more workers, a validation loader, shorter logging intervals) is not for these.
 pytestmark = [

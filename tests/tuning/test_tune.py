@@ -13,7 +13,8 @@ import broken_backends
 from broken_backends import BROKEN
 from diffvision.cli import main
 from diffvision.ops import diff_attention, supported_backends
-from diffvision.ops.attention import BACKENDS, Problem, eager, tuned
+from diffvision.ops.attention import BACKENDS, Problem, tuned
+from diffvision.ops.attention import reference as eager
 from diffvision.tuning import cases, store, timing, ways, worker
 from diffvision.tuning.cases import Case
 from diffvision.tuning.command import _Measuring

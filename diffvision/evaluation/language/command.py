@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffvision.evaluation.language.faithfulness.options import JudgeOptions
 from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.faithfulness.options import JudgeOptions
 
 if TYPE_CHECKING:
-    from diffvision.evaluation.language.faithfulness.rows import Row
-    from diffvision.evaluation.language.mathematics.sets import Question
+    from diffvision.lab.faithfulness.rows import Row
+    from diffvision.lab.mathematics.sets import Question
 
 
 def run(
@@ -58,11 +58,11 @@ def run(
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import suite
-    from diffvision.evaluation.language.faithfulness.judges import open_judges
-    from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.language.tasks import low_bit_settings, synthetic_mappings
     from diffvision.evaluation.output import check_folder, listed
+    from diffvision.lab.faithfulness.judges import open_judges
+    from diffvision.lab.language.many_shot import read_task
     from diffvision.opening import check_spec, labelled, open_model
 
     names = list(dict.fromkeys(listed(tasks)))
@@ -130,11 +130,11 @@ def _read(
     What cannot be read raises before a model is loaded.
     """
     from diffvision.evaluation.language.documents import check_sources
-    from diffvision.evaluation.language.faithfulness.prompts import read_templates
-    from diffvision.evaluation.language.faithfulness.rows import read_rows
-    from diffvision.evaluation.language.mathematics.sets import read_questions
     from diffvision.evaluation.language.tasks import prompting
     from diffvision.evaluation.output import listed
+    from diffvision.lab.faithfulness.prompts import read_templates
+    from diffvision.lab.faithfulness.rows import read_rows
+    from diffvision.lab.mathematics.sets import read_questions
 
     if data is None:
         return None, [], []

@@ -156,7 +156,7 @@ class LanguageOptions:
         for pair in self.needles:
             needle_pair(pair)
         if self.pruning_methods:
-            from diffvision.analysis.pruning import METHODS  # imports PyTorch, as below
+            from diffvision.lab.pruning import METHODS  # imports PyTorch, as below
 
             if unknown := [method for method in self.pruning_methods if method not in METHODS]:
                 raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")

@@ -13,16 +13,16 @@ from diffvision.analysis.figures import language as figures
 from diffvision.analysis.figures import png
 from diffvision.evaluation.cache import Cache, digest, files_digest, tensor_digest
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.chats import template_text
 from diffvision.evaluation.language.documents import read_documents, tokenised
-from diffvision.evaluation.language.faithfulness.options import JudgeOptions
-from diffvision.evaluation.language.many_shot import Task
-from diffvision.evaluation.language.mathematics.answers import has_math_verify
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.records import fingerprint
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, model_identity, reading_of
 from diffvision.evaluation.output import bar, write_bytes, write_json
 from diffvision.evaluation.samples import PerSample
+from diffvision.lab.faithfulness.options import JudgeOptions
+from diffvision.lab.language.chats import template_text
+from diffvision.lab.language.many_shot import Task
+from diffvision.lab.mathematics.answers import has_math_verify
 from diffvision.opening import Model
 
 

@@ -17,29 +17,29 @@ from diffvision.analysis.figures import language as figures
 from diffvision.data.made.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import model_digest
-from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
-from diffvision.evaluation.language.attention_mass import attention_mass
-from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of
-from diffvision.evaluation.language.faithfulness.judges import Judge
-from diffvision.evaluation.language.faithfulness.prompts import read_templates
-from diffvision.evaluation.language.faithfulness.rows import Row
-from diffvision.evaluation.language.faithfulness.task import faithfulness
-from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.lookback import lookback
-from diffvision.evaluation.language.low_bit import SCHEMES, Settings, check_schemes, low_bit
-from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness
-from diffvision.evaluation.language.mathematics.sets import Question, read_questions
-from diffvision.evaluation.language.mathematics.task import Prompting, mathematics
 from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
-from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
-from diffvision.evaluation.language.quantization import quantization
-from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
+from diffvision.lab.faithfulness.judges import Judge
+from diffvision.lab.faithfulness.prompts import read_templates
+from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.faithfulness.task import faithfulness
+from diffvision.lab.language.associative_recall import associative_recall, frequent_bigrams
+from diffvision.lab.language.attention_mass import attention_mass
+from diffvision.lab.language.cache_pruning import asked_twice, cache_pruning
+from diffvision.lab.language.label_mapping import label_mapping_tasks
+from diffvision.lab.language.lookback import lookback
+from diffvision.lab.language.low_bit import SCHEMES, Settings, check_schemes, low_bit
+from diffvision.lab.language.many_shot import Task, many_shot, order_robustness
+from diffvision.lab.language.outliers import outliers
+from diffvision.lab.language.quantization import quantization
+from diffvision.lab.language.recall_errors import recall_errors
+from diffvision.lab.mathematics.sets import Question, read_questions
+from diffvision.lab.mathematics.task import Prompting, mathematics
 from diffvision.opening import Model
 
 PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers

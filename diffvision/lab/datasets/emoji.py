@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.made.cutouts import (
+from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_lines, write_shards
+from diffvision.lab.datasets.cutouts import (
     BACKGROUND,
     SIZE,
     Rasteriser,
@@ -25,8 +26,7 @@ from diffvision.data.made.cutouts import (
     write_retrieval,
     write_zero_shot,
 )
-from diffvision.data.made.emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
-from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_lines, write_shards
+from diffvision.lab.datasets.emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
 from diffvision.progress import track
 
 LICENCES = {"Noto": "Apache-2.0 (emoji.json: MIT)", "Twemoji": "CC-BY-4.0", "OpenMoji": "CC-BY-SA-4.0"}

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diffvision.data.made.cutouts import (
+from diffvision.data.shards.writer import Sample, write_about, write_shards
+from diffvision.lab.datasets.cutouts import (
     BACKGROUND,
     SIZE,
     paste,
@@ -25,7 +26,6 @@ from diffvision.data.made.cutouts import (
     write_retrieval,
     write_zero_shot,
 )
-from diffvision.data.shards.writer import Sample, write_about, write_shards
 from diffvision.progress import track
 
 PACKAGES = ("openclipart-svg", "openclipart-png")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from diffvision.data.made import markup
 from diffvision.data.made.corpus import Corpus, library_documents, split_of
-from diffvision.data.made.dictionaries import dictd_entries, wordnet_entries
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import natural
 from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards
+from diffvision.lab.datasets import markup
+from diffvision.lab.datasets.dictionaries import dictd_entries, wordnet_entries
 from diffvision.progress import track
 
 _PER_SHARD = 10_000

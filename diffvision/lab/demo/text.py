@@ -19,13 +19,13 @@ from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, comparison, of_model
 from diffvision.demo.runs import claim, prepare, trained
-from diffvision.demo.text_page import page
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.needle import needle_samples
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import Work
 from diffvision.evaluation.output import write_bytes
+from diffvision.lab.demo.text_page import page
 from diffvision.models.language.generation import generate
 from diffvision.opening import Model
 

@@ -13,13 +13,13 @@ import torch
 
 from diffvision.data.shards.remote import Patience
 from diffvision.evaluation.cache import model_digest
-from diffvision.evaluation.language.chats import asking, chat_of, has_template, template_text
-from diffvision.evaluation.language.faithfulness.options import JudgeOptions
-from diffvision.evaluation.language.faithfulness.rows import Row
-from diffvision.evaluation.language.faithfulness.rules import Judgement, contains, grounded, normalised
-from diffvision.evaluation.language.faithfulness.server import SYSTEM, ChatServer, NoReply
-from diffvision.evaluation.language.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
-from diffvision.evaluation.language.generations import continued, room_for
+from diffvision.lab.faithfulness.options import JudgeOptions
+from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.faithfulness.rules import Judgement, contains, grounded, normalised
+from diffvision.lab.faithfulness.server import SYSTEM, ChatServer, NoReply
+from diffvision.lab.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
+from diffvision.lab.language.chats import asking, chat_of, has_template, template_text
+from diffvision.lab.language.generations import continued, room_for
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model, open_model
 from diffvision.opening.texts import open_classifier

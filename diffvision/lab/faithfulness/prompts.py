@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffvision.evaluation.language.chats import Ask
-from diffvision.evaluation.language.faithfulness.rows import Kind, Row
-from diffvision.evaluation.language.generations import Prompt
+from diffvision.lab.faithfulness.rows import Kind, Row
+from diffvision.lab.language.chats import Ask
+from diffvision.lab.language.generations import Prompt
 
 STOPS = ("#Document#:", "#Question#:", "#Article#:", "Q:", "\\end{code}")
 """What ends an output, as in Lookback Lens: a base model continues with another example."""

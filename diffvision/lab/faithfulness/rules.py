@@ -6,7 +6,7 @@ import re
 import string
 from typing import NamedTuple
 
-from diffvision.evaluation.language.faithfulness.rows import Row
+from diffvision.lab.faithfulness.rows import Row
 
 
 class Judgement(NamedTuple):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffvision.data.shards.remote import Patience
-from diffvision.evaluation.language.faithfulness.secret import Secret
 from diffvision.evaluation.output import write_bytes
+from diffvision.lab.faithfulness.secret import Secret
 
 if TYPE_CHECKING:
     import aiohttp

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from diffvision.evaluation.intervals import cohen_kappa
-from diffvision.evaluation.language.chats import asking, ends_of
-from diffvision.evaluation.language.faithfulness.judges import Judge
-from diffvision.evaluation.language.faithfulness.prompts import STOPS, fit_prompt
-from diffvision.evaluation.language.faithfulness.rows import Row
-from diffvision.evaluation.language.faithfulness.rules import Judgement
-from diffvision.evaluation.language.generations import Generation, generate_rows, room_for
-from diffvision.evaluation.language.recall_errors import unit
 from diffvision.evaluation.language.records import Records, fingerprint
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
+from diffvision.lab.faithfulness.judges import Judge
+from diffvision.lab.faithfulness.prompts import STOPS, fit_prompt
+from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.faithfulness.rules import Judgement
+from diffvision.lab.language.chats import asking, ends_of
+from diffvision.lab.language.generations import Generation, generate_rows, room_for
+from diffvision.lab.language.recall_errors import unit
 from diffvision.opening import Model
 
 EMPTY = Judgement(False, "the output is empty")

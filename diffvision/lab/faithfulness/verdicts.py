@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from diffvision.evaluation.language.faithfulness.rows import Row
+from diffvision.lab.faithfulness.rows import Row
 
 _TASK = """\
 Below are a document, {a_truth} and a proposed {kind}. Decide whether everything that the proposed {kind} says follows \

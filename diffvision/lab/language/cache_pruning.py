@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
-from diffvision.analysis.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.analysis.statistics import gini, keys_for
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.scoring import Progress, device_of, greedy_matches, token_losses, unseen
 from diffvision.evaluation.samples import PerSample, each, means
+from diffvision.lab.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.models.modes import evaluating
 
 RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95)

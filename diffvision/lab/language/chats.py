@@ -9,8 +9,8 @@ from typing import Any
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.chat import TEMPLATES, Chat, Messages, open_chat, read_template, template_of
 from diffvision.data.text.templates import render
-from diffvision.evaluation.language.generations import tokenizer_of
 from diffvision.evaluation.language.needle import start_tokens
+from diffvision.lab.language.generations import tokenizer_of
 from diffvision.opening import Model
 
 _ANSWER = "an answer"

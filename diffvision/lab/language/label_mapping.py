@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from diffvision.data.made.mapping_text import KINDS, TEMPLATE, draw_mapping
-from diffvision.evaluation.language.many_shot import Example, Task
+from diffvision.lab.language.many_shot import Example, Task
 
 
 def label_mapping_tasks(

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from diffvision.analysis.lookback import lookback_ratios
 from diffvision.data.made.needle_text import Form, as_form
 from diffvision.evaluation.language.needle import DEPTHS, needle_samples
-from diffvision.evaluation.language.recall_errors import ANSWERS, answers
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.lab.language.recall_errors import ANSWERS, answers
+from diffvision.lab.lookback_ratios import lookback_ratios
 from diffvision.opening import Model
 
 

@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 
 from diffvision.data.made.needle_text import Form, as_form
-from diffvision.evaluation.language.generations import continued
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.records import fingerprint
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
+from diffvision.lab.language.generations import continued
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 

@@ -16,8 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from diffvision.evaluation.language.mathematics.quantities import NAME, NUMBER, Quantity, quantity
-from diffvision.evaluation.language.mathematics.units import compatible
+from diffvision.lab.mathematics.quantities import NAME, NUMBER, Quantity, quantity
+from diffvision.lab.mathematics.units import compatible
 from diffvision.limited_process import LimitedProcess, LimitExceeded
 
 Rule = Literal["boxed", "hashes", "answer is", "last number", "whole"]

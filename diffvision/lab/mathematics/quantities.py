@@ -14,7 +14,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from diffvision.evaluation.language.mathematics.units import canonical
+from diffvision.lab.mathematics.units import canonical
 
 NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d*)?|\.\d+"
 _LONGEST_NUMBER = 1000  # characters

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from diffvision.data.rows import SUFFIXES, read_rows
 from diffvision.data.text.tokenizers import check_text
-from diffvision.evaluation.language.mathematics.answers import after_hashes, as_fraction, boxed
-from diffvision.evaluation.language.mathematics.errors import check
+from diffvision.lab.mathematics.answers import after_hashes, as_fraction, boxed
+from diffvision.lab.mathematics.errors import check
 
 Row = dict[str, Any]
 

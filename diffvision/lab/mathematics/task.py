@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from diffvision.data.shards.writer import write_lines
-from diffvision.evaluation.language.chats import asking, ends_of
-from diffvision.evaluation.language.generations import Generation, Prompt, generate_rows, room_for
-from diffvision.evaluation.language.mathematics.answers import (
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.samples import PerSample
+from diffvision.lab.language.chats import asking, ends_of
+from diffvision.lab.language.generations import Generation, Prompt, generate_rows, room_for
+from diffvision.lab.mathematics.answers import (
     RULES,
     Extracted,
     equal,
@@ -26,10 +28,8 @@ from diffvision.evaluation.language.mathematics.answers import (
     has_math_verify,
     math_verify,
 )
-from diffvision.evaluation.language.mathematics.errors import KINDS, judge
-from diffvision.evaluation.language.mathematics.sets import Question
-from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.samples import PerSample
+from diffvision.lab.mathematics.errors import KINDS, judge
+from diffvision.lab.mathematics.sets import Question
 from diffvision.opening import Model
 
 QUESTION = "{question}"

@@ -124,7 +124,7 @@ def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str
 
 def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[str, Any]:
     """Return the OpenCLIP configuration of a DiffCLIP state_dict, from the shapes of its tensors."""
-    from diffvision.models.vision import MODELS, SIZES
+    from diffvision.models.vit import MODELS, SIZES
 
     width, _, patch, _ = given["visual.patch_embed.proj.weight"].shape
     tokens, depth = given["visual.pos_embed"].shape[1], given.layers("visual.blocks")

@@ -68,7 +68,7 @@ class Sampling:
 
 
 class Compression(Protocol):
-    """The interface of what prunes the cache of a prompt; `diffvision.analysis.pruning.Compress` has the methods."""
+    """The interface of what prunes the cache of a prompt; `diffvision.lab.pruning.Compress` has the methods."""
 
     def prefill(
         self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, capacity: Callable[[int], int]

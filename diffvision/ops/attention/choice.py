@@ -6,7 +6,8 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, eager, flash, flex, native, sdpa, single, triton, tuned
+from diffvision.ops.attention import blocked, flash, flex, native, sdpa, single, triton, tuned
+from diffvision.ops.attention import reference as eager
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and

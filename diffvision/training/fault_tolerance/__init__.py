@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.training.durable.files import refuse_link
-    from diffvision.training.durable.finite import StepGuard, gathered, spread
-    from diffvision.training.durable.preemption import Preempted, asking
-    from diffvision.training.durable.protection import protect
-    from diffvision.training.durable.rank_monitor import LostRank
-    from diffvision.training.durable.records import record_path
-    from diffvision.training.durable.resume import Ranks, Resume
+    from diffvision.training.fault_tolerance.files import refuse_link
+    from diffvision.training.fault_tolerance.finite import StepGuard, gathered, spread
+    from diffvision.training.fault_tolerance.preemption import Preempted, asking
+    from diffvision.training.fault_tolerance.protection import protect
+    from diffvision.training.fault_tolerance.rank_monitor import LostRank
+    from diffvision.training.fault_tolerance.records import record_path
+    from diffvision.training.fault_tolerance.resume import Ranks, Resume
 
 _MODULES = {
     "LostRank": "rank_monitor",

@@ -18,9 +18,9 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from diffvision.training.durable.content import malformed, opened, states_not_finite, weights_not_finite
-from diffvision.training.durable.files import is_remote, sync_directory, tensor_bytes, unwritable, write_file
-from diffvision.training.durable.records import (
+from diffvision.training.fault_tolerance.content import malformed, opened, states_not_finite, weights_not_finite
+from diffvision.training.fault_tolerance.files import is_remote, sync_directory, tensor_bytes, unwritable, write_file
+from diffvision.training.fault_tolerance.records import (
     RECORD,
     SUFFIX,
     TEMPORARY,
@@ -32,7 +32,7 @@ from diffvision.training.durable.records import (
     record_path,
     write_records,
 )
-from diffvision.training.durable.rotation import Rotation
+from diffvision.training.fault_tolerance.rotation import Rotation
 
 
 class DurableCheckpointIO(TorchCheckpointIO):

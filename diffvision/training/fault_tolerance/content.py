@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.training.durable.layout import EXACT, LIGHTNING, OPTIONAL, RUN, RUN_KEY, STATES, misfit
-from diffvision.training.durable.records import DamagedCheckpoint
+from diffvision.training.fault_tolerance.layout import EXACT, LIGHTNING, OPTIONAL, RUN, RUN_KEY, STATES, misfit
+from diffvision.training.fault_tolerance.records import DamagedCheckpoint
 
 
 def opened(path: str | Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from diffvision.training.durable.rank_monitor import Peers
+from diffvision.training.fault_tolerance.rank_monitor import Peers
 
 REMEDY = "Give each as many (a DistributedSampler does; trainer.limit_train_batches cuts)"
 LAST, NONE = 1, 2  # of a rank's batches in an epoch: this one is the last; there was none

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from diffvision.training.durable.checkpoints import DurableCheckpointIO
-from diffvision.training.durable.files import descriptor
-from diffvision.training.durable.rotation import Rotation
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
+from diffvision.training.fault_tolerance.files import descriptor
+from diffvision.training.fault_tolerance.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
 LEAST_SCALE = 1.0  # below it a gradient scaler has no overflow left to avoid: the gradients themselves are infinite

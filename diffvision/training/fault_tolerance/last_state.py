@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 
 
 class LastState(pl.Callback):

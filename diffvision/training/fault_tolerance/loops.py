@@ -15,7 +15,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 
 INSIDE, ACCUMULATING = "in the middle of a batch", "between the batches of one optimizer step"
 VALIDATED = "epoch_loop.val_loop.batch_progress"  # key in the state of a fit's loops: the batches that were validated

@@ -22,9 +22,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
-from diffvision.training.durable import lightning_internals
-from diffvision.training.durable.rank_monitor import Peers
-from diffvision.training.durable.workers import shielded
+from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.fault_tolerance.rank_monitor import Peers
+from diffvision.training.fault_tolerance.workers import shielded
 
 SAVED = "preempted.ckpt"
 SAVE = signal.SIGUSR2  # the run continues

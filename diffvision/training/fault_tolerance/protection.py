@@ -15,14 +15,14 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from diffvision.ops.attention import tuned
-from diffvision.training.durable import lightning_internals
-from diffvision.training.durable.checkpoints import DurableCheckpointIO
-from diffvision.training.durable.equal_steps import EvenRanks
-from diffvision.training.durable.last_state import LastState
-from diffvision.training.durable.preemption import Preemption, forwarded
-from diffvision.training.durable.rank_monitor import FailureNews, Peers, watched_launcher
-from diffvision.training.durable.resume import Ranks, Resume, prepared
-from diffvision.training.durable.run_state import RunState
+from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
+from diffvision.training.fault_tolerance.equal_steps import EvenRanks
+from diffvision.training.fault_tolerance.last_state import LastState
+from diffvision.training.fault_tolerance.preemption import Preemption, forwarded
+from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watched_launcher
+from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepared
+from diffvision.training.fault_tolerance.run_state import RunState
 
 _OURS = (FailureNews, LastState, RunState, EvenRanks, Preemption)
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from diffvision.training.durable import lightning_internals
+from diffvision.training.fault_tolerance import lightning_internals
 
 INTERVAL = 0.5  # seconds between two checks of the other ranks
 GRACE = 4.0  # seconds that a rank has to end by itself: to report its error, to close its loggers

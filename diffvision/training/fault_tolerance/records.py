@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from diffvision.training.durable.files import sync_directory, write_file
-from diffvision.training.durable.layout import RUN_KEY, misfit
+from diffvision.training.fault_tolerance.files import sync_directory, write_file
+from diffvision.training.fault_tolerance.layout import RUN_KEY, misfit
 
 SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"

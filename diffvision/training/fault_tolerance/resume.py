@@ -27,13 +27,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from diffvision.analysis.curves import keep_metrics
-from diffvision.training.durable import lightning_internals
-from diffvision.training.durable.checkpoints import checkpoints_in, clean, newest_valid, verify
-from diffvision.training.durable.content import malformed, opened, states_not_finite
-from diffvision.training.durable.files import descriptor, is_remote, module_bytes, unwritable
-from diffvision.training.durable.layout import RUN_KEY
-from diffvision.training.durable.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
-from diffvision.training.durable.run_state import RunState, few
+from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.fault_tolerance.checkpoints import checkpoints_in, clean, newest_valid, verify
+from diffvision.training.fault_tolerance.content import malformed, opened, states_not_finite
+from diffvision.training.fault_tolerance.files import descriptor, is_remote, module_bytes, unwritable
+from diffvision.training.fault_tolerance.layout import RUN_KEY
+from diffvision.training.fault_tolerance.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
+from diffvision.training.fault_tolerance.run_state import RunState, few
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from diffvision.training.durable.records import TEMPORARY, record_path
+from diffvision.training.fault_tolerance.records import TEMPORARY, record_path
 
 
 class Rotation:

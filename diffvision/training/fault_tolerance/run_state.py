@@ -23,10 +23,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import ShardLoader
-from diffvision.training.durable import backends, lightning_internals, loops
-from diffvision.training.durable.finite import gathered
-from diffvision.training.durable.layout import RUN_KEY
-from diffvision.training.durable.random_state import captured, put_back
+from diffvision.training.fault_tolerance import backends, lightning_internals, loops
+from diffvision.training.fault_tolerance.finite import gathered
+from diffvision.training.fault_tolerance.layout import RUN_KEY
+from diffvision.training.fault_tolerance.random_state import captured, put_back
 
 LONG = 200  # characters of a setting's two values, from which on only their differing parts are named
 # Settings of a configuration that make no difference to weights or samples.

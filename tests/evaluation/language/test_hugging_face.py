@@ -5,12 +5,12 @@ import torch
 
 from diffvision.analysis.capture import captured
 from diffvision.analysis.maps import opened_layers
-from diffvision.analysis.pruning import Compress, pruned_attention
-from diffvision.evaluation.language.cache_pruning import cache_pruning, sparsity
-from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
-from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
-from diffvision.evaluation.language.quantization import quantised_attention
+from diffvision.lab.language.cache_pruning import cache_pruning, sparsity
+from diffvision.lab.language.low_bit import SCHEMES, low_bit, low_bit_attention
+from diffvision.lab.language.outliers import decoder_layers, outliers
+from diffvision.lab.language.quantization import quantised_attention
+from diffvision.lab.pruning import Compress, pruned_attention
 from diffvision.models.convert.transformers import from_hugging_face
 from diffvision.models.language import LanguageModel
 

@@ -15,8 +15,8 @@ from diffvision.data.made.needle_text import (
     sentences_of,
     training_documents,
 )
-from diffvision.evaluation.language.attention_mass import SPANS, attention_mass, span_masses
 from diffvision.evaluation.language.needle import NeedleSample, needle, needle_samples
+from diffvision.lab.language.attention_mass import SPANS, attention_mass, span_masses
 
 
 @pytest.mark.parametrize("form", list(FORMS))

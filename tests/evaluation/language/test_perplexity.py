@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples, windows
 from diffvision.evaluation.language.position_nll import position_nll
+from diffvision.lab.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
 
 NEXT = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]
 LN2 = math.log(2)

@@ -28,11 +28,11 @@ from diffvision.evaluation.language.documents import (
     rows_of,
     tokenised,
 )
-from diffvision.evaluation.language.many_shot import Example, Task
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import evaluate_language, write_numbers
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.evaluation.output import check_folder
+from diffvision.lab.language.many_shot import Example, Task
 from diffvision.models import language
 from diffvision.opening import open_model
 from diffvision.training.language import LanguageModule

@@ -11,8 +11,8 @@ from PIL import Image
 
 from diffvision.data import EvaluationFolder
 from diffvision.data.images.decode import decode_image
-from diffvision.data.made import openclipart
-from diffvision.data.made.openclipart import clean_title, make_openclipart, read_drawings
+from diffvision.lab.datasets import openclipart
+from diffvision.lab.datasets.openclipart import clean_title, make_openclipart, read_drawings
 
 SVG = """<?xml version="1.0"?>
 <svg xmlns="http://www.w3.org/2000/svg"><title>not this one</title>

@@ -6,9 +6,9 @@ import pytest
 
 from diffvision.data import ShardSet, make
 from diffvision.data.check import check_shards
-from diffvision.data.made import text
 from diffvision.data.made.corpus import split_of
 from diffvision.data.text.tokenize import documents_of
+from diffvision.lab.datasets import text
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from PIL import Image
 
 from diffvision.data import EvaluationFolder, make
 from diffvision.data.images.decode import decode_image
-from diffvision.data.made.tuxpaint import make_tuxpaint
+from diffvision.lab.datasets.tuxpaint import make_tuxpaint
 
 STAMPS = {
     "animals/mammals/tiger": "A tiger.\nde.utf8=Ein Tiger.\n",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from diffvision.evaluation.language.faithfulness.prompts import fit_prompt, read_templates
-from diffvision.evaluation.language.faithfulness.rows import Row, read_rows
+from diffvision.lab.faithfulness.prompts import fit_prompt, read_templates
+from diffvision.lab.faithfulness.rows import Row, read_rows
 
 OURS = {"id": "q1", "task": "qa", "document": "Anna is in Oslo.", "question": "Where is Anna?", "answers": ["Oslo"]}
 SUMMARY = {"id": 7, "task": "summary", "document": "It rained.", "reference": "Rain."}

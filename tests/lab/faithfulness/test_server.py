@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from diffvision.data.shards.remote import Patience
-from diffvision.evaluation.language.faithfulness.server import ChatServer, NoReply
+from diffvision.lab.faithfulness.server import ChatServer, NoReply
 
 QUICK = Patience(read=5, tries=3, pause=0.01)
 

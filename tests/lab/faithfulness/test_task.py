@@ -7,10 +7,10 @@ import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.faithfulness.judges import Entailment, InProcess, open_judges
-from diffvision.evaluation.language.faithfulness.options import JudgeOptions
-from diffvision.evaluation.language.faithfulness.rows import Row
 from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.faithfulness.judges import Entailment, InProcess, open_judges
+from diffvision.lab.faithfulness.options import JudgeOptions
+from diffvision.lab.faithfulness.rows import Row
 from diffvision.models import language
 from diffvision.opening import open_model
 
@@ -170,7 +170,7 @@ def test_a_judge_in_process_needs_room_for_questions(home):
 
 
 def test_a_judge_in_process_reads_a_chat_or_is_undecided(home, monkeypatch):
-    from diffvision.evaluation.language.faithfulness import judges
+    from diffvision.lab.faithfulness import judges
 
     model = open_model(str(home / "diff-debug"))
     judge = InProcess(model, 8)

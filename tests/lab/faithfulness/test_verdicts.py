@@ -2,9 +2,9 @@
 
 import pytest
 
-from diffvision.evaluation.language.faithfulness.rows import Row
-from diffvision.evaluation.language.faithfulness.rules import contains, grounded, normalised
-from diffvision.evaluation.language.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
+from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.faithfulness.rules import contains, grounded, normalised
+from diffvision.lab.faithfulness.verdicts import prompt_of, read_prompt, spans_of, verdict_of
 
 ROW = Row(
     "r",

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from diffvision.analysis import statistics
-from diffvision.analysis.pruning import METHODS, Compress, plain_methods
-from diffvision.evaluation.language.cache_pruning import cache_pruning, sparsity
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.samples import means
+from diffvision.lab.language.cache_pruning import cache_pruning, sparsity
+from diffvision.lab.pruning import METHODS, Compress, plain_methods
 from diffvision.models import language
 
 ROWS = torch.randint(97, (3, 41), generator=torch.Generator().manual_seed(0))

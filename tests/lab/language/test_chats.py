@@ -5,8 +5,8 @@ import torch
 
 from diffvision.data.text.chat import CHAT_TEMPLATE
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language.chats import asking, chat_of, has_template, template_text
-from diffvision.evaluation.language.faithfulness.judges import InProcess
+from diffvision.lab.faithfulness.judges import InProcess
+from diffvision.lab.language.chats import asking, chat_of, has_template, template_text
 from diffvision.models import language
 from diffvision.opening import open_model
 

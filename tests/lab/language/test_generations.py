@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language import generations
-from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for, stop_at
+from diffvision.lab.language import generations
+from diffvision.lab.language.generations import Prompt, generate_rows, room_for, stop_at
 from diffvision.models import language
 from diffvision.opening import Model
 

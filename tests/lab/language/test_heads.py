@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.evaluation.language.heads import head_statistics
+from diffvision.lab.language.heads import head_statistics
 from diffvision.models import language
 
 TINY = {"vocab_size": 64, "dim": 32, "depth": 2, "head_dim": 8, "mlp_dim": 16}

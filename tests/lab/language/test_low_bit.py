@@ -8,7 +8,8 @@ import torch
 from diffvision.analysis.capture import Call, captured
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.low_bit import (
+from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.language.low_bit import (
     SCHEMES,
     Settings,
     attention_errors,
@@ -16,9 +17,8 @@ from diffvision.evaluation.language.low_bit import (
     low_bit_attention,
     rounded_keys,
 )
-from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.quantization import quantization
-from diffvision.evaluation.language.rounding import by_group
+from diffvision.lab.language.quantization import quantization
+from diffvision.lab.language.rounding import by_group
 from low_bit_simulation import simulate
 
 ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))

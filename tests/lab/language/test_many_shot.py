@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from diffvision.data.made import mapping_text
-from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.many_shot import (
+from diffvision.lab.language.label_mapping import label_mapping_tasks
+from diffvision.lab.language.many_shot import (
     Example,
     Task,
     alternating,

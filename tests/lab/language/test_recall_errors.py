@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.analysis.lookback import lookback_ratios
 from diffvision.data.made.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
-from diffvision.evaluation.language.lookback import lookback
 from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.recall_errors import ANSWERS, answers, classify, recall_errors
+from diffvision.lab.language.lookback import lookback
+from diffvision.lab.language.recall_errors import ANSWERS, answers, classify, recall_errors
+from diffvision.lab.lookback_ratios import lookback_ratios
 from diffvision.models import language
 from diffvision.opening import Model
 
@@ -119,7 +119,7 @@ def test_lookback_ratios_are_of_the_tokens_that_were_written(words):
 
 
 def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(answering, words, monkeypatch):
-    from diffvision.evaluation.language import recall_errors as module
+    from diffvision.lab.language import recall_errors as module
 
     with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value once"):
         LanguageOptions(facts=(4, 4))

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from diffvision.evaluation.language.mathematics.answers import as_fraction, equal, extract, has_math_verify, math_verify
+from diffvision.lab.mathematics.answers import as_fraction, equal, extract, has_math_verify, math_verify
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffvision.evaluation.language.mathematics.errors import judge
+from diffvision.lab.mathematics.errors import judge
 
 PROMPT = (
     "Rimu has 14 pears. Lano has 9 pears. Gati has 5 more pears than Rimu. Taba has 3 more pears than Rimu. "

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from diffvision.evaluation.language.mathematics import answers
-from diffvision.evaluation.language.mathematics.answers import equal, has_math_verify, math_verify
+from diffvision.lab.mathematics import answers
+from diffvision.lab.mathematics.answers import equal, has_math_verify, math_verify
 
 SAME = r"""
 1e3 | 1000

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from diffvision.evaluation.language.mathematics.sets import LAYOUTS, read_questions
+from diffvision.lab.mathematics.sets import LAYOUTS, read_questions
 
 ROWS = {
     "gsm8k": (

@@ -8,11 +8,11 @@ import torch
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.generations import Generation
-from diffvision.evaluation.language.mathematics import task
-from diffvision.evaluation.language.mathematics.sets import Question, read_questions
-from diffvision.evaluation.language.mathematics.task import Prompting, mathematics
 from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.language.generations import Generation
+from diffvision.lab.mathematics import task
+from diffvision.lab.mathematics.sets import Question, read_questions
+from diffvision.lab.mathematics.task import Prompting, mathematics
 from diffvision.models import language
 from diffvision.opening import Model
 

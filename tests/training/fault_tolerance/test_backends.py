@@ -10,7 +10,7 @@ import tiny_runs
 from diffvision import nn
 from diffvision.ops.attention import Problem, tuned
 from diffvision.ops.attention.choice import BACKENDS, problems_seen
-from diffvision.training.durable import backends
+from diffvision.training.fault_tolerance import backends
 from tiny_runs import Cut, Outcome, Setting, once, quietly
 
 pytestmark = [

@@ -20,12 +20,18 @@ from torch.utils.data import DataLoader
 
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable import files, records
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, checkpoints_in, clean, newest_valid, verify
-from diffvision.training.durable.random_state import captured
-from diffvision.training.durable.records import DamagedCheckpoint
-from diffvision.training.durable.resume import RunState
-from diffvision.training.durable.rotation import Rotation
+from diffvision.training.fault_tolerance import files, records
+from diffvision.training.fault_tolerance.checkpoints import (
+    DurableCheckpointIO,
+    checkpoints_in,
+    clean,
+    newest_valid,
+    verify,
+)
+from diffvision.training.fault_tolerance.random_state import captured
+from diffvision.training.fault_tolerance.records import DamagedCheckpoint
+from diffvision.training.fault_tolerance.resume import RunState
+from diffvision.training.fault_tolerance.rotation import Rotation
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from tiny_runs import plain_checkpoint

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 import tiny_runs
 from diffvision.models import language
-from diffvision.training.durable import run_state
-from diffvision.training.durable.checkpoints import newest_valid, verify
-from diffvision.training.durable.random_state import captured, put_back
-from diffvision.training.durable.resume import compare
-from diffvision.training.durable.run_state import RunState, changed, flattened
 from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance import run_state
+from diffvision.training.fault_tolerance.checkpoints import newest_valid, verify
+from diffvision.training.fault_tolerance.random_state import captured, put_back
+from diffvision.training.fault_tolerance.resume import compare
+from diffvision.training.fault_tolerance.run_state import RunState, changed, flattened
 from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import Cut, Outcome, Setting, once, quietly
 

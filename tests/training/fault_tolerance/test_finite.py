@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.training.clip import ContrastiveModule, of_some_length
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
-from diffvision.training.durable.content import not_finite
-from diffvision.training.durable.finite import FILE, StepGuard
-from diffvision.training.durable.resume import compare
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
+from diffvision.training.fault_tolerance.content import not_finite
+from diffvision.training.fault_tolerance.finite import FILE, StepGuard
+from diffvision.training.fault_tolerance.resume import compare
 from diffvision.training.optim import OptimizerSettings
 from tiny_runs import plain_checkpoint
 

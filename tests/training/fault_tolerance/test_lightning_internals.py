@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from diffvision import doctor
 from diffvision.cli import main
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.durable import lightning_internals, protect
+from diffvision.training.fault_tolerance import lightning_internals, protect
 
 ACCUMULATES = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_accumulate"
 
@@ -112,7 +112,7 @@ import diffvision.export.command
 import diffvision.evaluation.suite
 from diffvision import cli, doctor
 from diffvision.training import ContrastiveModule
-from diffvision.training.durable import lightning_internals, protect
+from diffvision.training.fault_tolerance import lightning_internals, protect
 
 assert len(lightning_internals.missing()) == 3, lightning_internals.missing()
 assert doctor.private_names()

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.durable.equal_steps import EvenRanks, same_shards, shards_of
-from diffvision.training.durable.preemption import SAVED, Preempted, Preemption, asking
-from diffvision.training.durable.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.equal_steps import EvenRanks, same_shards, shards_of
+from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, asking
+from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
 from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.

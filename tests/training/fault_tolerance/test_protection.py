@@ -9,9 +9,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diffvision.training import durable
-from diffvision.training.durable import protect
-from diffvision.training.durable.checkpoints import DurableCheckpointIO, verify
+from diffvision.training import fault_tolerance as durable
+from diffvision.training.fault_tolerance import protect
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),

@@ -15,11 +15,11 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.durable import resume
-from diffvision.training.durable.checkpoints import DurableCheckpointIO
-from diffvision.training.durable.records import record_path
-from diffvision.training.durable.resume import compare, locked, prepared, run_directories
-from diffvision.training.durable.run_state import RunState
+from diffvision.training.fault_tolerance import resume
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
+from diffvision.training.fault_tolerance.records import record_path
+from diffvision.training.fault_tolerance.resume import compare, locked, prepared, run_directories
+from diffvision.training.fault_tolerance.run_state import RunState
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
 pytestmark = [

@@ -1,0 +1,1 @@
+"""What exists to study differential attention: further evaluations, datasets and lessons of the papers."""

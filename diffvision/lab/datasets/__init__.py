@@ -1,0 +1,1 @@
+"""Datasets that only studies train on."""

@@ -1,0 +1,1 @@
+"""The lesson on language models that the demo teaches on request."""

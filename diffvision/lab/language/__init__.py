@@ -1,0 +1,1 @@
+"""Evaluations of language models from the papers that only studies need."""
