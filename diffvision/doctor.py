@@ -54,11 +54,10 @@ class Attention(NamedTuple):
     @classmethod
     def measured(cls) -> "Attention":
         """Return what holds on this machine."""
-        from diffvision.models import clip
-        from diffvision.models import vit as vision
+        from diffvision.models import clip, vit
 
         rows = [dict(zip(("attention", "on", "backend", "why"), row, strict=True)) for row in backends()]
-        return cls(devices(), rows, {"timm": len(vision.model_names()), "OpenCLIP": len(clip.model_names())})
+        return cls(devices(), rows, {"timm": len(vit.model_names()), "OpenCLIP": len(clip.model_names())})
 
 
 def needs() -> dict[str, Need]:

@@ -38,10 +38,9 @@ def models(filter: str = "*") -> None:
 
 def names() -> dict[str, list[str]]:
     """Return host -> the names of our models."""
-    from diffvision.models import clip, language
-    from diffvision.models import vit as vision
+    from diffvision.models import clip, language, vit
 
-    return {"timm": vision.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
+    return {"timm": vit.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
 
 
 def built(host: str, name: str) -> Any:

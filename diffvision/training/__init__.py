@@ -2,7 +2,7 @@
 
     from diffvision.training import ContrastiveModule
 
-Names are imported when they are first used, because each needs another host. What keeps a run alive is in `fault_tolerance`.
+Names are imported when they are first used, because each needs another library. `fault_tolerance` keeps a run alive.
 """
 
 from typing import TYPE_CHECKING

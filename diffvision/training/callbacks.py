@@ -1,6 +1,6 @@
 """Callbacks that log lambda, samples or tokens per second and what became of every sample, and that schedule lambda.
 
-Averages of weights are in `ema`, the progress line in `progress`, and what keeps a run alive in `fault_tolerance`. timm and
+Weight averaging is in `ema`, the progress line in `progress`, fault tolerance in `fault_tolerance`. timm and
 OpenCLIP are imported when a callback runs: they take seconds, and the help of `fit` imports this module.
 """
 

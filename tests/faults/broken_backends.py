@@ -6,13 +6,12 @@ import subprocess
 import time
 from types import SimpleNamespace
 
-from diffvision.ops.attention import BACKENDS
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import BACKENDS, reference
 
 
 def _backend(change, **more):
     def diff_attention(*tensors, **settings):
-        return change(eager.diff_attention(*tensors, **settings))
+        return change(reference.diff_attention(*tensors, **settings))
 
     return SimpleNamespace(limit=lambda problem: None, diff_attention=diff_attention, **more)
 

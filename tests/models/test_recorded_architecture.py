@@ -14,8 +14,7 @@ from diffvision import adapt
 from diffvision.evaluation import FeatureExtractor
 from diffvision.export.finite import open_finite
 from diffvision.export.folders import save_folder
-from diffvision.models import language
-from diffvision.models import vit as vision
+from diffvision.models import language, vit
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference, recorded
 from diffvision.models.convert import convert
@@ -60,8 +59,8 @@ def other_clip(monkeypatch):
 @pytest.fixture
 def other_vit(monkeypatch):
     def change():
-        variant, shape = vision.MODELS[VIT]
-        monkeypatch.setitem(vision.MODELS, VIT, vision.Model(variant, shape._replace(settings={"lambda_init": 0.2})))
+        variant, shape = vit.MODELS[VIT]
+        monkeypatch.setitem(vit.MODELS, VIT, vit.Model(variant, shape._replace(settings={"lambda_init": 0.2})))
 
     return change
 

@@ -14,8 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from timm.models import register_model
 
-from diffvision.models import released
-from diffvision.models import vit as vision
+from diffvision.models import released, vit
 from diffvision.models.convert import diffclip
 from diffvision.models.convert.state import read_state
 from diffvision.opening import open_model
@@ -28,15 +27,15 @@ import diffvision
 from diffvision.models import released  # before OpenCLIP
 import open_clip
 import timm
-from diffvision.models import vit as vision
+from diffvision.models import vit
 
 def diff_vit_golden_patch8_clip_32(pretrained=False, **settings):
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
     return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
 
 timm.models.register_model(diff_vit_golden_patch8_clip_32)
-vision.SIZES["golden"] = vision.Size(64, 2, 4, 2)
-vision.MODELS["diff_vit_golden_patch8_clip_32"] = vision.MODELS["diff_vit_debug_clip"]
+vit.SIZES["golden"] = vit.Size(64, 2, 4, 2)
+vit.MODELS["diff_vit_golden_patch8_clip_32"] = vit.MODELS["diff_vit_debug_clip"]
 print(open_clip.factory.download_pretrained(released._diffclip(sys.argv[1])))
 """
 
@@ -53,8 +52,8 @@ def tiny(hub, assets, tmp_path, monkeypatch):
     """The name of an OpenCLIP model of the tiny checkpoint's size, whose tag `cc` is on the stand-in for the Hub."""
     hub.files[REPOSITORY] = {"checkpoint_best.pt": (assets / "diffclip_checkpoint.pt").read_bytes()}
     monkeypatch.setattr(diffclip, "TOWER", "{}_vit_patch{}_clip_{}")
-    monkeypatch.setitem(vision.SIZES, "golden", vision.Size(64, 2, 4, 2))
-    monkeypatch.setitem(vision.MODELS, TOWER, vision.MODELS["diff_vit_debug_clip"])
+    monkeypatch.setitem(vit.SIZES, "golden", vit.Size(64, 2, 4, 2))
+    monkeypatch.setitem(vit.MODELS, TOWER, vit.MODELS["diff_vit_debug_clip"])
     config, _ = diffclip.from_diffclip(read_state(assets / "diffclip_checkpoint.pt"))
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "DiffCLIP-golden.json").write_text(json.dumps(config))

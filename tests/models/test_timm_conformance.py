@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torchvision.models.feature_extraction import NodePathTracer, create_feature_extractor, get_graph_node_names
 
-from diffvision.models import vit as vision
+from diffvision.models import vit
 
 DEBUG, V2, PLAIN, VCA = "diff_vit_debug", "diffv2_vit_debug", "plain_vit_debug", "vca_vit_debug"
 TINY, REGISTERS = "diff_vit_tiny_patch16_224", "diff_vit_tiny_patch16_reg4_gap_256"
@@ -54,8 +54,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def expected_parameters(name: str) -> int:
     """The count in closed form, from the sizes alone."""
-    variant, shape = vision.MODELS[name]
-    width, depth, heads, diff_heads, mlp_ratio = vision.SIZES[shape.size]
+    variant, shape = vit.MODELS[name]
+    width, depth, heads, diff_heads, mlp_ratio = vit.SIZES[shape.size]
     attention = {
         "standard": 4 * width * width + 4 * width,
         "v1": 4 * width * width + 4 * width + 6 * (width // diff_heads // 2),  # 4 lambda vectors, a norm of 2 sizes
@@ -63,7 +63,7 @@ def expected_parameters(name: str) -> int:
     }
     attention["v1_dint"] = attention["v1"]
     if variant == "gda":  # a query for each signal and noise head; two keys and a value of 2 sizes for each group
-        size, groups = width // diff_heads // 2, diff_heads // vision.GROUPED[name.removeprefix("gda_vit_")]
+        size, groups = width // diff_heads // 2, diff_heads // vit.GROUPED[name.removeprefix("gda_vit_")]
         rows = (diff_heads + groups) * size + 4 * groups * size + width
         attention["gda"] = rows * (width + 1) + 6 * size
     hidden = int(width * (mlp_ratio - 0.5 if variant == "v2" else mlp_ratio))
@@ -79,7 +79,7 @@ def expected_parameters(name: str) -> int:
     return stem + depth * block + 2 * width + 1000 * width + 1000
 
 
-@pytest.mark.parametrize("name", vision.model_names())
+@pytest.mark.parametrize("name", vit.model_names())
 @pytest.mark.quick(
     "diff_vit_debug",
     "diff_vit_base_patch16_224",
@@ -92,7 +92,7 @@ def expected_parameters(name: str) -> int:
 )
 def test_every_size_on_the_meta_device(name):
     model = timm.create_model(name, device="meta")
-    config, shape = model.default_cfg, vision.MODELS[name].shape
+    config, shape = model.default_cfg, vit.MODELS[name].shape
     assert config["architecture"] == name
     assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(name)
     assert config["input_size"] == (3, shape.image, shape.image)
@@ -102,7 +102,7 @@ def test_every_size_on_the_meta_device(name):
     assert all(parameter.ndim > 0 for parameter in model.parameters())  # FSDP2 takes no 0-dim parameter
 
     batch = torch.empty(2, *config["input_size"], device="meta")
-    width, grid = vision.SIZES[shape.size].width, shape.image // shape.patch
+    width, grid = vit.SIZES[shape.size].width, shape.image // shape.patch
     prefix = 4 if "_reg4_gap_" in name else 1
     features = model.forward_features(batch)
     assert features.shape == (2, prefix + grid * grid, width)
@@ -297,7 +297,7 @@ def test_one_channel(name):
 
 @each_model
 def test_img_size(name):
-    patch = vision.MODELS[name].shape.patch
+    patch = vit.MODELS[name].shape.patch
     model = build(name, img_size=(3 * patch, 5 * patch))
     assert model.patch_embed.grid_size == (3, 5)
     assert model(images(model)).shape == (2, 1000)
@@ -384,7 +384,7 @@ def test_save_for_hf_and_back(name, tmp_path):
     settings = {"num_classes": 5, "drop_path_rate": 0.1, **SHORT[name]}
     if name != VCA:
         settings["head_norm"] = name != V2
-    if vision.MODELS[name].variant == "v1":
+    if vit.MODELS[name].variant == "v1":
         settings["lambda_init"] = 0.5
     model = build(name, **settings)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
@@ -417,7 +417,7 @@ def test_copies_and_pickles(name):
     batch = images(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(batch), model(batch))
-    entry = getattr(vision, name)
+    entry = getattr(vit, name)
     assert pickle.loads(pickle.dumps(entry)) is entry
 
 

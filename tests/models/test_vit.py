@@ -12,7 +12,7 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from diffvision import nn as diffnn
-from diffvision.models import vit as vision
+from diffvision.models import vit
 from diffvision.models.convert import convert
 from diffvision.models.convert.timm import to_timm
 
@@ -64,20 +64,20 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 def test_every_name_is_listed_with_its_configuration():
     patterns = ("diff*", "plain_vit*", "gda_vit*", "dint_vit*", "vca_vit*")
     ours = {name for pattern in patterns for name in timm.list_models(pattern)}
-    assert ours == set(vision.model_names())
+    assert ours == set(vit.model_names())
     assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))
     assert not timm.list_models("diff*", pretrained=True)
     assert not set(timm.list_models(module="vision_transformer")) & ours
-    assert {f"{family}_{alias}" for family in ("diff_vit", "diffv2_vit") for alias in vision.ALIASES} <= ours
+    assert {f"{family}_{alias}" for family in ("diff_vit", "diffv2_vit") for alias in vit.ALIASES} <= ours
     assert not [name for name in ours if "siglip" in name or "coca" in name]  # names that OpenCLIP switches on
 
 
 @pytest.mark.slow
 def test_each_clip_tower_has_its_plain_twin():
-    towers = {name for name in vision.MODELS if name.startswith("diff_vit") and "_clip" in name}
+    towers = {name for name in vit.MODELS if name.startswith("diff_vit") and "_clip" in name}
     for name in towers:
         twin = name.replace("diff_vit", "plain_vit").replace("_dynamic", "").replace("_lambda02", "")
-        assert vision.MODELS[twin].variant == "standard"
+        assert vit.MODELS[twin].variant == "standard"
         assert count(on_meta(name)) > count(on_meta(twin)) > 0.99 * count(on_meta(name))
 
 
@@ -118,7 +118,7 @@ def test_parameters_as_stated(size):
     plain, v1, v2 = PARAMETERS[size]
     assert count(on_meta(f"diff_vit_{size}")) == v1
     assert count(on_meta(f"diffv2_vit_{size}")) == v2
-    table = vision.SIZES[size]
+    table = vit.SIZES[size]
     head_dim = HEADS[size][0][1]
     assert v1 - plain == table.depth * 6 * head_dim  # four lambda vectors and a norm over two head sizes
     # A query's bias and lambda's projection, less half a width of MLP bias.
@@ -126,7 +126,7 @@ def test_parameters_as_stated(size):
     assert v2 < 1.003 * plain
 
 
-SHARED = sorted(set(vision.SHAPES) & {name.removeprefix("vit_") for name in timm.list_models("vit_*")})
+SHARED = sorted(set(vit.SHAPES) & {name.removeprefix("vit_") for name in timm.list_models("vit_*")})
 
 
 @pytest.mark.parametrize("shape", SHARED)
@@ -145,7 +145,7 @@ def test_parameters_against_timms_plain_model(shape):
 
 def test_shapes_shared_with_timm():
     assert len(SHARED) >= 16
-    assert set(vision.SHAPES) - set(SHARED) == {
+    assert set(vit.SHAPES) - set(SHARED) == {
         "debug",
         "tiny_patch16_reg4_gap_256",
         "small_patch16_reg4_gap_256",
@@ -290,10 +290,10 @@ def test_the_block_takes_any_factory():
         calls.append((dim, num_heads, settings["depth"]))
         return diffnn.build_attention("v2", dim, num_heads, **settings)
 
-    model = VisionTransformer(**SMALL, num_heads=4, block_fn=vision.Block, attn_layer=factory)
+    model = VisionTransformer(**SMALL, num_heads=4, block_fn=vit.Block, attn_layer=factory)
     assert calls == [(48, 4, 0), (48, 4, 1), (48, 4, 2)]
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 10)
-    block = vision.Block(48, 4, attn_layer=partial(diffnn.build_attention, "v1", lambda_init=0.8), qkv_bias=True)
+    block = vit.Block(48, 4, attn_layer=partial(diffnn.build_attention, "v1", lambda_init=0.8), qkv_bias=True)
     assert block(torch.randn(2, 5, 48)).shape == (2, 5, 48)
     assert block.attn.q_proj.bias is not None
 

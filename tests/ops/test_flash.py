@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import Problem, flash
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import Problem, flash, reference
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, dtype=torch.bfloat16, device="cuda")
 
@@ -111,7 +110,7 @@ def test_layout_pairs_and_sizes_equal_the_formula(shape, causal, stand_in):
     sizes, calls = SHAPES[shape]
     inputs = tensors(**sizes)
     settings = {"causal": causal, "mask": None, "scale": None, "dropout": 0.0}
-    out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, eager))
+    out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, reference))
     torch.testing.assert_close(out, expected)
     assert len(stand_in.calls) == calls
     weight = torch.randn_like(out)
@@ -131,7 +130,7 @@ def test_rows_without_a_key_are_zeros(stand_in):
 def test_a_scale_is_handed_on_and_survives_widening(stand_in):
     inputs = tensors()
     settings = {"causal": True, "mask": None, "scale": 0.7, "dropout": 0.0}
-    torch.testing.assert_close(flash.diff_attention(*inputs, **settings), eager.diff_attention(*inputs, **settings))
+    torch.testing.assert_close(flash.diff_attention(*inputs, **settings), reference.diff_attention(*inputs, **settings))
 
 
 @pytest.mark.parametrize("keys", [1, 2])
@@ -191,7 +190,7 @@ def test_packed_sequences_equal_each_by_itself(shape, causal, stand_in, monkeypa
     out = flash.diff_attention_varlen(q, k, v, lam, starts_q, starts_k, 6, 5, causal=causal)
     expected = torch.cat(
         [
-            eager.diff_attention(*one, causal=causal, mask=None, scale=None, dropout=0.0)[0].transpose(0, 1)
+            reference.diff_attention(*one, causal=causal, mask=None, scale=None, dropout=0.0)[0].transpose(0, 1)
             for one in each
         ]
     )
@@ -382,7 +381,7 @@ def test_a_compiled_graph_finds_it_and_stays_whole(packages):
         return flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
 
     out = torch.compile(call, backend="aot_eager", fullgraph=True)(*inputs)
-    expected = eager.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
+    expected = reference.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
     torch.testing.assert_close(out, expected)
 
 

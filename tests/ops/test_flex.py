@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import Problem, flex
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import Problem, flex, reference
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
 
@@ -155,7 +154,7 @@ def test_heads_maps_and_masks_go_where_they_belong(shape, causal, name, monkeypa
     inputs = tensors(**SHAPES[shape])
     mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
     settings = {"causal": causal, "mask": mask, "scale": 0.3, "dropout": 0.0}
-    expected = eager.diff_attention(*inputs, **settings)
+    expected = reference.diff_attention(*inputs, **settings)
     torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected)
 
 
@@ -182,7 +181,7 @@ def test_traces_whole_within_another_graph(keys):
     q, k, v, lam = tensors(keys=keys)
     settings = {"causal": True, "mask": torch.rand(2, 1, 1, 7) > 0.3, "scale": None, "dropout": 0.0}
     compiled = torch.compile(flex.diff_attention, fullgraph=True, backend="aot_eager")
-    expected = eager.diff_attention(q, k, v, lam, **settings)
+    expected = reference.diff_attention(q, k, v, lam, **settings)
     torch.testing.assert_close(compiled(q, k, v, lam, **settings), expected)
 
 
@@ -205,7 +204,7 @@ def test_the_compiled_kernel_on_a_cpu_equals_the_formula(case):
     inputs = tensors(**shape)
     mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
     settings = {"causal": causal, "mask": mask, "scale": None, "dropout": 0.0}
-    expected = eager.diff_attention(*inputs, **settings)
+    expected = reference.diff_attention(*inputs, **settings)
     tolerance = {} if inputs[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected, **tolerance)
 
@@ -219,7 +218,7 @@ def test_another_mask_of_one_shape_needs_no_other_kernel():
         settings = {"causal": True, "mask": mask, "scale": None, "dropout": 0.0}
         with torch.compiler.set_stance("fail_on_recompile" if _ else "default"):
             out = flex.diff_attention(q, k, v, lam, **settings)
-        torch.testing.assert_close(out, eager.diff_attention(q, k, v, lam, **settings))
+        torch.testing.assert_close(out, reference.diff_attention(q, k, v, lam, **settings))
 
 
 GPU = {

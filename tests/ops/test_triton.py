@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffvision.ops.attention import Problem
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import Problem, reference
 
 pytest.importorskip("triton")
 
@@ -55,7 +54,7 @@ def call(tensors, causal=False, mask=None, scale=None):
 
 
 def oracle(tensors, causal=False, mask=None, scale=None):
-    return eager.diff_attention(*tensors, causal=causal, mask=mask, scale=scale, dropout=0.0)
+    return reference.diff_attention(*tensors, causal=causal, mask=mask, scale=scale, dropout=0.0)
 
 
 def two_calls(tensors, causal=False, mask=None, scale=None):

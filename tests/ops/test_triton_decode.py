@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import reference
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("diffvision.ops.attention.triton.decode")
@@ -34,7 +34,7 @@ def tensors(b=2, h=4, hk=2, keys=2, m=1, n=150, d=16, v=32, lam=(1,), dtype=torc
 
 
 def exact(q, k, v, lam, **settings):
-    return eager.diff_attention(q.double(), k.double(), v.double(), lam.double(), dropout=0.0, **settings)
+    return reference.diff_attention(q.double(), k.double(), v.double(), lam.double(), dropout=0.0, **settings)
 
 
 def agree(out, expected):

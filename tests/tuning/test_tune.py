@@ -13,8 +13,7 @@ import broken_backends
 from broken_backends import BROKEN
 from diffvision.cli import main
 from diffvision.ops import diff_attention, supported_backends
-from diffvision.ops.attention import BACKENDS, Problem, tuned
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import BACKENDS, Problem, reference, tuned
 from diffvision.tuning import cases, store, timing, ways, worker
 from diffvision.tuning.cases import Case
 from diffvision.tuning.command import _Measuring
@@ -140,7 +139,7 @@ def _uniform(out_of):
 
 def test_a_lambda_of_every_query_is_proved(monkeypatch):
     def one_lambda(q, k, v, lam, **settings):
-        return eager.diff_attention(q, k, v, lam.mean().view(1), **settings)
+        return reference.diff_attention(q, k, v, lam.mean().view(1), **settings)
 
     monkeypatch.setitem(BACKENDS, "uniform", _uniform(one_lambda))
     assert "is off by" in mistake("uniform", SMALL)
@@ -150,7 +149,7 @@ def test_fewer_queries_than_keys_are_proved(monkeypatch):
     def from_the_first_key(q, k, v, lam, *, causal, mask, **settings):
         if causal:
             mask = torch.ones(q.shape[3], k.shape[3], dtype=torch.bool).tril()[None, None]
-        return eager.diff_attention(q, k, v, lam, causal=False, mask=mask, **settings)
+        return reference.diff_attention(q, k, v, lam, causal=False, mask=mask, **settings)
 
     monkeypatch.setitem(BACKENDS, "uniform", _uniform(from_the_first_key))
     assert mistake("uniform", SMALL) is None

@@ -6,14 +6,13 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, flash, flex, native, sdpa, single, triton, tuned
-from diffvision.ops.attention import reference as eager
+from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, tuned
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
 # `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
 BACKENDS: dict[str, ModuleType] = {
-    "eager": eager,
+    "eager": reference,
     "blocked": blocked,
     "native": native,
     "sdpa": sdpa,

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diffvision.training import fault_tolerance as durable
+from diffvision.training import fault_tolerance
 from diffvision.training.fault_tolerance import protect
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
 
@@ -96,11 +96,11 @@ def test_a_last_checkpoint_that_waits_for_a_better_metric_is_warned_of(several, 
 
 
 def test_every_name_of_the_door_is_there():
-    for name in durable.__all__:
-        assert getattr(durable, name) is not None
-    assert sorted(durable.__all__) == sorted(durable._MODULES)
+    for name in fault_tolerance.__all__:
+        assert getattr(fault_tolerance, name) is not None
+    assert sorted(fault_tolerance.__all__) == sorted(fault_tolerance._MODULES)
     with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
-        _ = durable.nowhere
+        _ = fault_tolerance.nowhere
 
 
 class Validated(Tiny):
