@@ -126,7 +126,7 @@ def test_a_folder_with_another_demo_is_refused(tmp_path):
     claim(digit_only=0.5)
     (tmp_path / "out/CLIP-debug-0").mkdir()
     claim(digit_only=0.5)
-    with pytest.raises(ValueError, match=r"other settings \(digit_only\): delete the folder, or name another"):
+    with pytest.raises(ValueError, match=r"other settings \(digit_only\)"):
         claim(digit_only=0.7)
     # As before demos wrote their settings.
     (tmp_path / "out/images.json").unlink()
@@ -332,5 +332,5 @@ def test_the_whole_demo(tmp_path, capsys):
 @pytest.mark.parametrize("content", ['{"half', "[]"])
 def test_a_damaged_file_of_settings_is_named(tmp_path, content):
     (tmp_path / "images.json").write_text(content)
-    with pytest.raises(ValueError, match=r"images\.json is damaged: delete .*or name another folder with --output"):
+    with pytest.raises(ValueError, match=r"images\.json is damaged"):
         runs.claim(tmp_path, "images", images.RECIPE, ["digits"])

@@ -57,7 +57,7 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
     path = tmp_path / "last.ckpt"
     content = {"state_dict": state, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}
     torch.save(content, path)
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json next to .*last\.ckpt: give --tokenizer"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json next"):
         generate_text(str(path), prompt="a")
     own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
     assert generate_text(str(path), prompt="the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
@@ -68,10 +68,10 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
 def test_bad_input_is_one_error(checkpoint, tmp_path, capsys):
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate_text(checkpoint, prompt="")
-    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, and 60 new ones make .*max_length of 64"):
+    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens, and 60 new"):
         generate_text(checkpoint, prompt="the cat " * 9, max_new_tokens=60)
     train_tokenizer([Path(__file__).read_text(encoding="utf-8")], 310).save(tmp_path)
-    with pytest.raises(ValueError, match=r"the tokenizer has 310 tokens and the model .* 300: give the"):
+    with pytest.raises(ValueError, match="the tokenizer has 310 tokens"):
         generate_text(checkpoint, prompt="a", tokenizer=str(tmp_path))
     assert capsys.readouterr().out == ""
     with pytest.raises(FileNotFoundError, match="no file or folder"):
@@ -87,16 +87,16 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
     export(checkpoint, str(tmp_path / "theirs"))
     assert named == own
     assert generate_text(str(tmp_path / "theirs"), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
-    with pytest.raises(ValueError, match="is a model of transformers': generate with its `generate`"):
+    with pytest.raises(ValueError, match="is a model of transformers'"):
         generate_text(f"hf:{tmp_path / 'theirs'}", prompt="a")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     for kind in (transformers.BertModel, transformers.BertForMaskedLM):
         kind(transformers.BertConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / kind.__name__)
-        with pytest.raises(ValueError, match=r"is an encoder \(bert\): its tokens .* it does not generate; give a"):
+        with pytest.raises(ValueError, match=r"is an encoder \(bert\)"):
             generate_text(str(tmp_path / kind.__name__), prompt="a")
     llama = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes))
     llama.save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama lacks lm_head\.weight of a causal language model: save the whole"):
+    with pytest.raises(ValueError, match=r"llama lacks lm_head\.weight of"):
         generate_text(f"hf:{tmp_path / 'llama'}", prompt="a")
     with pytest.raises(ValueError, match="CLIP-debug is a model of images"):
         generate_text("CLIP-debug", prompt="a")
@@ -106,9 +106,7 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
     transformers.LlamaForCausalLM(two).save_pretrained(tmp_path / "two")
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     (tmp_path / "two" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(
-        ValueError, match=r"weights of more layers than its config.json says, such as model\.layers\.1\."
-    ):
+    with pytest.raises(ValueError, match="weights of more layers than"):
         generate_text(str(tmp_path / "two"), prompt="a")
 
 
@@ -135,7 +133,7 @@ def test_any_seed_that_torch_takes(seed, checkpoint, capsys):
 
 def test_no_cuda_is_one_error(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device 'cuda' is not here: give auto, cpu, or cuda where torch finds a GPU"):
+    with pytest.raises(ValueError, match="device 'cuda' is not here"):
         generate_text(checkpoint, prompt="a", device="cuda")
 
 
@@ -147,7 +145,7 @@ def test_a_pruned_prompt(checkpoint, capsys):
     capsys.readouterr()
     with pytest.raises(ValueError, match=r"ratio is 1.0: .* 1 keeps nothing"):
         generate_text(checkpoint, **settings, compress="diff", compress_ratio=1.0)
-    with pytest.raises(ValueError, match=r"compress_ratio is 0.5, and no method .* is given: give compress too"):
+    with pytest.raises(ValueError, match=r"compress_ratio is 0.5, and no"):
         generate_text(checkpoint, **settings, compress_ratio=0.5)
     with pytest.raises(ValueError, match="unknown method 'best' of pruning"):
         generate_text(checkpoint, **settings, compress="best")

@@ -56,7 +56,7 @@ def test_where_a_name_is_missing_other_commands_work_within_the_limit(capsys):
     assert main(["models", "--filter", "CLIP-debug"]) == 0
     parser = allow.Parser()
     parser.add_argument("--name", type=Callable)
-    with pytest.raises(ValueError, match=r"class_path 'os.system' .*was not imported"), allow.limited_imports([]):
+    with pytest.raises(ValueError, match=r"class_path 'os.system' .*was not"), allow.limited_imports([]):
         parser.parse_args(["--name=os.system"])
     with pytest.raises(ValueError, match="lacks what limits the imports"), allow.limited_imports(["--allow", "mine"]):
         pass

@@ -161,7 +161,7 @@ def test_a_host_that_fails_is_tried_again(host):
 def test_a_host_that_is_too_old_is_imported_with_a_warning(host):
     (host / "our_side.py").write_text("from a_host import what_it_lacks\n")
     registration.register("a_host")
-    with pytest.warns(UserWarning, match="models are not registered with a_host: cannot import name 'what_it_lacks'"):
+    with pytest.warns(UserWarning, match="models are not registered"):
         assert import_("a_host").known == []
 
 
@@ -207,7 +207,7 @@ def test_another_finder_that_asks_all_others_does_no_harm(host):
 
 def test_names_are_offered_before_they_are_imported():
     assert {"adapt", "models", "replace_attention", "__version__"} <= set(dir(diffvision))
-    with pytest.raises(AttributeError, match="module 'diffvision' has no attribute 'adpat'"):
+    with pytest.raises(AttributeError, match="module 'diffvision' has no"):
         diffvision.adpat  # noqa: B018
     assert "lazy_names" not in dir(diffvision)
 

@@ -26,5 +26,5 @@ def test_what_cannot_be_measured():
     model = timm.create_model("plain_vit_debug")
     with pytest.raises(ValueError, match=r"share is 0\.0: it is a part"):
         highest_entropy(model, [], 0.0)
-    with pytest.raises(ValueError, match=r"no batch has reached blocks\.0\.attn"):
+    with pytest.raises(ValueError, match="no batch has reached"):
         highest_entropy(model, [])

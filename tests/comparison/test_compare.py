@@ -172,5 +172,5 @@ def test_what_is_refused(here):
 
 def test_data_that_has_moved_is_named(here, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="the runs were evaluated on data/images/zero_shot, which is not here: give"):
+    with pytest.raises(ValueError, match="the runs were evaluated on"):
         compare([str(here / "runs" / "clip"), str(here / "exported" / "openclip")], **QUIET)

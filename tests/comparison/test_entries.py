@@ -55,7 +55,7 @@ def test_a_folder_with_one_run_stands_for_it(tmp_path):
     entry, _ = read_entries([str(tmp_path / "out"), "CLIP-debug"])
     assert entry.run == tmp_path / "out" / "clip" / "version_0"
     run(tmp_path / "out" / "clip" / "version_1")
-    with pytest.raises(ValueError, match=r"out has 2 runs in it: name one of them \(.*version_0, .*version_1\)"):
+    with pytest.raises(ValueError, match="out has 2 runs in it: name one"):
         read_entries([str(tmp_path / "out"), "CLIP-debug"])
 
 
@@ -84,5 +84,5 @@ def test_what_is_refused_before_anything_is_opened(tmp_path):
         with pytest.raises(ValueError, match=message):
             grouped(read_entries(models))
     (tmp_path / "b" / "checkpoints" / "last.ckpt").unlink()
-    with pytest.raises(ValueError, match="b has no checkpoint in checkpoints/: train it first"):
+    with pytest.raises(ValueError, match="b has no checkpoint in checkpoints/"):
         read_entries([a, b])

@@ -92,7 +92,7 @@ def test_samples_are_decoded_and_counted_by_reason(corpus, tmp_path):
         image: 1,
         "missing label: the sample has png, none of them cls, txt, json": 1,
     }
-    with pytest.raises(ValueError, match="caption_key and label_key belong to different trainings"):
+    with pytest.raises(ValueError, match="caption_key and label_key belong"):
         Keys(caption_key="txt", label_key="cls")
 
 
@@ -219,7 +219,7 @@ def test_keys_with_dots_are_refused(tmp_path, capsys):
     assert problem.startswith("keys with dots: its members are of 128 types (0000.jpg, 0000.txt, 0001.jpg, ...)")
     assert "rename the members" in problem
     assert result.good == 0
-    with pytest.raises(ValueError, match=r"0\.tar has keys with dots: its members are of 128 types .*; rename"):
+    with pytest.raises(ValueError, match=r"0\.tar has keys with dots"):
         account(tmp_path)
     with pytest.raises(ValueError, match=r"keys with dots"):
         write_manifest(tmp_path)

@@ -102,11 +102,11 @@ def test_next_to_pairs(circle, to_tensor, numbers, memory_folder):
 
 
 def test_what_cannot_read(circle):
-    with pytest.raises(ValueError, match="blind is table, which came without a tokenizer"):
+    with pytest.raises(ValueError, match="blind is table, which came without"):
         Blind(model_of(LIKELY, tokenizer=None))
-    with pytest.raises(ValueError, match="table has new weights: --blind takes a trained language model"):
+    with pytest.raises(ValueError, match="table has new weights: --blind"):
         Blind(model_of(LIKELY, weights=None))
-    with pytest.raises(ValueError, match="circle is a model of images: --blind takes"):
+    with pytest.raises(ValueError, match="circle is a model of images"):
         Blind(Model(name="circle", host="open_clip", module=circle))
 
 

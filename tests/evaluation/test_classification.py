@@ -35,7 +35,7 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
 
 def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder, recwarn):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
-    with pytest.warns(UserWarning, match="tells 3 classes apart, and evaluation folder 'memory' has 2"):
+    with pytest.warns(UserWarning, match="tells 3 classes apart"):
         evaluate(model, folder, ["classification"], transform=transform)
     model.pretrained_cfg = {"label_names": ["b", "c", "a"]}  # which say which of them they are
     evaluate(model, folder, ["classification"], transform=transform)
@@ -44,9 +44,9 @@ def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_fol
 
 def test_what_has_no_such_classifier(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 3)]})
-    with pytest.raises(ValueError, match="has the label 3, but the model tells 3 classes apart"):
+    with pytest.raises(ValueError, match="has the label 3, but the model"):
         evaluate(model, folder, ["classification"], transform=transform)
-    with pytest.raises(ValueError, match="VisionTransformer has no linear classifier: evaluate"):
+    with pytest.raises(ValueError, match="VisionTransformer has no linear"):
         evaluate(timm.create_model("diff_vit_debug", num_classes=0), folder, ["classification"], transform=transform)
 
 

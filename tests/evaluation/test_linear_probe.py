@@ -41,9 +41,7 @@ def test_reaches_scikit_learns_objective(digits, cost, dtype):
 
 
 def test_a_fit_that_has_not_converged_warns(digits):
-    with pytest.warns(
-        UserWarning, match=r"cost 1e\+06 has not converged in 40 .* norm is .* give a smaller probe_cost"
-    ):
+    with pytest.warns(UserWarning, match=r"cost 1e\+06 has not converged in 40"):
         logistic_regression(digits[0][:600], digits[1][:600], 10, 1e6, max_iter=40)
 
 

@@ -32,14 +32,12 @@ METRICS = {
 
 def test_groups_and_repetitions():
     assert expand(["few_shot", "zero_shot", "fewshot_k"]) == ["fewshot_k", "fewshot_episodes", "zero_shot"]
-    with pytest.raises(ValueError, match="unknown task 'zeroshot': choose among zero_shot, retrieval"):
+    with pytest.raises(ValueError, match="unknown task 'zeroshot'"):
         expand(["zeroshot"])
 
 
 def test_a_task_that_does_not_fit_the_folder(circle, to_tensor, captioned):
-    with pytest.raises(
-        ValueError, match="'memory' is for retrieval: it cannot be used for zero_shot, only for retrieval"
-    ):
+    with pytest.raises(ValueError, match="'memory' is for retrieval"):
         evaluate(circle, captioned, ["zero_shot"], transform=to_tensor)
 
 
@@ -56,13 +54,11 @@ def test_tasks_find_their_folders(classified, captioned, swapped):
 def test_what_is_refused_before_anything_runs(classified, captioned, memory_folder):
     with pytest.raises(ValueError, match="no evaluation folder found"):
         plan([], None, Options())
-    with pytest.raises(
-        ValueError, match=r"no folder fits composition: found memory \(zero_shot\), memory \(retrieval\)"
-    ):
+    with pytest.raises(ValueError, match="no folder fits composition"):
         plan([classified, captioned], ["zero_shot", "composition"], Options())
-    with pytest.raises(ValueError, match="has no split train, which linear_probe needs: it has test"):
+    with pytest.raises(ValueError, match="has no split train"):
         plan([memory_folder("zero_shot", {"test": []})], ["linear_probe"], Options())
-    with pytest.raises(ValueError, match="two zero_shot folders are named 'memory'"):
+    with pytest.raises(ValueError, match="two zero_shot folders are named"):
         plan([classified, classified], None, Options())
 
 
@@ -80,7 +76,7 @@ def test_the_metrics_of_a_task_are_the_ones_that_it_returns(task, folder, circle
 
 
 def test_options_that_make_no_sense():
-    with pytest.raises(ValueError, match="recall_k is 0: give a number of at least 1"):
+    with pytest.raises(ValueError, match="recall_k is 0: give a number of"):
         Options(recall_k=(1, 0))
     with pytest.raises(ValueError, match="chunk is -1"):
         Options(chunk=-1)
@@ -91,7 +87,7 @@ def test_options_that_make_no_sense():
 
 
 def test_precision_is_checked(circle, to_tensor, classified):
-    with pytest.raises(ValueError, match="precision is 'fp8': choose fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="precision is 'fp8': choose fp32"):
         evaluate(circle, classified, transform=to_tensor, precision="fp8")
 
 
@@ -141,10 +137,10 @@ def test_table_shows_every_metric_once():
 def test_an_output_that_cannot_be_is_refused_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "all.json"):
-        with pytest.raises(ValueError, match=r"output is .*file, and .*file is a file: name a folder"):
+        with pytest.raises(ValueError, match=r"output is .*file, and .*file is"):
             run(model="none", data="nowhere", output=str(output))
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(ValueError, match=r"folder\.json, which is a folder: name a file"):
+    with pytest.raises(ValueError, match=r"folder\.json, which is a folder"):
         check_output(tmp_path / "folder.json")
     check_output(tmp_path / "new" / "all.json")
     check_output(tmp_path / "file.json")

@@ -47,7 +47,7 @@ def test_the_command_line(runs, tmp_path, capsys):
 
 def test_a_language_model_becomes_hugging_faces(runs, tmp_path):
     transformers = pytest.importorskip("transformers")
-    with pytest.warns(UserWarning, match=r"no tokenizer next to .*best.ckpt: the folder has none"):
+    with pytest.warns(UserWarning, match=r"no tokenizer next to .*best.ckpt"):
         export(str(runs.paths["text"]), str(tmp_path / "folder"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     tokens = torch.randint(20, (1, 8))
@@ -61,22 +61,20 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"no file or folder ./nowhere"):
         export("./nowhere", str(out))
-    with pytest.raises(ValueError, match=r"is a model of timm, and openclip is not for it: choose one of .*timm"):
+    with pytest.raises(ValueError, match="is a model of timm, and openclip"):
         export(str(runs.paths["vision"]), str(out), "openclip")
-    with pytest.raises(ValueError, match=r"to is 'gguf': choose one of openclip"):
+    with pytest.raises(ValueError, match="to is 'gguf': choose one"):
         export(str(runs.paths["vision"]), str(out), "gguf")
-    with pytest.raises(ValueError, match=r"run: give it without local-dir:, or one of .* checkpoints/ \(best.ckpt\)"):
+    with pytest.raises(ValueError, match="run: give it without local-dir"):
         export(f"local-dir:{runs.folder / 'clip'}", str(out))
     torch.save(runs.vision.model.state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match=r"does not say of which model: give the model's name first"):
+    with pytest.raises(ValueError, match="does not say of which model"):
         export(str(tmp_path / "weights.pt"), str(out))
     with pytest.raises(ValueError, match=r"does not fit the model"):
         export("CLIP-debug", str(out), checkpoint=str(tmp_path / "weights.pt"))
-    with pytest.raises(
-        ValueError, match=r"checkpoint is 'x', but .*best.ckpt is a model with weights: leave checkpoint out"
-    ):
+    with pytest.raises(ValueError, match=r"checkpoint is 'x', but .*best.ckpt"):
         export(str(runs.paths["clip"]), str(out), checkpoint="x")
-    with pytest.raises(ValueError, match=r"diff_vit_debug has new weights: give --checkpoint"):
+    with pytest.raises(ValueError, match="diff_vit_debug has new weights"):
         export("diff_vit_debug", str(out))
     with pytest.raises(ValueError, match=r"https://.* would be fetched"):
         export("https://example.org/model.ckpt", str(out))
@@ -92,11 +90,11 @@ def test_weights_that_could_do_harm_are_refused(runs, exported, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     content = torch.load(runs.paths["clip"], weights_only=True)
     torch.save({**content, "more": Foreign()}, "foreign.ckpt")
-    with pytest.raises(ValueError, match=r"holds more than tensors and plain values"):
+    with pytest.raises(ValueError, match="holds more than tensors and plain"):
         export("foreign.ckpt", "out")
     content["state_dict"]["model.text_projection"] = torch.full((64, 64), torch.inf, dtype=torch.float16)
     torch.save(content, "infinite.ckpt")
-    with pytest.raises(ValueError, match=r"1 tensors of infinite.ckpt are not finite, the first text_projection"):
+    with pytest.raises(ValueError, match=r"1 tensors of infinite.ckpt are not"):
         export("infinite.ckpt", "out")
     for kind, weights in (("clip", "open_clip_pytorch_model.bin"), ("vision", "pytorch_model.bin")):
         shutil.copytree(exported / kind, kind)

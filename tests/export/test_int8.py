@@ -26,7 +26,7 @@ def test_every_linear_layer_is_in_eight_bits_and_the_outputs_are_near():
     assert {name for name, value in state.items() if value.dtype == torch.int8} == {f"{n}.weight" for n in linear}
     assert (model(image) - before).abs().max() < 0.05 * before.abs().max()
     assert sum(value.nbytes for value in state.values()) < 0.4 * size
-    with pytest.raises(ValueError, match="VisionTransformer is in eight bits already"):
+    with pytest.raises(ValueError, match="VisionTransformer is in eight bits"):
         int8.quantise(model)
 
 
@@ -57,13 +57,13 @@ def test_an_exported_clip_in_eight_bits_is_loaded_by_its_models_name(tmp_path):
     image = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(found.encode_image(image), int8.quantise(made).encode_image(image))
     assert (tmp_path / "int8.safetensors").stat().st_size < (tmp_path / "float.pt").stat().st_size
-    with pytest.raises(ValueError, match=r"int8.safetensors is of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
+    with pytest.raises(ValueError, match=r"int8.safetensors is of the model"):
         open_model("CLIP-debug", tmp_path / "int8.safetensors")
-    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be"):
         export(str(tmp_path / "int8.safetensors"), str(tmp_path / "onnx"), "onnx")
-    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be"):
         convert(str(tmp_path / "int8.safetensors"), str(tmp_path / "timm.pt"), to="timm")
-    with pytest.raises(ValueError, match=r"int8.safetensors are in eight bits, which are not trained: start from what"):
+    with pytest.raises(ValueError, match=r"int8.safetensors are in eight bits"):
         ContrastiveModule("DiffCLIP-debug", pretrained=str(tmp_path / "int8.safetensors"))
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -87,10 +87,10 @@ def test_a_language_model_in_eight_bits_is_saved_loaded_and_generates(tmp_path, 
     assert model.head is None  # tied: the embedding stays as it is
     assert model.embed.weight.dtype == torch.float32
     assert len(generate(model, tokens, max_new_tokens=4)[0]) == 4
-    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be"):
         convert(str(tmp_path / "int8"), str(tmp_path / "theirs"), to="huggingface")
     own = {"vocab_size": 128, "max_length": 64, "num_kv_heads": 1, "depth": 1}
-    with pytest.raises(ValueError, match="is in eight bits, which cannot be trained or converted"):
+    with pytest.raises(ValueError, match="is in eight bits, which cannot be"):
         LanguageModule("diff-debug", model_args=own, pretrained=str(tmp_path / "int8"))
 
 
@@ -108,15 +108,15 @@ def test_decoding_a_few_rows_on_many_threads_takes_quantised_weights():
 
 def test_bad_input_is_one_clear_error(tmp_path, monkeypatch):
     torch.save(timm.create_model("diff_vit_debug").state_dict(), tmp_path / "float.pt")
-    with pytest.raises(ValueError, match=r"destination vit must be a file: give a name that ends in \.safetensors"):
+    with pytest.raises(ValueError, match="destination vit must be a file"):
         export("diff_vit_debug", str(tmp_path / "vit"), "int8", checkpoint=str(tmp_path / "float.pt"))
     with pytest.raises(ValueError, match="ReLU has no linear layer"):
         int8.quantise(torch.nn.ReLU())
     weight = torch.zeros(4, 2, dtype=torch.int8)
     for scale in (torch.ones(2, 1), torch.full((4, 1), torch.nan)):
-        with pytest.raises(ValueError, match=r"x\.weight is \[4, 2\] in eight bits, and x\.weight_scale"):
+        with pytest.raises(ValueError, match=r"x\.weight is \[4, 2\] in eight bits"):
             int8.joined({"x.weight": weight, "x.weight_scale": scale})
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ValueError, match=r"need torchao .*: pip install 'diffvision\[export\]'"):
+    with pytest.raises(ValueError, match=r"need torchao .*: pip install"):
         int8.joined({"x.weight": weight, "x.weight_scale": torch.ones(4, 1)})
     assert [path.name for path in tmp_path.iterdir()] == ["float.pt"]

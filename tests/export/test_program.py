@@ -60,7 +60,7 @@ def test_what_was_built_otherwise_than_its_name_says_is_exported_as_it_is():
     assert json.loads(graph.about["input_size"]) == [1, 32, 48]
     image = torch.randn(3, 1, 32, 48)
     torch.testing.assert_close(export_program(graph).module()(image), grey.eval()(image))
-    with pytest.raises(ValueError, match="FeatureGetterNet is no model of timm, none of"):
+    with pytest.raises(ValueError, match="FeatureGetterNet is no model"):
         graphs(timm.create_model("diff_vit_debug", features_only=True))
 
 
@@ -114,9 +114,9 @@ def test_a_language_model_decodes_the_tokens_of_generate_for_prompts_of_unequal_
 def test_what_cannot_be_exported_is_one_clear_error():
     with torch.device("meta"):
         empty = timm.create_model("diff_vit_debug")
-    with pytest.raises(ValueError, match="VisionTransformer is on the meta device, without weights: load some"):
+    with pytest.raises(ValueError, match="VisionTransformer is on the meta"):
         graphs(empty)
-    with pytest.raises(ValueError, match="Linear is no model of timm, none of OpenCLIP with two towers and no"):
+    with pytest.raises(ValueError, match="Linear is no model of timm, none"):
         graphs(torch.nn.Linear(2, 2))
 
     class Deciding(torch.nn.Module):
@@ -125,5 +125,5 @@ def test_what_cannot_be_exported_is_one_clear_error():
 
     model = timm.create_model("diff_vit_debug", depth=1)
     model.norm = Deciding()
-    with pytest.raises(ValueError, match="VisionTransformer cannot be exported: "):
+    with pytest.raises(ValueError, match="VisionTransformer cannot be"):
         export_program(graphs(model)["model"])

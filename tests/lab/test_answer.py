@@ -66,7 +66,7 @@ def test_whole_answers_become_rows_to_learn(teacher, prompts, written, tmp_path,
     assert [row["id"] for row in rows] == ["prompts-1", "prompts-3", "prompts-11"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "prompts.jsonl", "teacher"]
     assert main(["data", "tokenize", str(output), str(tmp_path / "shards"), teacher, "--chat", "question"]) == 0
-    with pytest.raises(FileExistsError, match=r"answers\.jsonl exists: give another output"):
+    with pytest.raises(FileExistsError, match=r"answers\.jsonl exists: give another"):
         answer(teacher, str(prompts), str(output), chat="question")
 
 
@@ -110,7 +110,7 @@ def test_a_template_that_wants_a_system_s_message_writes_the_rows_that_have_one(
     prompts.write_text(json.dumps(rows[0]) + "\n")
     assert answer(teacher, str(prompts), str(output), chat=str(template), new_tokens=20)["written"] == 1
     prompts.write_text('{"prompt": "one"}\n')
-    with pytest.raises(ValueError, match=r"row prompts-1 of .*refuses the row: no system"):
+    with pytest.raises(ValueError, match=r"row prompts-1 of .*refuses the row"):
         answer(teacher, str(prompts), str(tmp_path / "b.jsonl"), chat=str(template), new_tokens=20)
 
 
@@ -118,9 +118,7 @@ def test_a_real_model_answers(teacher, tmp_path):
     """An untrained one ends nothing: what its greedy text is, is said by the error alone."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n')
-    with pytest.raises(
-        ValueError, match=r"none of 1 answers ended within 4 tokens: give more, and remove .*a\.jsonl\.partial"
-    ):
+    with pytest.raises(ValueError, match="none of 1 answers ended within 4"):
         answer(teacher, str(file), str(tmp_path / "a.jsonl"), chat="question", new_tokens=4)
     assert json.loads((tmp_path / "a.jsonl.partial").read_text())["stopped_by"] == "length"
 

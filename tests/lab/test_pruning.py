@@ -183,11 +183,11 @@ def test_settings_out_of_range(settings, message):
 @pytest.mark.parametrize("method", ["diff", "diff_value", "map1", "sum"])
 def test_a_plain_model_has_no_second_map(method):
     model = small_model("transformer-debug")
-    with pytest.raises(ValueError, match=rf"{method} reads the two maps .* choose one of window, random, knorm, h2o"):
+    with pytest.raises(ValueError, match=f"{method} reads the two maps .* choose"):
         generate(model, [[1, 2, 3]], max_new_tokens=2, compress=Compress(method))
 
 
 def test_a_variant_without_a_cache_is_refused():
     model = small_model("diff-debug", variant="v1_dint")
-    with pytest.raises(ValueError, match="'v1_dint' needs the past tokens' outputs"), torch.no_grad():
+    with pytest.raises(ValueError, match="'v1_dint' needs the past tokens'"), torch.no_grad():
         kept_of(model, Compress("snap"), torch.tensor(prompts_of(9)))

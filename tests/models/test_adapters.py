@@ -129,7 +129,7 @@ def test_weights_alone_are_refused_where_something_is_around_them():
 def test_adapt_refuses_adapters_and_changes_nothing(target):
     model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=[rf"attn.{target}"]), model)
-    with pytest.raises(ValueError, match=rf"{target} is wrapped \(peft.*merge_and_unload"):
+    with pytest.raises(ValueError, match=f"{target} is wrapped"):
         diffvision.adapt(model)
     assert isinstance(model.blocks[0].attn, timm.layers.Attention)
 
@@ -137,7 +137,7 @@ def test_adapt_refuses_adapters_and_changes_nothing(target):
 def test_adapt_and_merge_refuse_parametrizations():
     model = language.create("transformer-debug", vocab_size=20)
     register_parametrization(model.blocks[0].attn.proj, "weight", Doubled())
-    with pytest.raises(ValueError, match=r"proj is wrapped .*remove_parametrizations"):
+    with pytest.raises(ValueError, match="proj is wrapped"):
         diffvision.adapt(model, "dex")
     model = diffvision.adapt(language.create("transformer-debug", vocab_size=20), "dex")
     register_parametrization(model.blocks[0].attn.proj, "weight", Doubled())

@@ -120,11 +120,11 @@ def test_damaged_weights_are_one_error(tmp_path):
 
 
 def test_what_is_no_encoder_or_differential_already_is_refused():
-    with pytest.raises(ValueError, match="a BERT that is a decoder cannot be made differential"):
+    with pytest.raises(ValueError, match="a BERT that is a decoder cannot be"):
         diffvision.adapt(_bert(is_decoder=True))
-    with pytest.raises(ValueError, match="BertLMHeadModel is not adapted, since it could not be saved"):
+    with pytest.raises(ValueError, match="BertLMHeadModel is not adapted"):
         diffvision.adapt(_bert(BertLMHeadModel, is_decoder=True))
-    with pytest.raises(ValueError, match="AdaptedBertModel has attention of v2: it is differential already"):
+    with pytest.raises(ValueError, match="AdaptedBertModel has attention"):
         diffvision.adapt(diffvision.adapt(_bert()))
     with pytest.raises(ValueError, match="pairs heads: 3"):
         diffvision.adapt(BertModel(BertConfig(**{**SIZES, "num_attention_heads": 3})), "v1")
@@ -173,18 +173,18 @@ def test_a_folder_without_a_pooler_has_none_afterwards(tmp_path):
 
 def test_folders_that_would_lose_something_are_refused(tmp_path):
     BertForPreTraining(BertConfig(**SIZES)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match="is a BertForPreTraining, whose head would be lost"):
+    with pytest.raises(ValueError, match="is a BertForPreTraining, whose head"):
         adapt_to_folder(str(tmp_path / "heads"), str(tmp_path / "v2"))
     _bert().save_pretrained(tmp_path / "part")
     file = tmp_path / "part" / "model.safetensors"
     save_file({name: value for name, value in load_file(file).items() if "1.attention.self.query" not in name}, file)
-    with pytest.raises(ValueError, match=r"lacks encoder\.layer\.1\.attention\.self\.query\.bias; encoder"):
+    with pytest.raises(ValueError, match=r"lacks encoder\.layer\.1\.attention"):
         adapt_to_folder(str(tmp_path / "part"), str(tmp_path / "v2"))
     infinite = _bert()
     infinite.save_pretrained(tmp_path / "whole")
     infinite.pooler.dense.bias.data[0] = torch.inf
     infinite.save_pretrained(tmp_path / "infinite")
-    with pytest.raises(ValueError, match=r"1 tensors of .* are not finite, the first pooler\.dense\.bias"):
+    with pytest.raises(ValueError, match=r"1 tensors of .* are not finite"):
         adapt_to_folder(str(tmp_path / "infinite"), str(tmp_path / "v2"))
     diffvision.adapt(_bert()).save_pretrained(tmp_path / "adapted")
     with pytest.raises(ValueError, match="differential already"):
@@ -236,7 +236,7 @@ def test_heads_of_pretraining_may_be_left_out(name, tmp_path):
 def test_attention_that_adapted_layers_have_not_is_refused_before_anything_changes():
     model = _bert()
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match=r"attends by 'flex_attention': call set_attn_implementation\('sdpa'\) first"):
+    with pytest.raises(ValueError, match="attends by 'flex_attention'"):
         diffvision.adapt(model)
     assert not any("Adapted" in type(part).__name__ for part in model.modules())
 

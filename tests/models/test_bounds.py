@@ -43,7 +43,7 @@ def test_a_depth_that_the_weights_have_not(tmp_path, monkeypatch):
     language.save(language.create("diff-debug"), tmp_path / "text")
     edit(tmp_path / "text" / "config.json", lambda c: c.update(depth=4000))
     monkeypatch.setattr("diffvision.models.language.LanguageModel", None)
-    with pytest.raises(ValueError, match="has weights of depth 2, and a configuration of depth 4000"):
+    with pytest.raises(ValueError, match="has weights of depth 2, and"):
         language.load(tmp_path / "text")
 
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_of_our_training(tmp_path):
     module.on_save_checkpoint(content)
     content["hyper_parameters"]["config"]["depth"] = 30_000_000
     torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="depth is 30000000: it must be a whole number from 1 to 4,096"):
+    with pytest.raises(ValueError, match="depth is 30000000: it must be"):
         language.load(tmp_path / "x.ckpt")
 
 
@@ -66,10 +66,10 @@ def test_a_folder_of_transformers(tmp_path):
     file = tmp_path / "llama" / "config.json"
     edit(file, lambda c: c.update(num_hidden_layers=30_000_000))
     for call in (open_model, lambda folder: convert(folder, str(tmp_path / "out"), to="language")):
-        with pytest.raises(ValueError, match=r"num_hidden_layers 30,000,000, above 4,096|depth is 30000000"):
+        with pytest.raises(ValueError, match=r"30,000,000, above|depth is 30000000"):
             call(str(tmp_path / "llama"))
     edit(file, lambda c: c.update(num_hidden_layers=1, hidden_size=1 << 20))
-    with pytest.raises(ValueError, match=r"describes a model of more than [\d,]+ parameters .* bytes of weights"):
+    with pytest.raises(ValueError, match="describes a model of more than"):
         open_model(tmp_path / "llama")
 
 
@@ -114,12 +114,12 @@ def test_a_timm_folder_and_a_checkpoint(field, value, tmp_path):
     content = {"pytorch-lightning_version": "2.6.6", "state_dict": module.state_dict()}
     module.on_save_checkpoint(content)
     torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=rf"x\.ckpt has {field} {value:,}, above|describes a model of more than"):
+    with pytest.raises(ValueError, match=rf"has {field} {value:,}|describes a model"):
         open_model("diff_vit_debug", tmp_path / "x.ckpt")
 
 
 def test_a_configuration_of_fit():
-    with pytest.raises(ValueError, match="model_args has depth 30,000,000, above 4,096"):
+    with pytest.raises(ValueError, match="model_args has depth 30,000,000"):
         ClassificationModule("diff_vit_debug", num_classes=2, model_args={"depth": 30_000_000})
     with pytest.raises(ValueError, match="depth is 30000000"):
         LanguageModule("diff-debug", model_args={"depth": 30_000_000})

@@ -66,7 +66,7 @@ def test_heads_of_matched_layers():
     assert matched_heads("v1", "standard", 8, 2) == (4, 1)
     assert matched_heads("v1_head", "v1", 4, 2) == (4, 2)
     assert matched_heads("v2", "standard", 3, 3) == (3, 3)
-    with pytest.raises(ValueError, match=r"num_heads is 3, and the matched layer of 'v1' .* half of them: make both"):
+    with pytest.raises(ValueError, match="num_heads is 3, and the matched"):
         matched_heads("v1", "standard", 3)
     with pytest.raises(ValueError, match="num_heads is 4 and num_kv_heads 1"):
         matched_heads("v1", "v2", 4, 1)
@@ -128,7 +128,7 @@ def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
     values = json.loads(config.read_text())
     for wrong, layer in ((None, 0), ("2*standard", 1)):
         config.write_text(json.dumps({**values, "variant_by_layer": wrong}))
-        with pytest.raises(ValueError, match=f"weights of variant '[a-z1]+' in layer {layer}, and a configuration of"):
+        with pytest.raises(ValueError, match=f"variant '[a-z1]+' in layer {layer}"):
             language.load(tmp_path / "a")
     with pytest.raises(ValueError, match="3 layers, and there are 2"):
         mixed(text="3*standard")
@@ -167,15 +167,15 @@ def test_transformers_has_mixed_models_with_any_cache(tmp_path):
 
 def test_what_has_one_variant_only_refuses_mixed_models(tmp_path):
     language.save(mixed(), tmp_path / "a")
-    with pytest.raises(ValueError, match="one kind of attention, and this one has variant_by_layer='1\\*standard'"):
+    with pytest.raises(ValueError, match="one kind of attention, and this one"):
         convert(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface")
     for model in (mixed(), timm.create_model("diff_vit_debug", variant_by_layer=LOWER)):
-        with pytest.raises(ValueError, match=r"blocks.1 has attention of v1 already and blocks.0 standard attention"):
+        with pytest.raises(ValueError, match=r"blocks.1 has attention of v1"):
             diffvision.adapt(model, method="v2")
     vit = timm.create_model("diff_vit_debug", variant_by_layer=LOWER)
     torch.save(vit.state_dict(), tmp_path / "vit.pt")
     for layout in ("timm", "unilm-v1"):
-        with pytest.raises(ValueError, match=r"different variants, as in blocks.0.attn and blocks.1.attn"):
+        with pytest.raises(ValueError, match="different variants, as"):
             convert(str(tmp_path / "vit.pt"), str(tmp_path / "c.pt"), to=layout)
 
 
@@ -229,7 +229,7 @@ def test_vits_refuse_what_does_not_fit():
         timm.create_model("vca_vit_debug", variant_by_layer=LOWER)
     with pytest.raises(ValueError, match="5 layers, and there are 4"):
         timm.create_model("diff_vit_debug", variant_by_layer="5*standard")
-    with pytest.raises(TypeError, match="'v2' attention, which takes no lambda_init"):
+    with pytest.raises(TypeError, match="'v2' attention, which takes no"):
         timm.create_model("diffv2_vit_debug", lambda_init=0.5)
     assert (
         timm.create_model("diffv2_vit_debug", variant_by_layer="v1", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
@@ -274,7 +274,7 @@ def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
 
 
 def test_v2_is_not_mixed_within_a_tower():
-    with pytest.raises(ValueError, match=r"V2's matched layers have another MLP.*or build the tower with timm"):
+    with pytest.raises(ValueError, match="V2's matched layers have another"):
         clip_model("diffvision:v2:variant_by_layer=1*standard")
     with pytest.raises(ValueError, match="no setting of 'v1'"):
         clip_model("diffvision:v1:variant_by=1")

@@ -105,7 +105,7 @@ def test_a_size_that_is_none_of_ours_wants_a_tower(assets, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
     weights = read_state(assets / "diffclip_checkpoint.pt")
     del weights["visual.blocks.1.attn.lambda_q1"], weights["visual.pos_embed"]
-    with pytest.raises(ValueError, match=r"the DiffCLIP state_dict lacks visual.pos_embed"):
+    with pytest.raises(ValueError, match="the DiffCLIP state_dict lacks"):
         from_diffclip(weights, tower="golden_size")
 
 
@@ -142,7 +142,7 @@ def test_names_within_a_model_are_mapped_too():
     assert to_unilm(ours, "unilm-v1") == weights
     with pytest.raises(ValueError, match=r"unilm-v1 has no a\.q_proj\.bias"):
         to_unilm({"a.q_proj.bias": 1, "a.head_norm.weight": 1}, "unilm-v1")
-    with pytest.raises(ValueError, match=r"no lambda_proj.weight: it is not of the variant that unilm-v2 holds"):
+    with pytest.raises(ValueError, match=r"no lambda_proj.weight: it is not"):
         to_unilm(ours, "unilm-v2")
 
 
@@ -321,7 +321,7 @@ def test_a_plain_openclip_model_is_no_diffclip(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "open_clip_config.json").write_text("{}")
     save_file(state, tmp_path / "model" / "open_clip_model.safetensors")
-    with pytest.raises(ValueError, match="without V1 attention in both towers, which DiffCLIP has"):
+    with pytest.raises(ValueError, match="without V1 attention in both towers"):
         convert(str(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
     (tmp_path / "model" / "open_clip_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is damaged or no safetensors file"):
@@ -371,8 +371,8 @@ def test_destinations(tmp_path):
     save_file(TimmDiffAttention(32, 2).state_dict(), tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"is there already: remove it"):
         convert(str(tmp_path / "x.safetensors"), str(tmp_path / "x.safetensors"), to="diffvision")
-    with pytest.raises(ValueError, match=r"ends in '.bin': name a .safetensors or a .pt file"):
+    with pytest.raises(ValueError, match=r"ends in '.bin': name a .safetensors"):
         convert(str(tmp_path / "x.safetensors"), str(tmp_path / "y.bin"), to="diffvision")
-    with pytest.raises(ValueError, match="to is 'onnx': choose one of openclip, diffclip"):
+    with pytest.raises(ValueError, match="to is 'onnx': choose one"):
         convert(str(tmp_path / "x.safetensors"), str(tmp_path / "y.pt"), to="onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

@@ -226,7 +226,7 @@ def test_an_unsaid_tie_is_read_from_the_weights():
     silent = {name: value for name, value in V1.items() if name != "tie_word_embeddings"}
     assert from_motif(silent, state)[0].tied
     assert not from_motif(silent, {**state, "lm_head.weight": torch.zeros(61, 32)})[0].tied
-    with pytest.raises(ValueError, match=r"an lm_head\.weight that is not its model\.embed_tokens\.weight"):
+    with pytest.raises(ValueError, match=r"an lm_head\.weight that is not"):
         from_motif(V1, {**state, "lm_head.weight": torch.zeros(61, 32)})
 
 
@@ -298,12 +298,12 @@ def test_what_ours_cannot_be(changed, message):
 def test_folders_that_are_not_whole_are_refused(tmp_path):
     state = _weights(GDA)
     lacking = {name: weight for name, weight in state.items() if name != "model.layers.1.mlp.act_fn.bias"}
-    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.act_fn\.bias"):
+    with pytest.raises(ValueError, match=r"lacks .*layers\.1\.mlp\.act_fn"):
         open_model(f"hf:{_folder(tmp_path / 'lacking', GDA, lacking)}")
     alphas = {"model.layers.0.self_attn.q_proj_alpha": torch.ones(1)}
-    with pytest.raises(ValueError, match=r"has 1 weights that it has not \(model\.layers\.0\.self_attn\.q_proj_alpha"):
+    with pytest.raises(ValueError, match="has 1 weights that it has not"):
         open_model(f"hf:{_folder(tmp_path / 'more', GDA, {**state, **alphas})}")
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_proj\.weight is \[80, 32\], expected \[64, 32\]"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_proj\.weight"):
         open_model(str(_folder(tmp_path / "other", {**GDA, "num_attention_heads": 8}, state)))
 
 
@@ -324,7 +324,7 @@ def test_what_motif_cannot_be(settings, message):
 
 def test_diffllama_has_silu():
     config, state = from_motif(V1, _weights(V1))
-    with pytest.raises(ValueError, match="transformers' diffllama has silu; this model has poly_norm"):
+    with pytest.raises(ValueError, match="transformers' diffllama has silu"):
         to_hugging_face(config, state)
 
 

@@ -150,7 +150,7 @@ def test_the_tokenizer_is_the_files(pre, write, tmp_path):
 def test_a_file_is_known_by_its_first_bytes_and_another_tokenizer_is_taken(write, tmp_path):
     path, original = write(pre="qwen2"), tmp_path / "original"
     path = path.rename(tmp_path / "sha256-1a2b")
-    with pytest.raises(ValueError, match=r"give the original model's with --tokenizer tokenizer\.json"):
+    with pytest.raises(ValueError, match="give the original model's"):
         convert(str(path), str(tmp_path / "ours"), to="language")
     original.mkdir()
     train_tokenizer(CORPUS, 270).save(original)
@@ -241,7 +241,7 @@ def test_what_begins_a_text_stays_through_adapting_and_exporting(write, tmp_path
 
 
 def test_a_gguf_file_is_opened_after_it_is_converted(write):
-    with pytest.raises(ValueError, match=r"model.gguf is a GGUF file: convert it first, `diffvision convert"):
+    with pytest.raises(ValueError, match=r"model.gguf is a GGUF file"):
         open_model(write())
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_halved_keeps_its_number_and_halves_the_size():
         _, v1, v2, _ = matched(heads, 64, 256, kv_heads)
         assert (v1.num_heads, v1.num_kv_heads, v1.head_dim) == (heads, kv_heads, 32)
         assert (v2.num_heads, v2.num_kv_heads, v2.head_dim) == (heads, kv_heads, 64)
-    with pytest.raises(ValueError, match=r"heads is 3, kv_heads 3 and head_dim 63: V1 halves .* give an even head_dim"):
+    with pytest.raises(ValueError, match="heads is 3, kv_heads 3 and head_dim"):
         matched(3, 63)
 
 

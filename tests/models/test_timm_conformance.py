@@ -182,14 +182,14 @@ def test_masks_reach_the_attention(name):
 
 def test_visual_contrast_refuses_what_it_cannot_do():
     for name in (VCA, "vca_vit_debug_clip"):
-        with pytest.raises(ValueError, match=r"pools a whole grid: leave patch_drop_rate \(patch dropout\) at 0"):
+        with pytest.raises(ValueError, match="pools a whole grid: leave"):
             build(name, patch_drop_rate=0.25)
     model = build(VCA)
     with pytest.raises(ValueError, match="takes no mask"):
         model(images(model), attn_mask=torch.ones(17, 17, dtype=torch.bool))
-    with pytest.raises(ValueError, match="gradient checkpointing needs one grid"):
+    with pytest.raises(ValueError, match="gradient checkpointing needs one"):
         build(VCA, dynamic_img_size=True).set_grad_checkpointing()
-    with pytest.raises(TypeError, match="'vca' attention, which takes no num_kv_heads"):
+    with pytest.raises(TypeError, match="'vca' attention, which takes no"):
         build(VCA, num_kv_heads=1)
 
 

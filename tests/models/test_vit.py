@@ -83,9 +83,7 @@ def test_each_clip_tower_has_its_plain_twin():
 
 @pytest.mark.parametrize("settings", [{}, {"features_only": True}, {"num_classes": 0}])
 def test_untrained_names_pretend_to_no_weights(settings):
-    with pytest.raises(
-        RuntimeError, match="No pretrained weights exist for diff_vit_debug: none are released"
-    ) as caught:
+    with pytest.raises(RuntimeError, match="No pretrained weights exist") as caught:
         timm.create_model("diff_vit_debug", pretrained=True, **settings)
     (plain,) = re.findall(r"`diffvision adapt (\S+) FOLDER`", str(caught.value))
     assert timm.is_model_pretrained(plain)
@@ -299,7 +297,7 @@ def test_the_block_takes_any_factory():
 
 
 def test_a_setting_that_the_variant_has_no_use_for_is_refused():
-    with pytest.raises(TypeError, match="diffv2_vit_debug has 'v2' attention, which takes no lambda_init"):
+    with pytest.raises(TypeError, match="diffv2_vit_debug has 'v2' attention"):
         timm.create_model("diffv2_vit_debug", lambda_init=0.5)
     assert timm.create_model("diff_vit_debug", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
 

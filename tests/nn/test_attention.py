@@ -308,9 +308,9 @@ def test_a_ratio_of_one_is_v1_and_others_must_fit():
     v1.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 32)
     torch.testing.assert_close(layer(x, is_causal=True), v1(x, is_causal=True))
-    with pytest.raises(ValueError, match=r"num_heads \(4\) must be a positive multiple of signal_ratio \(3\)"):
+    with pytest.raises(ValueError, match=r"num_heads \(4\) must be a positive"):
         GroupedDiffAttention(32, 4, signal_ratio=3)
-    with pytest.raises(ValueError, match=r"num_kv_heads \(4\) must divide the 2 groups of heads"):
+    with pytest.raises(ValueError, match=r"num_kv_heads \(4\) must divide"):
         GroupedDiffAttention(32, 4, 4)
 
 
@@ -403,7 +403,7 @@ def test_plain_weights_get_a_hint():
     ):
         model.load_state_dict(plain)
     assert len(raised) == 1
-    with pytest.warns(UserWarning, match=r"0\.qkv\.weight is of plain attention"):
+    with pytest.warns(UserWarning, match=r"0\.qkv\.weight is of plain"):
         model.load_state_dict(plain, strict=False)
 
 

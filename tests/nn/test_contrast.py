@@ -120,13 +120,13 @@ def test_initial_values():
 def test_bad_input_is_named():
     layer = VisualContrastAttention(32, 4, contrast_size=2)
     x = torch.randn(1, 16, 32)
-    with pytest.raises(ValueError, match=r"does not know its grid: call set_grid"):
+    with pytest.raises(ValueError, match="does not know its grid"):
         layer(x)
     layer.set_grid((4, 4))
-    with pytest.raises(ValueError, match=r"got 12 tokens, and has a grid of 4 x 4 patches after 0 prefix tokens"):
+    with pytest.raises(ValueError, match="got 12 tokens, and has a grid of 4"):
         layer(x[:, :12])
     for refused in ({"attn_mask": torch.ones(16, 16, dtype=torch.bool)}, {"is_causal": True}, {"maps": []}):
-        with pytest.raises(ValueError, match="takes no mask, context, cache, rotation or list of maps"):
+        with pytest.raises(ValueError, match="takes no mask, context, cache"):
             layer(x, **refused)
     with pytest.raises(ValueError, match="no map from tokens to tokens"):
         layer.attention_maps(x)

@@ -168,15 +168,15 @@ def test_what_has_no_meaning_for_a_context_is_refused():
         layer.attention_maps(x, is_causal=True, context=context)
     with pytest.raises(ValueError, match="a cache with a context"):
         layer(x, context=context, cache=language.create("diff-debug").new_cache(1, 4).layers[0])
-    with pytest.raises(ValueError, match=r"rotary embedding with a context.*rotary=None"):
+    with pytest.raises(ValueError, match="rotary embedding with"):
         DiffAttention(32, 2, rotary=1e4)(x, context=context)
-    with pytest.raises(ValueError, match=r"width 32, and the context is \[1, 4, 8\]: make the layer with its context_"):
+    with pytest.raises(ValueError, match=r"width 32, and the context is \[1, 4"):
         layer(x, context=context[..., :8])
-    with pytest.raises(ValueError, match=r"width 8, and x is \[1, 3, 32\]: give a context of that width"):
+    with pytest.raises(ValueError, match=r"width 8, and x is \[1, 3, 32\]"):
         DiffAttention(32, 2, context_dim=8)(x)
     contrast = VisualContrastAttention(32, 2)
     contrast.set_grid((1, 3))
-    with pytest.raises(ValueError, match="pools a whole grid: it takes no mask, context"):
+    with pytest.raises(ValueError, match="pools a whole grid: it takes no"):
         contrast(x, context=context)
 
 

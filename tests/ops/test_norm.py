@@ -37,7 +37,7 @@ def test_autocast_leaves_the_statistics_alone_and_a_wrong_weight_is_named():
     x, weight = torch.randn(4, 6, 64), torch.ones(64)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
-    with pytest.raises(ValueError, match=r"weight \(1,\) must be as long as x's last axis"):
+    with pytest.raises(ValueError, match=r"weight \(1,\) must be as long as"):
         rms_norm(x, weight[:1], 1e-5)
 
 

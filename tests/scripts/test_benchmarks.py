@@ -152,7 +152,7 @@ def test_a_cache_in_eight_bits(family, monkeypatch, capsys):
     int8_cache.main()
     assert f"| {family} | 20 | 0 | " in capsys.readouterr().out
     monkeypatch.setitem(int8_cache.WAYS, "wrong", lambda low: int8_cache.blocks(low) * 1.1)
-    with pytest.raises(SystemExit, match=f"wrong is wrong for {family}: its relative error is 0.1"):
+    with pytest.raises(SystemExit, match=f"wrong is wrong for {family}: its"):
         int8_cache.main()
 
 

@@ -37,7 +37,7 @@ def test_presses_need_as_many_tokens_as_their_text_has(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress", MagicMock())
     drawn = runpy.run_path(str(Path(openclip_inputs.__file__).with_name("run_kvpress_v2.py")))["drawn"]
     assert drawn(296).unique().numel() == 296
-    with pytest.raises(SystemExit, match="a vocabulary of 101: give one of at least 296"):
+    with pytest.raises(SystemExit, match="a vocabulary of 101: give one of"):
         drawn(101)
 
 

@@ -117,11 +117,9 @@ def test_a_teacher_is_in_no_checkpoint(teacher, tmp_path):
 
 
 def test_what_cannot_teach_is_refused(teacher, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"has another tokenizer than the data: .* is \d+ in the data and .* there; take"
-    ):
+    with pytest.raises(ValueError, match="has another tokenizer than the data"):
         Teacher(Distillation(f"hf:{teacher}"), train_tokenizer(["ababab"], 258), 9)
-    with pytest.raises(ValueError, match=r"reads 64 tokens and data.length is 65: lower data.length"):
+    with pytest.raises(ValueError, match=r"reads 64 tokens and data.length"):
         Teacher(Distillation(f"hf:{teacher}"), LETTERS, 65)
     language.save(language.create("transformer-debug", **SMALL), tmp_path / "bare")
     with pytest.raises(ValueError, match="has no tokenizer next to it"):

@@ -91,7 +91,7 @@ def test_files_of_the_logger_that_are_links_are_refused(shards, tmp_path, name):
     other.write_text("years of work")
     (tmp_path / "fit" / "version_0").mkdir(parents=True)
     (tmp_path / "fit" / "version_0" / name).symlink_to(other)
-    with pytest.raises(OSError, match=rf"{name} is a link to .*notes.txt, which would be written to: remove it"):
+    with pytest.raises(OSError, match=f"{name} is a link to .*notes.txt"):
         run(shards, tmp_path, "--trainer.logger.version=0", steps=2)
     assert other.read_text() == "years of work"
 
@@ -102,7 +102,7 @@ def test_a_run_resumes_by_itself_from_the_newest_that_is_whole(shards, whole, tm
     shutil.copytree(whole.trainer.log_dir, version)
     (version / "checkpoints" / "step=5.ckpt").unlink()  # which the end of the run has left
     os.truncate(version / "checkpoints" / "step=4.ckpt", 1000)
-    with pytest.warns(UserWarning, match=r"passed over .*step=4.ckpt: it has 1,000 bytes of the"):
+    with pytest.warns(UserWarning, match=r"passed over .*step=4.ckpt"):
         resumed = run(shards, tmp_path, "--resume=auto")
     assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "step=2.ckpt")
     assert resumed.trainer.log_dir == str(version)
@@ -167,16 +167,14 @@ def test_no_step_is_logged_with_an_interval_of_zero(shards, tmp_path):
 def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ValueError, match=r"torchrun started 2 processes, but .* are 1: set trainer.devices to 2, or ea"
-    ):
+    with pytest.raises(ValueError, match="torchrun started 2 processes, but"):
         run(shards, tmp_path)
 
 
 def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     stopped = Path(whole.trainer.log_dir) / "checkpoints" / "step=4.ckpt"
     changed = ["--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=0.7", "--model.optimizer.end_lr=0.1"]
-    with pytest.warns(UserWarning, match=r"other settings than before: .*optimizer.lr 0.1 \(was 0.0005\), "):
+    with pytest.warns(UserWarning, match="other settings than before"):
         resumed = run(shards, tmp_path, f"--ckpt_path={stopped}", *changed)
     (optimizer,) = resumed.trainer.optimizers
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.7]
@@ -334,7 +332,7 @@ def test_what_no_evaluation_gives_is_refused_before_any_step(
 
 
 def test_a_checkpoint_of_another_model_is_named():
-    with pytest.raises(ValueError, match="of the model 'DiffCLIP-debug', not 'CLIP-debug'"):
+    with pytest.raises(ValueError, match="of the model 'DiffCLIP-debug', not"):
         ContrastiveModule("CLIP-debug").on_load_checkpoint({"diffvision": {"model": "DiffCLIP-debug"}})
 
 

@@ -116,7 +116,7 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
     for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
         with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or more"):
             OptimizerSettings(**{name: -1})
-    with pytest.raises(ValueError, match="decay is 'step'; it must be one of cosine, linear"):
+    with pytest.raises(ValueError, match="decay is 'step'; it must be one"):
         OptimizerSettings(decay="step")
 
 

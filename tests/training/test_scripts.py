@@ -184,9 +184,9 @@ def test_another_batch_is_named(kind, other, sentence):
 
 
 def test_a_tuple_that_is_none_of_ours_is_named():
-    with pytest.raises(ValueError, match=r"a batch's text has the shape \[2\]: give captions as strings, or as token"):
+    with pytest.raises(ValueError, match=r"a batch's text has the shape \[2\]"):
         trainer().fit(make("clip"), loader("vision", tuples=True))
-    with pytest.raises(ValueError, match="a batch is a list of 3: give a dictionary with image, label, or a tuple"):
+    with pytest.raises(ValueError, match="a batch is a list of 3"):
         trainer().fit(make("vision"), DataLoader(TensorDataset(IMAGES, LABELS, LABELS), batch_size=2))
 
 
@@ -465,7 +465,7 @@ def digits(tmp_path_factory) -> Path:
 
 def test_data_take_transforms_and_tokenizer_from_the_module(digits):
     data = ImageTextData(f"{digits}/train", 8, num_workers=0)
-    with pytest.raises(ValueError, match="ImageTextData has no tokenizer: pass the model's"):
+    with pytest.raises(ValueError, match="ImageTextData has no tokenizer"):
         data.train_dataloader()
     made = trainer(seen := Seen(), max_steps=1)
     made.fit(make("clip", preprocess={"mean": [9.0, 9.0, 9.0], "std": [1.0, 1.0, 1.0]}), datamodule=data)
@@ -541,7 +541,7 @@ def test_a_module_and_data_need_no_more_than_a_trainer(kind, order, digits, text
 
 
 def test_a_module_without_a_tokenizer_is_named(digits):
-    with pytest.raises(ValueError, match=r"ClassificationModule has no tokenizer for captions: .* ImageLabelData"):
+    with pytest.raises(ValueError, match="ClassificationModule has no"):
         trainer(max_steps=1).fit(make("vision"), ImageTextData(f"{digits}/train", 8, num_workers=0))
 
 
@@ -592,7 +592,7 @@ def test_forward_tokenises_captions():
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_a_label_outside_the_classes_is_named(label, stage):
     images = DataLoader(TensorDataset(IMAGES, torch.tensor([0, 1, 2, label] * 2)), batch_size=4)
-    with pytest.raises(ValueError, match=rf"label {label}, .* classes are 0 to 2: .* num_classes"):
+    with pytest.raises(ValueError, match=f"label {label}, .* classes are 0 to 2"):
         getattr(trainer(), stage)(make("vision"), images)
 
 

@@ -189,6 +189,6 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(data, tmp_path, monkeypatch
         raise RuntimeError("no font")
 
     monkeypatch.setattr("diffvision.training.summary.run_overview", fail)
-    with pytest.warns(UserWarning, match=r"curves.png could not be written: no font"):
+    with pytest.warns(UserWarning, match=r"curves.png could not be written"):
         run(data, tmp_path, *CONTRASTIVE, "--trainer.limit_train_batches=1")
     assert "trained to step " in (tmp_path / "fit" / "version_0" / "summary.txt").read_text()

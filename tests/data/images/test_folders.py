@@ -172,7 +172,7 @@ def test_what_is_no_evaluation_folder(corpus, tmp_path):
     with pytest.raises(ValueError, match="no transform"):
         folder.batches()
     (tmp_path / "pets" / "dataset_type.txt").write_text("multilabel")
-    with pytest.raises(ValueError, match="says 'multilabel': only classification"):
+    with pytest.raises(ValueError, match="says 'multilabel': only"):
         EvaluationFolder(tmp_path / "pets")
 
 
@@ -202,5 +202,5 @@ def test_class_names_are_lines_and_nothing_else(corpus, tmp_path):
 def test_a_text_that_is_not_utf_8_is_named(corpus, tmp_path, name):
     path = folder_of(tmp_path / "pets", corpus, labelled(corpus, 5))
     (path / name).write_bytes(b"caf\xe9\n")
-    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 \(.* at byte 3\): save it as UTF-8"):
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8 \(.* at byte"):
         list(EvaluationFolder(path).batches(to_float))

@@ -66,10 +66,10 @@ def test_a_folder_for_each_class(tree):
     assert labels_read(training) == {n: n % 3 for n in range(30) if n % 5 != 4}
     assert labels_read(find_images(tree, "validation")) == {n: n % 3 for n in range(4, 30, 5)}
     assert labels_read(find_images(tree / "val")) == labels_read(find_images(tree, "validation"))
-    with pytest.raises(ValueError, match="has no split 'test': it has train, validation"):
+    with pytest.raises(ValueError, match="has no split 'test': it has train"):
         find_images(tree, "test")
     write(tree / "train/loose.png", 1)
-    with pytest.raises(ValueError, match=r"images in no class and without captions, first loose\.png: put each into"):
+    with pytest.raises(ValueError, match="images in no class and without"):
         find_images(tree)
 
 
@@ -88,7 +88,7 @@ def test_splits_number_their_classes_alike(tmp_path):
     assert [n for _, n in read_in_order(folder, "test")] == [1] * 4 + [2] * 4
     write(tmp_path / "others/cow/1.png", 1)
     data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "others"), num_workers=0, num_classes=3)
-    with pytest.raises(ValueError, match="classes that are not among the 3 of the training data or the model: cow"):
+    with pytest.raises(ValueError, match="classes that are not among the 3"):
         data.val_dataloader()
 
 
@@ -119,15 +119,15 @@ def test_folders_that_are_no_classes(tree, tmp_path):
         find_images(tree)
     shutil.rmtree(tree / "train/empty")
     (tree / "train/kitten").symlink_to(tree / "train/cat")
-    with pytest.raises(ValueError, match="has the same folder as the classes cat and kitten: remove the link"):
+    with pytest.raises(ValueError, match="has the same folder as the classes"):
         find_images(tree)
     write(tmp_path / "coco/train2017/1.png", 1)
     (tmp_path / "coco/annotations").mkdir()
     (tmp_path / "coco/annotations/captions_train2017.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"give annotations/captions_train2017\.json as the source"):
+    with pytest.raises(ValueError, match=r"give .*captions_train2017\.json"):
         find_images(tmp_path / "coco")
     (tree / "val/prices.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"has prices\.csv next to its images: give the table"):
+    with pytest.raises(ValueError, match=r"has prices\.csv next to its images"):
         find_images(tree / "val")
 
 
@@ -162,11 +162,11 @@ def test_tables(captioned, ending):
         assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
         assert labels_read(pictures) == {n: n % 3 for n in range(12)}
         assert pictures.classnames == KINDS
-    with pytest.raises(ValueError, match=r"none of them is called caption or label; name one with columns"):
+    with pytest.raises(ValueError, match="none of them is called caption"):
         find_images(table)
-    with pytest.raises(ValueError, match=r"none of them is called 'kin' \(label\)"):
+    with pytest.raises(ValueError, match="none of them is called 'kin'"):
         find_images(table, columns={"label": "kin"})
-    with pytest.raises(ValueError, match="columns has images: it takes image, caption, label"):
+    with pytest.raises(ValueError, match="columns has images: it takes image"):
         find_images(table, columns={"images": "file"})
 
 
@@ -200,7 +200,7 @@ def test_coco_captions_of_which_training_draws_one(tmp_path):
     drawn = {CaptionMember(pictures.caption_key).one(ImageSet(pictures).members((0, 2))) for _ in range(50)}
     assert drawn == {"one 2", "two 2", "three 2"}
     table.write_text('{"images": []}')
-    with pytest.raises(ValueError, match=r"captions_train2017\.json has neither"):
+    with pytest.raises(ValueError, match=r"captions_train2017\.json"):
         find_images(table)
 
 
@@ -391,7 +391,7 @@ def test_a_dataset_that_datasets_saved(tree, tmp_path):
     assert len(find_images(tmp_path / "saved", "test")) == 3
     assert pictures.fingerprint == find_images(tmp_path / "saved").fingerprint
     shutil.rmtree(tmp_path / "saved/test")
-    with pytest.raises(ValueError, match=r"saved is not all of what `datasets` saved \(.*: save it again"):
+    with pytest.raises(ValueError, match="saved is not all of what `datasets`"):
         find_images(tmp_path / "saved", "test")
 
 
@@ -419,9 +419,9 @@ def test_a_torchvision_dataset(tmp_path):
     assert number(ImageMember(to_float)(ImageSet(pictures).members((0, 3)))) == 7
     assert ImageEvaluationFolder(source).name == "FashionMNIST"
     assert len(ImageEvaluationFolder(source).images("test")) == 10
-    with pytest.raises(ValueError, match="Nothing is downloaded here; once, by yourself: python -c"):
+    with pytest.raises(ValueError, match="Nothing is downloaded here"):
         find_images(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="torchvision has no dataset 'Fashion' in a folder"):
+    with pytest.raises(ValueError, match="torchvision has no dataset"):
         find_images(f"torchvision:Fashion:{tmp_path}")
 
 
@@ -446,9 +446,9 @@ def test_an_epoch_is_exact_and_bad_pictures_are_counted(tree):
     assert epochs[0] != epochs[1]
     again = ImageLabelData(str(tree), batch_size=5, num_workers=2, max_bad_fraction=0.1, num_classes=3)
     assert [number(image) for batch in again.train_dataloader() for image in batch["image"]] == epochs[0]
-    with pytest.raises(ValueError, match=r"has 3 classes, the model 2: set model\.num_classes"):
+    with pytest.raises(ValueError, match="has 3 classes, the model 2"):
         ImageLabelData(str(tree), batch_size=5, num_classes=2).train_dataloader()
-    with pytest.raises(ValueError, match="has labels and no captions: train on them with ImageLabelData"):
+    with pytest.raises(ValueError, match="has labels and no captions"):
         ImageTextData(str(tree), batch_size=5, tokenizer=torch.tensor).train_dataloader()
 
 

@@ -87,7 +87,7 @@ def test_addresses_of_the_internet(address, public):
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "gopher://x", "s3://bucket/0.tar"])
 def test_other_schemes_are_refused_at_the_first_request(target, tmp_path):
     with serving("127.0.0.1", target) as server:
-        with pytest.raises(OSError, match=f"redirects to '{target}': only http and https are followed"):
+        with pytest.raises(OSError, match=f"redirects to '{target}': only http and"):
             ShardCache(tmp_path, patience=QUICK).fetch(Shard(server.url))
         assert server.asked == ["/0.tar"]
 
@@ -101,9 +101,7 @@ def test_a_public_server_cannot_send_us_to_this_machine(host, ask):
         secret.asked.clear()
         with (
             serving("127.0.0.2", secret.url.replace("127.0.0.1", host)) as server,
-            pytest.raises(
-                OSError, match=r"on this machine or its network: a server of the internet is not|not a canonical"
-            ),
+            pytest.raises(OSError, match=r"its network|not a canonical"),
         ):
             ask(server.url, QUICK)
         assert secret.asked == []

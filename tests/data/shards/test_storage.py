@@ -115,12 +115,12 @@ def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counte
     next(batches)
     for path in source.glob("*.tar"):
         overwrite(path, crossed(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
+    with pytest.raises(ValueError, match=r"\.tar was changed after it was"):
         list(rest(corpus, batches))
     first = loader.order(0).samples(0, 1)[0][0]
     if reopened:
         loader.shards.reader(first).close()  # as when more shards are open than may be
-    with pytest.raises(ValueError, match=r"\.tar was changed after it was first read, and no manifest"):
+    with pytest.raises(ValueError, match=r"\.tar was changed after it was"):
         loader.shards.members((first, 0)).read("png", 100)
 
 
@@ -191,7 +191,7 @@ def test_without_a_manifest_another_file_must_hold_the_same(corpus, tmp_path, co
     shards = reopened(shards, worker=worker)
     assert shards.members((1, 0)).read("txt", 100) == b"sample 10"
     replaced(path, crossed(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read, and no manifest"):
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
         reopened(shards, worker=worker).members((1, 0))
 
 
@@ -200,7 +200,7 @@ def test_a_stale_sidecar_does_not_vouch_for_another_file(corpus, tmp_path):
     path = source / "000000.tar"
     shards = ShardSet(source)
     replaced(path, crossed(path.read_bytes()))  # its last bytes, which the sidecar must agree with, are the same
-    with pytest.raises(ValueError, match=r"000000\.tar was changed after it was first read, and no manifest"):
+    with pytest.raises(ValueError, match=r"000000\.tar was changed after"):
         shards.members((0, 50))
 
 
@@ -211,9 +211,9 @@ def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manife
     before = path.stat()
     overwrite(path, path.read_bytes().replace(b"sample 10", b"another10"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+    with pytest.raises(BadSample, match="shard not as its manifest says"):
         members.read("txt", 100)
-    with pytest.raises(BadSample, match=r"shard not as its manifest says \(sha256\)"):
+    with pytest.raises(BadSample, match="shard not as its manifest says"):
         shards.members((1, 0))
 
 
@@ -248,7 +248,7 @@ def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path
     before = path.stat()
     overwrite(path, crossed(path.read_bytes()))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # so that the server does not notice it
-    with pytest.raises(ValueError, match=r"000001\.tar was changed after it was first read"):
+    with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
         shards.members((1, 2))
 
 
@@ -290,7 +290,7 @@ def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tm
     manifest = json.loads((source / "manifest.json").read_text())
     manifest["shards"][2] |= {"samples": 9, "sha256": hashlib.sha256(data).hexdigest()}
     (source / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"000002\.tar is damaged after 9 samples, and was so when its manifest was"):
+    with pytest.raises(ValueError, match=r"000002\.tar is damaged after 9"):
         corpus.read(corpus.loader(source))
 
 
@@ -314,9 +314,7 @@ def forged(path):
 def test_a_forged_index_gives_no_wrong_pair(corpus, tmp_path, manifest):
     source = corpus.write(tmp_path / "s", 60, manifest=manifest)
     forged(source / "000002.tar")
-    with pytest.raises(
-        ValueError, match=r"000002\.tar does not hold 00002[01]\.txt .*000002\.tar\.npz was not true of it"
-    ):
+    with pytest.raises(ValueError, match=r"000002\.tar does not hold"):
         corpus.read(corpus.loader(source))
     loader = corpus.loader(source)  # the index was made anew
     assert sorted(n for batch in corpus.read(loader) for n in batch) == list(range(60))
@@ -330,7 +328,7 @@ def test_the_index_of_another_tar_of_the_same_size_and_time_gives_no_wrong_pair(
     overwrite(path, crossed(data))  # captions and images apart: these are other samples
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    with pytest.raises(ValueError, match="was not true of it: it has been made anew"):
+    with pytest.raises(ValueError, match="was not true of it: it has been"):
         corpus.read(corpus.loader(source, limits=LENIENT))
 
 
@@ -373,7 +371,7 @@ def test_a_run_does_not_resume_on_other_content(corpus, tmp_path, known):
     assert state["content"].startswith(f"{known}:")
     corpus.loader(moved).load_state_dict(state)
     assert ShardSet(here).fingerprint == ShardSet(there).fingerprint
-    with pytest.raises(ValueError, match=rf"cannot resume: the shards have the names .* other content \({known}:"):
+    with pytest.raises(ValueError, match=rf"cannot resume.* \({known}:"):
         corpus.loader(there).load_state_dict(state)
 
 
@@ -381,11 +379,11 @@ def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 40, manifest=False)
     state = corpus.loader(source).state_dict()
     write_manifest(source)
-    with pytest.warns(UserWarning, match="the checkpoint knows their members, now their sha256 are known"):
+    with pytest.warns(UserWarning, match="the checkpoint knows their members"):
         corpus.loader(source).load_state_dict(state)
     del state["content"]  # as earlier versions wrote it
     loader = corpus.loader(source)
-    with pytest.warns(UserWarning, match="the checkpoint knows their names and counts, now their sha256"):
+    with pytest.warns(UserWarning, match="the checkpoint knows their names"):
         loader.load_state_dict(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

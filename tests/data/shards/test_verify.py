@@ -44,7 +44,7 @@ def test_a_flipped_bit_costs_its_shard_and_pairs_stay_right(corpus, source, dama
     assert {n for b in batches for n in b} == set(range(100)) - set(range(40, 50))
     assert loader.report.skipped == {"shard not as its manifest says (sha256)": 10}
     assert loader.report.seen + loader.report.bad + loader.report.tail == 100
-    with pytest.raises(BadDataError, match=r"shard not as its manifest says \(sha256\): 000004\.tar"):
+    with pytest.raises(BadDataError, match="shard not as its manifest says"):
         corpus.read(corpus.loader(source, limits=Limits(0.05)))
 
 

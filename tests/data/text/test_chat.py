@@ -176,13 +176,13 @@ def test_rows_that_cannot_be_used(row, reason):
 
 def test_templates_that_cannot_be_used(tmp_path):
     tokenizer = chat_tokenizer()
-    with pytest.raises(ValueError, match=r"chat template mine cannot be used: .* its prefix at message 2; correct"):
+    with pytest.raises(ValueError, match="chat template mine cannot be used"):
         Chat(tokenizer, "{{ messages | length }}" + CHATML, "mine").check_training()
     with pytest.raises(ValueError, match="chat template mine, line 1: "):
         Chat(tokenizer, "{% for", "mine")
     with pytest.raises(ValueError, match="fails with SecurityError"):
         Chat(tokenizer, "{{ messages.__class__.__mro__ }}", "mine").check_training()
-    with pytest.raises(ValueError, match="no chat template 'chatlm': give chatml, question, plain, tokenizer"):
+    with pytest.raises(ValueError, match="no chat template 'chatlm'"):
         open_chat("chatlm", tokenizer, tmp_path)
     with pytest.raises(ValueError, match="has no chat template"):
         open_chat("tokenizer", tokenizer, tmp_path)
@@ -237,7 +237,7 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
 
 def test_a_template_of_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.jinja").write_text("{{ messages[0].content }} é", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"chat template .*latin.jinja is not UTF-8 .*: convert it"):
+    with pytest.raises(ValueError, match=r"chat template .*latin.jinja is not"):
         open_chat(str(tmp_path / "latin.jinja"), train_tokenizer(["ab"], 257), tmp_path)
 
 

@@ -150,9 +150,7 @@ def test_a_run_cut_in_the_middle_goes_on_exactly(places, tmp_path):
 @pytest.mark.parametrize("source", ["text", "tokens"])
 def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path, source):
     module = Recorder(vocab_size=279)
-    with pytest.raises(
-        ValueError, match=r"the model has vocab_size 279, the tokenizer .* has 280 tokens: set the model"
-    ):
+    with pytest.raises(ValueError, match="the model has vocab_size 279"):
         fit(module, data_of(places, source), tmp_path)
     assert not (user_cache() / "tokens").exists()
     fit(padded := Recorder(vocab_size=320), data_of(places, source), tmp_path)
@@ -162,14 +160,14 @@ def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path
 def test_settings_that_do_not_fit_are_said(places, tmp_path):
     with pytest.raises(ValueError, match="holds text: set tokenizer"):
         TextData(str(places / "text"), 4, 16).train_dataloader()
-    with pytest.raises(ValueError, match=r"joins token shards and .*text, which has no tokens.json: give either"):
+    with pytest.raises(ValueError, match=r"joins token shards and .*text"):
         TextData([str(places / "tokens"), str(places / "text")], 4, 16).train_dataloader()
     other = tmp_path / "other.json"
     train_tokenizer(DOCUMENTS[:20], 270).save(other)
-    with pytest.raises(ValueError, match=r"is of a tokenizer of 280 tokens \(.*\), .*other.json has 270 \(.*\): set"):
+    with pytest.raises(ValueError, match="is of a tokenizer of 280 tokens"):
         data_of(places, "tokens", tokenizer=str(other)).train_dataloader()
     tokenize_shards(ShardSet(places / "text"), tmp_path / "t", load_tokenizer(other), num_workers=0)
-    with pytest.raises(ValueError, match=r"are of more than one tokenizer: vocabularies of 280 .* and, in .*t, 270"):
+    with pytest.raises(ValueError, match="are of more than one tokenizer"):
         TextData([str(places / "tokens"), str(tmp_path / "t")], 4, 16).train_dataloader()
     with pytest.raises(ValueError, match="fewer than one global batch of 5000"):
         data_of(places, "tokens", batch_size=5000).train_dataloader()
@@ -187,7 +185,7 @@ def test_bad_documents_stop_a_run_even_if_they_were_let_pass_before(places, tmp_
         settings = {"tokenizer": str(places / "tokenizer.json"), "text_key": "jsonl:t", "num_workers": 0}
         return TextData(str(tmp_path / "lines"), 4, 16, max_bad_fraction=max_bad_fraction, **settings)
 
-    with pytest.raises(BadDataError, match=r"60 documents cannot be used: the limit is 40.00% of 120"):
+    with pytest.raises(BadDataError, match="60 documents cannot be used"):
         data(0.4).prepare_data()
     loader = data(0.5).train_dataloader()
     assert read(loader)

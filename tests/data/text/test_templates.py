@@ -52,7 +52,7 @@ def test_a_template_has_limits(template, quick):
 
 
 def test_compiling_has_limits_too(quick):
-    with pytest.raises(ValueError, match=r"chat template mine cannot be used: .* (takes|fails)"):
+    with pytest.raises(ValueError, match="chat template mine cannot be used"):
         check_template("{{ 'a' | center(2000000000) }}{{ " + "(" * 5000 + " }}", "mine")
     with pytest.raises(ValueError, match="chat template mine, line 2"):
         check_template("\n{% if %}", "mine")

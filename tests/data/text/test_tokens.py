@@ -246,11 +246,9 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
 
 
 def test_too_many_of_them_stop_it_and_leave_nothing(spoiled, tokenizer, tmp_path):
-    with pytest.raises(BadDataError, match=r"documents cannot be used: the limit is 1.00% of 60(.|\n)*000000.tar: 003"):
+    with pytest.raises(BadDataError, match="documents cannot be used"):
         tokenize_shards(ShardSet(spoiled), tmp_path / "t", tokenizer, num_workers=0)
-    with pytest.raises(
-        BadDataError, match=r"1 documents cannot be used: the limit is 1.00% of 60(.|\n)*000000.tar: 003"
-    ):
+    with pytest.raises(BadDataError, match="1 documents cannot be used"):
         list(documents_of(ShardSet(spoiled)))
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "user-cache") == ["spoiled"]
 
@@ -278,11 +276,11 @@ def test_documents_come_back_whole_from_token_shards(made, tokenizer, tmp_path):
     damaged = copied(made, tmp_path / "damaged")
     write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": array(np.full(300, 300, dtype="<u2"))}])
     write_manifest(damaged)
-    with pytest.raises(ValueError, match=r"000001\.tar: token outside of the vocabulary; make the token shards anew"):
+    with pytest.raises(ValueError, match=r"000001\.tar: token outside of"):
         list(TokenShards(damaged, 1).documents())
     write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": b"none"}])
     write_manifest(damaged)
-    with pytest.raises(ValueError, match=r"000001\.tar: damaged token array; make"):
+    with pytest.raises(ValueError, match=r"000001\.tar: damaged token array"):
         list(TokenShards(damaged, 1).documents())
 
 
@@ -292,13 +290,13 @@ def test_directories_and_sources_that_will_not_do(text, made, tokenizer, tmp_pat
     with pytest.raises(ValueError, match="tokens_per_shard is 1"):
         tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, tokens_per_shard=1)
     write_shards(tmp_path / "empty", [{"__key__": "a", "txt": ""}])
-    with pytest.raises(ValueError, match="no documents to tokenise: 0 documents, 0 tokens, 1 empty"):
+    with pytest.raises(ValueError, match="no documents to tokenise"):
         tokenize_shards(ShardSet(tmp_path / "empty"), tmp_path / "t", tokenizer, num_workers=0)
-    with pytest.raises(ValueError, match=r"has no tokens.json: it holds no token shards"):
+    with pytest.raises(ValueError, match=r"has no tokens.json: it holds no"):
         TokenShards(text, 16)
     with pytest.raises(ValueError, match="length is 0 tokens"):
         TokenShards(made, 0)
-    with pytest.raises(ValueError, match="too few for one sequence of length 300 and"):
+    with pytest.raises(ValueError, match="too few for one sequence of length"):
         TokenShards(made, 300)
 
 
@@ -359,7 +357,7 @@ def test_a_flipped_bit_in_a_token_shard_costs_that_shard(made, tmp_path):
 def test_a_damaged_tokens_json_is_named(made, tmp_path, text_of_it):
     damaged = copied(made, tmp_path / "damaged")
     (damaged / "tokens.json").write_text(text_of_it)
-    with pytest.raises(ValueError, match=r"damaged/tokens.json is not of the format 'diffvision-tokens-1'"):
+    with pytest.raises(ValueError, match=r"damaged/tokens.json is not of"):
         TokenShards(damaged, 16)
 
 
@@ -368,5 +366,5 @@ def test_shards_that_tokens_json_does_not_know(made, tmp_path):
     fields = json.loads((damaged / "tokens.json").read_text())
     del fields["shards"]["000001.tar"]
     (damaged / "tokens.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"tokens.json does not list 000001.tar"):
+    with pytest.raises(ValueError, match=r"tokens.json does not list"):
         TokenShards(damaged, 16)

@@ -87,7 +87,7 @@ def test_pruned_as_ours(name, method):
     assert 1 < sparsity(theirs, tokens)["k95"] < 30
     if name == "DiffLlama":
         with (
-            pytest.raises(ValueError, match="diff_value reads values, which DiffLlama's layers have in halves"),
+            pytest.raises(ValueError, match="diff_value reads values"),
             pruned_attention(theirs, Compress("diff_value"), prompts),
         ):
             theirs(tokens)
@@ -98,7 +98,7 @@ def test_pruned_as_ours(name, method):
 def test_values_are_rounded_too_and_halves_of_them_refused(model):
     """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
     if model.config.model_type == "diffllama":
-        with pytest.raises(ValueError, match=r"DiffLlamaAttention reads its values in halves, .*: convert the model"):
+        with pytest.raises(ValueError, match="DiffLlamaAttention reads its values"):
             low_bit(model, ROWS)
         return
     whole = model(ROWS).logits

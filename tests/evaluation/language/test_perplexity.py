@@ -52,7 +52,7 @@ def test_windows_do_not_change_a_model_without_memory(table):
 
 
 def test_bad_windows_and_empty_documents_are_named(table):
-    with pytest.raises(ValueError, match=r"stride is 5 and window 4.*1\.\.window"):
+    with pytest.raises(ValueError, match="stride is 5 and window"):
         list(windows(torch.arange(9), 4, 5))
     for evaluation in (perplexity, associative_recall):
         with pytest.raises(ValueError, match="no document has two tokens"):
@@ -68,7 +68,7 @@ def test_loss_by_position_is_the_running_mean(table):
     assert metrics["documents"] == 2
     few = position_nll(table(NEXT), documents, length=4, points=2)
     assert set(few) == {"nll/1", "nll/4", "documents"}
-    with pytest.raises(ValueError, match=r"more than 10 tokens \(the longest has 5\)"):
+    with pytest.raises(ValueError, match=r"more than 10 tokens \(the longest"):
         position_nll(table(NEXT), documents, length=10)
 
 

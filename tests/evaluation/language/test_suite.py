@@ -191,7 +191,7 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
     with pytest.raises(ValueError, match=r"bad\.txt is not UTF-8"):
         list(read_texts([tmp_path / "bad.txt"]))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"t": 1}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*bad\.jsonl has no document"):
+    with pytest.raises(ValueError, match=r"line 2 of .*bad\.jsonl has no"):
         list(read_texts([tmp_path / "bad.jsonl"]))
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"no \.txt, \.jsonl or \.tar in"):
@@ -202,18 +202,14 @@ def test_lines_of_json_end_at_line_feeds_alone_and_hold_text(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('\ufeff{"text": "one\u2028line\x85"}\r\n{"text": "", "body": "b"}\n', encoding="utf-8")
     assert list(read_texts([file])) == ["one\u2028line\x85", ""]
-    with pytest.raises(ValueError, match=r"line 1 of .* has no document: write {\"body\": ...} on each line"):
+    with pytest.raises(ValueError, match=r"line 1 of .* has no document"):
         list(read_texts([file], Reading("jsonl:body")))
     for value in ("null", "5", '["a"]'):
         file.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
-        with pytest.raises(
-            ValueError, match=r"line 2 of .*a\.jsonl has no document: .*\((None|5|\['a'\]) is no text\)"
-        ):
+        with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl has no"):
             list(read_texts([file]))
     file.write_text('{"text": "abc \\ud800 def"}\n')
-    with pytest.raises(
-        ValueError, match=r"line 1 of .*a\.jsonl: text not UTF-8: character 5 is U\+D800, .*; leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"line 1 of .*a\.jsonl: text not"):
         list(read_texts([file]))
 
 
@@ -240,22 +236,18 @@ def test_shards_are_read_by_their_key_and_token_shards_are_the_same_documents(co
         assert len(read[0]) == documents
     other = train_tokenizer(["of another text"], 300)
     for strange in (other, words):
-        with pytest.raises(
-            ValueError, match=r"tokens is of a tokenizer of 400 tokens .*: give the text itself, or tok"
-        ):
+        with pytest.raises(ValueError, match="tokens is of a tokenizer of 400"):
             list(read_documents([root / "tokens"], strange))
 
 
 def test_documents_that_cannot_be_used_are_told_and_limited(home, corpus, capsys):
     root, _, texts = corpus
     given = {"models": str(home / "diff-debug"), "tasks": "perplexity", "device": "cpu"}
-    with pytest.raises(
-        BadDataError, match=r"1 documents cannot be used: the limit is 1.00% of 1 .*(.|\n)*member 'txt'"
-    ):
+    with pytest.raises(BadDataError, match="1 documents cannot be used"):
         run(**given, data=str(root / "shards"))
     samples = [{"__key__": str(n), "txt": text} for n, text in enumerate([*texts, b"\xff\xff"])]
     write_shards(root / "half", samples)
-    with pytest.raises(BadDataError, match=r"the limit is 1.00% of 4 .*\n.*\n  1 x text not UTF-8: 000000.tar: 3"):
+    with pytest.raises(BadDataError, match=r"the limit is 1.00% of 4 .*\n.*\n  1"):
         run(**given, data=str(root / "half"), options=LanguageOptions(window=4))
     run(**given, data=str(root / "half"), options=LanguageOptions(window=4, max_bad_fraction=0.5))
     assert "of the data, 3 documents, 0 empty, 1 skipped\n  1 x text not UTF-8" in capsys.readouterr().err
@@ -278,7 +270,7 @@ def test_the_tokenizer_beside_a_checkpoint_of_training_is_found(home, tmp_path):
 def test_an_output_that_cannot_be_is_refused_before_anything_runs(home, tmp_path):
     (tmp_path / "file").write_text("")
     for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(ValueError, match=r"output is .*, and .*file is a file: name a folder"):
+        with pytest.raises(ValueError, match=r"output is .*, and .*file is a file"):
             run("nothing", tasks="needle", output=str(output))
     check_folder(tmp_path / "new" / "folder")
     assert not (tmp_path / "new").exists()
@@ -295,7 +287,7 @@ def test_a_hugging_face_model_beside_ours(home, tmp_path, results):
     documents, num_bytes = tokenised(read_texts([home / "texts"]), model.tokenizer, 100)
     assert evaluate_language(Work(model, SMALL, documents, num_bytes), ["perplexity", "outliers"])
     assert open_model(f"hf:{tmp_path / 'llama'}").tokenizer is None
-    with pytest.raises(ValueError, match="transformers finds no causal language model"):
+    with pytest.raises(ValueError, match="transformers finds no causal"):
         open_model(f"hf:{home / 'texts'}")
 
 
@@ -327,11 +319,11 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         given = {"models": checkpoint, "options": SMALL, "device": "cpu", **settings}
         with pytest.raises(ValueError, match=message):
             run(**given)
-    with pytest.raises(ValueError, match="window is 500, over the 128 tokens that diff-debug reads"):
+    with pytest.raises(ValueError, match="window is 500, over the 128 tokens"):
         _ = Work(open_model(checkpoint), LanguageOptions(window=500)).window
     small = language.create("diff-debug", vocab_size=100)
     language.save(small, home / "small")
-    with pytest.raises(ValueError, match=r"the tokenizer has 400 tokens and the model .* 100"):
+    with pytest.raises(ValueError, match="the tokenizer has 400 tokens"):
         open_model(str(home / "small"), tokenizer=checkpoint)
     assert open_model(str(home / "small")).tokenizer is None
     with pytest.raises(ValueError, match="diff-debug came without a tokenizer"):

@@ -111,13 +111,13 @@ def test_distracting_numbers_are_none_that_matter():
 def test_bad_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="steps is 0: it must be at least 1"):
         make_arithmetic(tmp_path, steps=0)
-    with pytest.raises(ValueError, match="highest is 9: it must be at least 20"):
+    with pytest.raises(ValueError, match="highest is 9: it must be at least"):
         make_arithmetic(tmp_path, highest=9)
-    with pytest.raises(ValueError, match="need 216 people in the test's longest problems, over the 200"):
+    with pytest.raises(ValueError, match="need 216 people in the test's"):
         make_arithmetic(tmp_path, distractors=50)
     with pytest.raises(ValueError, match="4 steps and -1 distractors"):
         compose(random.Random(0), all_names()[0], steps=4, distractors=-1, highest=99)
     assert not list(tmp_path.iterdir())
     (tmp_path / "test.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"test.jsonl is there already: remove it"):
+    with pytest.raises(ValueError, match=r"test.jsonl is there already"):
         make_arithmetic(tmp_path)

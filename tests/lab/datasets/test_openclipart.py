@@ -128,5 +128,5 @@ def test_no_title_is_in_two_splits(packages, tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"no .*openclipart/svg: .*apt-get install openclipart-svg.*dpkg-deb -x"):
+    with pytest.raises(ValueError, match=r"no .*openclipart/svg: .*apt-get"):
         make_openclipart(tmp_path / "made", tmp_path)

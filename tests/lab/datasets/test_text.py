@@ -106,7 +106,7 @@ def test_what_is_not_there_is_answered_with_how_to_get_it(tmp_path, source, mess
 def test_too_little_text_for_a_split_is_said_before_anything_is_written(tmp_path, write_dictd):
     write_dictd(tmp_path / "usr/share/dictd", [(["a"], "a\n")]).rename(tmp_path / "usr/share/dictd/gcide.dict.dz")
     (tmp_path / "usr/share/dictd/x.index").rename(tmp_path / "usr/share/dictd/gcide.index")
-    with pytest.raises(ValueError, match=r"none of the documents in .* is for (train|validation), which their names"):
+    with pytest.raises(ValueError, match=r"none of the documents in .* is"):
         make.make("text", str(tmp_path / "out"), source=str(tmp_path))
     assert not (tmp_path / "out").exists()
 

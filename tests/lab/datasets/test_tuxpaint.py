@@ -66,5 +66,5 @@ def test_a_package_without_captions_is_the_source_s_fault(tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"apt-get install tuxpaint-stamps-default.*--source|--source /.*dpkg-deb -x"):
+    with pytest.raises(ValueError, match=r"apt-get .*--source|--source .*dpkg"):
         make_tuxpaint(tmp_path / "made", tmp_path)

@@ -89,7 +89,7 @@ def test_files_without_rows_are_refused(tmp_path):
 
 def test_a_prompt_without_the_question_is_refused(words):
     row = Row("r", "qa", "Ann has 5.", "How many?")
-    with pytest.raises(ValueError, match=r"row 'r' has a question, and its prompt has no \{input\}"):
+    with pytest.raises(ValueError, match="row 'r' has a question, and"):
         fit_prompt(row, words, None, behind_start(words), {"qa": "{context}"})
 
 
@@ -112,7 +112,7 @@ def test_prompts_are_whole_or_lose_the_end_or_the_middle_of_the_document(words):
         assert "#Summary#:" in kept
         assert ("w59" in kept) == (cut == "middle")
         assert "w30 w31" in kept if cut == "end" else "w0 w1" in kept
-    with pytest.raises(ValueError, match=r"row 'r' has a prompt of \d+ tokens without its document, .* for 12: leave"):
+    with pytest.raises(ValueError, match=r"row 'r' has a prompt of \d+ tokens"):
         fit_prompt(row, words, 12, behind_start(words), {})
 
 
@@ -129,8 +129,8 @@ def test_templates_of_a_file_are_filled_once(words, tmp_path):
         words.decode(fit_prompt(Row("r", "qa", "d", "Who?"), words, None, words.encode, templates).tokens) == "d Who?"
     )
     file.write_text('{"qa": "no document"}')
-    with pytest.raises(ValueError, match=r"prompts is .*: write .*\{context\} once"):
+    with pytest.raises(ValueError, match=r"prompts is .*: write .*\{context\}"):
         read_templates(file, [row])
     file.write_text('{"summry": "{context}"}')
-    with pytest.raises(ValueError, match=r"with summry, and the rows are of hotpotqa, qa: name a prompt by one of"):
+    with pytest.raises(ValueError, match="with summry, and the rows are"):
         read_templates(file, [row])

@@ -103,9 +103,7 @@ def test_methods_are_those_that_the_model_can_have(model):
     for one, expected in ((model, list(METHODS)), (plain, plain_methods()), (mixed, plain_methods())):
         metrics = cache_pruning(one, ROWS, continuation=10, ratios=(0.5,))
         assert [key.split("/")[1] for key in metrics if key.startswith("largest_ratio")] == expected
-    with pytest.raises(
-        ValueError, match=r"diff reads the two maps of a differential layer, and blocks\.0\.attn has one"
-    ):
+    with pytest.raises(ValueError, match="diff reads the two maps of"):
         cache_pruning(plain, ROWS, continuation=10, methods=("snap", "diff"))
-    with pytest.raises(ValueError, match="a window of 40 tokens with a continuation of 39 leaves 1 for the prompt"):
+    with pytest.raises(ValueError, match="a window of 40 tokens with"):
         cache_pruning(model, ROWS, continuation=39)

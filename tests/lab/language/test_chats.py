@@ -47,24 +47,24 @@ def test_transformers_tokenizers_have_the_same_chats(folder, tmp_path):
                                       intermediate_size=16)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
     fast.save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"the tokenizer of hf has no chat template: give chatml"):
+    with pytest.raises(ValueError, match="the tokenizer of hf has no chat"):
         chat_of(open_model(f"hf:{tmp_path / 'hf'}"), "tokenizer")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(tmp_path / "hf")
     ours, theirs = open_model(folder), open_model(f"hf:{tmp_path / 'hf'}")
     for chat in ("tokenizer", "question"):
         assert asking(theirs, chat)("Who?") == asking(ours, chat)("Who?")
-    with pytest.raises(ValueError, match=r"no chat template 'none': give tokenizer, chatml"):
+    with pytest.raises(ValueError, match="no chat template 'none'"):
         chat_of(theirs, "none")
 
 
 def test_a_template_that_fails_says_so(folder):
     (folder / CHAT_TEMPLATE).unlink()
-    with pytest.raises(ValueError, match=r"has no chat template .*: give chatml"):
+    with pytest.raises(ValueError, match="has no chat template"):
         chat_of(open_model(folder), "tokenizer")
     (folder / CHAT_TEMPLATE).write_text(NO_SYSTEM)
     written = chat_of(open_model(folder), "tokenizer")
-    with pytest.raises(ValueError, match=r"chat tokenizer cannot ask diff-debug: .* no system"):
+    with pytest.raises(ValueError, match="chat tokenizer cannot ask"):
         written([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
 
 

@@ -102,7 +102,7 @@ def test_queries_are_words_that_no_demonstration_shows(classes, queries):
         assert len(asked) == len(task.queries) == queries
         assert not asked & {example.text for example in task.demonstrations}
         assert {query.label for query in task.queries} == set(task.labels)
-    with pytest.raises(ValueError, match=r"queries is 23: of 2 classes at most 22 words .*; give at most 22, and"):
+    with pytest.raises(ValueError, match="queries is 23: of 2 classes at most"):
         label_mapping_tasks(1, classes=2, queries=23)
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_ends_where_the_label_begins(task, words):
     (prompt, *_) = encode_prompts(task, PAIRS[:1], words)
     assert words.decode(prompt) == "<end>" + text
     assert [words.decode(tokens) for tokens in label_tokens(task, words)] == [" ja\n", " nein\n"]
-    with pytest.raises(ValueError, match=r"8 shots of words with a label are 81 tokens, over the model's 80"):
+    with pytest.raises(ValueError, match="8 shots of words with a label are"):
         encode_prompts(task, PAIRS, words, max_length=80)
 
 
@@ -167,23 +167,23 @@ def test_tasks_from_files(tmp_path):
     task = read_task(file, queries)
     assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "b", "label": "2"}\n')
-    with pytest.warns(UserWarning, match=r"1 of the 2 queries in .*test.jsonl are demonstrations in .*train.jsonl too"):
+    with pytest.warns(UserWarning, match=r"1 of the 2 queries in .*test.jsonl"):
         read_task(file, queries)
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
-    with pytest.raises(ValueError, match=r'line 2 of .*test\.jsonl is no example: write \{"text"'):
+    with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl is no"):
         read_task(file, queries)
     queries.write_bytes(b'{"text": "c", "label": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"test\.jsonl is not UTF-8 .*: convert it"):
+    with pytest.raises(ValueError, match=r"test\.jsonl is not UTF-8"):
         read_task(file, queries)
     queries.write_text('\ufeff{"text": "c\u2028d", "label": "1"}\n', encoding="utf-8")
     assert read_task(file, queries).queries == [Example("c\u2028d", "1")]
     queries.write_text('{"text": "c", "label": null}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .* is no example: .*\(None is no text\)"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is no example"):
         read_task(file, queries)
 
 
 def test_bad_tasks_are_named():
-    with pytest.raises(ValueError, match="t has 8 demonstrations and 0 queries"):
+    with pytest.raises(ValueError, match="t has 8 demonstrations and 0"):
         Task(PAIRS, [], name="t")
     with pytest.raises(ValueError, match="t has the one class 'ja'"):
         Task(PAIRS[:4], PAIRS[:1], name="t")

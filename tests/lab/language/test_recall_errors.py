@@ -121,7 +121,7 @@ def test_lookback_ratios_are_of_the_tokens_that_were_written(words):
 def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(answering, words, monkeypatch):
     from diffvision.lab.language import recall_errors as module
 
-    with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value once"):
+    with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value"):
         LanguageOptions(facts=(4, 4))
     monkeypatch.setattr(module, "answers", lambda *_: pytest.fail("a model was asked"))
     with pytest.raises(ValueError, match="too short for 40 needles"):

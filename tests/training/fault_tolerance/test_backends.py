@@ -91,9 +91,7 @@ def test_on_another_machine_the_choices_are_taken_anew_with_one_warning():
     saved = json.loads(backends.kept(trainer()))
     saved["machine"]["name"] = "Another CPU"
     tuned.use("cpu", measured("blocked"))
-    with pytest.warns(
-        UserWarning, match=r"resumed from last.ckpt: .* were for device cpu, name Another CPU, .*"
-    ) as news:
+    with pytest.warns(UserWarning, match=r"resumed from last.ckpt") as news:
         backends.agree(trainer(), torch.nn.Identity(), {"place": "step", "tuning": json.dumps(saved)})
     assert len(news) == 1
     [choice] = tuned.tuning_of("cpu").choices.values()
@@ -103,7 +101,7 @@ def test_on_another_machine_the_choices_are_taken_anew_with_one_warning():
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"machine": 1}', '{"machine": {}, "tuning": {}}'])
 def test_choices_that_cannot_be_read_are_taken_anew(text):
     tuned.use("cpu", measured("blocked"))
-    with pytest.warns(UserWarning, match=r"its choices of attention backends cannot be read"):
+    with pytest.warns(UserWarning, match="its choices of attention backends"):
         backends.agree(trainer(), torch.nn.Identity(), {"place": "step", "tuning": text})
     assert tuned.tuning_of("cpu") is not None
 

@@ -75,9 +75,7 @@ def test_objects_have_the_attributes_that_their_classes_assign():
 def test_what_is_missing_or_takes_other_arguments_is_named(monkeypatch, name, parameters, fault):
     monkeypatch.setitem(lightning_internals.NAMES, name, parameters)
     assert lightning_internals.missing() == [fault]
-    with pytest.raises(
-        ValueError, match=r"lightning [\d.]+ lacks .*: diffvision was tested with lightning >=2"
-    ) as error:
+    with pytest.raises(ValueError, match=r"lightning [\d.]+ lacks") as error:
         lightning_internals.require()
     assert fault in str(error.value)
     assert "\n" not in str(error.value)

@@ -111,7 +111,7 @@ def test_auto_begins_resumes_and_falls_back_and_says_so(tmp_path, caplog):
     (saved(tmp_path) / "step=3.ckpt").write_bytes(b"")
     (saved(tmp_path) / ".saving-99.tmp").write_bytes(b"half")
     (saved(tmp_path) / "step=9.ckpt.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it (has other bytes|is empty)") as warned:
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt") as warned:
         assert run(tmp_path, "must", steps=5) == [2, 3, 4]
     assert len([w for w in warned if "passed over" in str(w.message)]) == 2
     assert not list(saved(tmp_path).glob(".saving*"))
@@ -132,11 +132,11 @@ def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_b
     run(tmp_path, steps=4)
     rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
     rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt: it is malformed: ") as warned:
+    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt") as warned:
         assert run(tmp_path, "must", steps=5) == [2, 3, 4]
     assert len([w for w in warned if "passed over" in str(w.message)]) == 2
     rewritten(newest, lambda content: content.update(lr_schedulers=0))
-    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt: it is malformed: lr_schedulers in"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt"):
         run(tmp_path, ckpt_path=str(newest))
 
 
@@ -151,9 +151,7 @@ def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_b
 def test_states_that_do_not_fit_are_refused_and_not_passed_over(tmp_path, change, reason):
     run(tmp_path)
     rewritten(saved(tmp_path) / "step=2.ckpt", change)
-    with pytest.raises(
-        ValueError, match=rf"cannot resume from .*step=2.ckpt: its states do not fit this run \({reason}"
-    ):
+    with pytest.raises(ValueError, match=rf"step=2.ckpt.* \({reason}"):
         run(tmp_path, "auto", steps=3)
 
 
@@ -162,9 +160,7 @@ def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     assert run(tmp_path) == [0, 1]
     assert sorted(p.name for p in (tmp_path / "fit").iterdir()) == ["version_0", "version_1"]
     data = Data()
-    with pytest.raises(
-        ValueError, match=r"checkpoints already holds 2 checkpoints \(step=1.ckpt, step=2.ckpt\) and resu"
-    ):
+    with pytest.raises(ValueError, match="checkpoints already holds 2"):
         run(tmp_path, version=1, data=data)
     assert not data.asked
     assert run(tmp_path, "auto", version=0, steps=3) == [2]
@@ -173,15 +169,13 @@ def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
 
 def test_must_is_an_error_where_there_is_none(tmp_path):
     data = Data()
-    with pytest.raises(
-        ValueError, match=r"resume is must, but there is no valid checkpoint in .*version_0/checkpoints: se"
-    ):
+    with pytest.raises(ValueError, match="resume is must, but there is no"):
         run(tmp_path, "must", data=data)
     run(tmp_path, steps=1)
     flip(saved(tmp_path) / "step=1.ckpt")
     with (
         pytest.warns(UserWarning, match="passed over"),
-        pytest.raises(ValueError, match=r"step=1.ckpt has other bytes than were saved \(sha256\): set resume to auto"),
+        pytest.raises(ValueError, match=r"step=1.ckpt has other bytes than"),
     ):
         run(tmp_path, "must", data=data)
     assert not data.asked
@@ -205,17 +199,17 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
     run(tmp_path)
     given = saved(tmp_path) / "step=1.ckpt"
     assert run(tmp_path, ckpt_path=str(given)) == [1]
-    with pytest.raises(ValueError, match=r"of step 1, but .*step=2.ckpt is of step 2, from which --resume auto"):
+    with pytest.raises(ValueError, match=r"of step 1, but .*step=2.ckpt is"):
         run(tmp_path, ckpt_path=str(given), version=0)
     assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=2.ckpt"), version=0, steps=3) == [2]
-    with pytest.raises(ValueError, match=r"ckpt_path is last: give a file, or --resume auto"):
+    with pytest.raises(ValueError, match="ckpt_path is last: give a file"):
         run(tmp_path, ckpt_path="last")
-    with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto: give one of them"):
+    with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto"):
         run(tmp_path, "auto", ckpt_path=str(given))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint nowhere.ckpt"):
         run(tmp_path, ckpt_path="nowhere.ckpt")
     flip(given)
-    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: it has other bytes than were saved"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt"):
         run(tmp_path, ckpt_path=str(given))
 
 
@@ -298,9 +292,7 @@ def checkpoint(tmp_path_factory) -> Path:
 )
 def test_another_architecture_is_refused_with_its_keys(checkpoint, module, message, tmp_path):
     data = Data()
-    with pytest.raises(
-        ValueError, match=rf"cannot resume from .*step=1.ckpt: it is of another architecture, {message}"
-    ):
+    with pytest.raises(ValueError, match=rf"step=1.ckpt.*{message}"):
         run(tmp_path, ckpt_path=str(checkpoint), module=module, data=data)
     assert not data.asked
 
@@ -317,13 +309,11 @@ def test_a_module_says_what_to_set(checkpoint):
         def check_checkpoint(self, checkpoint):
             return checkpoint["diffvision"]["model"]
 
-    with pytest.raises(
-        ValueError, match=r"step=1.ckpt: its description of its model cannot be read \(KeyError: 'diffvi"
-    ):
+    with pytest.raises(ValueError, match=r"step=1.ckpt: its description of"):
         compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
-    with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only in the checkpoint. set layers to 2"):
+    with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only in"):
         compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
-    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2$"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt"):
         compare(str(checkpoint), Knowing(layers=2), world_size=1, ranks="same")
 
 
@@ -340,15 +330,13 @@ def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
 
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
     module = Tiny(layers=2, optimizer=torch.optim.SGD)
-    with pytest.raises(
-        ValueError, match=r"its optimizer is AdamW and here it is SGD \(settings only in the checkpoint: .*betas.*; on"
-    ):
+    with pytest.raises(ValueError, match="its optimizer is AdamW and here"):
         run(tmp_path, ckpt_path=str(checkpoint), module=module)
     stock = tmp_path / "stock.ckpt"
     content = torch.load(checkpoint, weights_only=True)
     del content["diffvision_run"]
     torch.save(content, stock)
-    with pytest.raises(ValueError, match=r"its optimizer is another and here it is SGD"):
+    with pytest.raises(ValueError, match="its optimizer is another and here"):
         run(tmp_path, ckpt_path=str(stock), module=module)
     assert module.first_batches == []
     assert run(tmp_path, ckpt_path=str(stock), module=Tiny(layers=2)) == [1]
@@ -356,9 +344,7 @@ def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_pat
 
 def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
     module = Tiny(layers=2)
-    with pytest.raises(
-        ValueError, match=r"1 processes trained it and here are 4, .*: run 1 \(trainer.devices x num_nod"
-    ):
+    with pytest.raises(ValueError, match="1 processes trained it and here are"):
         compare(str(checkpoint), module, world_size=4, ranks="same")
     compare(str(checkpoint), module, world_size=4, ranks="any")
 
@@ -396,9 +382,7 @@ def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path)
     first.start()
     assert ready.wait(20)
     data = Data()
-    with pytest.raises(
-        OSError, match=rf"another run \(process {first.pid} of .*\) writes to {directory}: wait for its end"
-    ):
+    with pytest.raises(OSError, match=rf"process {first.pid} .*{directory}"):
         run(tmp_path, version=0, data=data)
     assert not data.asked
     first.kill()  # nothing is left to be cleaned by hand
@@ -416,7 +400,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, l
         (directory / ".lock").hardlink_to(other)
     else:
         (directory / ".lock").symlink_to(other)
-    with pytest.raises(OSError, match=r"\.lock (is a link to|has another name).*would be written to: remove it"):
+    with pytest.raises(OSError, match=r"\.lock (is a link to|has another)"):
         locked(directory).__enter__()
     assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
 
@@ -424,7 +408,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, l
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / ".lock")
-    with pytest.raises(OSError, match=r"\.lock is no regular file .*: remove it"):
+    with pytest.raises(OSError, match=r"\.lock is no regular file"):
         locked(tmp_path).__enter__()
 
 
@@ -432,9 +416,7 @@ def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
     run(tmp_path)
     newest = saved(tmp_path) / "step=2.ckpt"
     rewritten(newest, lambda c: c["state_dict"].update({k: v.to(torch.complex64) for k, v in c["state_dict"].items()}))
-    with pytest.raises(
-        ValueError, match=r"step=2.ckpt: .*weight \[3, 3\] complex in the checkpoint and \[3, 3\] in the model"
-    ):
+    with pytest.raises(ValueError, match=r"step=2.ckpt: .*weight \[3, 3\]"):
         run(tmp_path, "auto", steps=3)
 
 
@@ -465,12 +447,10 @@ def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, mo
     with monkeypatch.context() as patched:
         usage = shutil.disk_usage(tmp_path)
         patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-        with pytest.raises(
-            OSError, match=r"No space left on device. It takes 48 bytes and 10 are free: make room, or set"
-        ):
+        with pytest.raises(OSError, match=r"No space left on device. It takes"):
             run(tmp_path, data=data)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"no checkpoint can be written to .*Not a directory"):
+    with pytest.raises(OSError, match="no checkpoint can be written"):
         run(tmp_path / "file", data=data)
     with monkeypatch.context() as patched:
 
@@ -478,7 +458,7 @@ def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, mo
             raise OSError(errno.EROFS, "Read-only file system")
 
         patched.setattr(Path, "write_bytes", refuse)
-        with pytest.raises(OSError, match=r"no checkpoint can be written to .*checkpoints: Read-only file system"):
+        with pytest.raises(OSError, match="no checkpoint can be written"):
             run(tmp_path, data=data)
     assert not data.asked
 
@@ -493,5 +473,5 @@ def test_ranks_that_see_other_files_do_not_resume():
 
     trainer = type("Trainer", (), {"world_size": 2, "global_rank": 1, "strategy": Strategy()})()
     state.setup(trainer, None, "fit")
-    with pytest.raises(RuntimeError, match=r"process 1 resumes from None, the first one from a.ckpt"):
+    with pytest.raises(RuntimeError, match="process 1 resumes from None"):
         stopped.setup(trainer, None, "fit")
