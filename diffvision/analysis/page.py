@@ -15,12 +15,14 @@ A page is a title, a lead paragraph and sections; a section is a title and parts
     ]
     Path("page.html").write_text(html_page("CLIP and DiffCLIP", "One recipe, two models.", sections), encoding="utf-8")
 
-All text is escaped; in `Text`, captions and notes, words between backticks are set as code. Figures are drawn as SVG
-whose text has the colour of the page's text. Models have their colours of `figures.colours_of` in heads and bars.
+`templates/page.html` has the HTML of every part. All text is escaped; in `Text`, captions and notes, words between
+backticks are set as code. Figures are drawn as SVG whose text has the colour of the page's text. Models have their
+colours of `figures.colours_of` in heads and bars.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import re
@@ -28,8 +30,10 @@ import statistics
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup, escape
 
 from diffvision.analysis.figures.style import INK, colours_of
 
@@ -39,22 +43,11 @@ if TYPE_CHECKING:
 _PIXELS = 96  # of CSS in an inch
 
 
-class Part(Protocol):
-    """What a section is made of."""
-
-    def html(self) -> str:
-        """Return the part as HTML."""
-
-
 @dataclass(frozen=True)
 class Text:
     """A paragraph; words between backticks are set as code."""
 
     text: str
-
-    def html(self) -> str:
-        """Return the paragraph as HTML."""
-        return f"<p>{_marked(self.text)}</p>\n"
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,6 @@ class Code:
 
     text: str
     copied: bool = True
-
-    def html(self) -> str:
-        """Return the lines as HTML."""
-        button = '<button type="button" class="copy" hidden>Copy</button>' if self.copied else ""
-        return f'<div class="code">{button}<pre><code>{html.escape(self.text)}</code></pre></div>\n'
 
 
 @dataclass(frozen=True)
@@ -86,14 +74,14 @@ class Picture:
     caption: str = ""
     most: float = 1.25
 
-    def html(self) -> str:
-        """Return the figure as HTML, with the drawing in it."""
-        width = self.figure.get_figwidth() * _PIXELS
-        # Never so small that its text cannot be read: on a phone a wide figure is scrolled.
-        size = f"max-width:{self.most * width:.0f}px;min-width:min({0.68 * width:.0f}px,60rem)"
-        caption = f"<figcaption>{_marked(self.caption)}</figcaption>" if self.caption else ""
-        drawing = f'<div class="drawing" style="{size}">{_svg(self.figure, self.alt)}</div>'
-        return f'<figure><div class="scroll">{drawing}</div>{caption}</figure>\n'
+    @property
+    def width(self) -> float:
+        """The figure's width in CSS pixels."""
+        return self.figure.get_figwidth() * _PIXELS
+
+    def svg(self) -> Markup:
+        """Return the figure as an SVG element."""
+        return Markup(_svg(self.figure, self.alt))
 
 
 @dataclass(frozen=True)
@@ -108,15 +96,6 @@ class Row:
     parts: Sequence[Part]
     least: int = 19
 
-    def html(self) -> str:
-        """Return the row as HTML."""
-        cells = "".join(f"<div>{part.html()}</div>" for part in self.parts)
-        return f'<div class="row" style="--least:{self.least}rem">{cells}</div>\n'
-
-
-def _joined(parts: Iterable[Part | Section]) -> str:
-    return "".join(part.html() for part in parts)
-
 
 @dataclass(frozen=True)
 class Folded:
@@ -124,10 +103,6 @@ class Folded:
 
     title: str
     parts: Sequence[Part]
-
-    def html(self) -> str:
-        """Return the parts as HTML."""
-        return f"<details><summary>{html.escape(self.title)}</summary>\n{_joined(self.parts)}</details>\n"
 
 
 @dataclass(frozen=True)
@@ -146,13 +121,15 @@ class Bar:
     top: float
     colour: str
 
-    def html(self) -> str:
-        """Return the content of the cell as HTML."""
-        dots = self.values if len(self.values) > 1 else []
-        marks = "".join(f'<i style="left:{self._percent(value):.1f}%"></i>' for value in dots)
-        length = self._percent(statistics.mean(self.values)) if self.values else 0.0
-        fill = f'<b style="width:{length:.1f}%;background:{self.colour}"></b>'
-        return f'{html.escape(self.text)}<span class="track" aria-hidden="true">{fill}{marks}</span>'
+    @property
+    def length(self) -> float:
+        """The bar's length in percent of the cell."""
+        return self._percent(statistics.mean(self.values)) if self.values else 0.0
+
+    @property
+    def dots(self) -> list[float]:
+        """The positions of the dots in percent of the cell."""
+        return [self._percent(value) for value in self.values] if len(self.values) > 1 else []
 
     def _percent(self, value: float) -> float:
         return 100 * min(max(value / self.top, 0.0), 1.0) if self.top > 0 else 0.0
@@ -174,21 +151,14 @@ class Table:
     note: str = ""
     models: Sequence[str] | None = None
 
-    def html(self) -> str:
-        """Return the table as HTML; a wide one is scrolled."""
-        colours = colours_of(self.head[1:] if self.models is None else self.models)
-        head = "".join(f'<th scope="col">{_swatch(colours.get(name))}{html.escape(name)}</th>' for name in self.head)
-        rows = "".join(self._row(row) for row in self.rows)
-        note = f'<p class="note">{_marked(self.note)}</p>\n' if self.note else ""
-        return (
-            f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n{note}'
-        )
+    @property
+    def colours(self) -> dict[str, str]:
+        """The colour of each model in the head."""
+        return colours_of(self.head[1:] if self.models is None else self.models)
 
-    def _row(self, row: Sequence[str | Bar]) -> str:
-        first, *cells = row
-        if not cells:
-            return f'<tr class="group"><th scope="rowgroup" colspan="{len(self.head)}">{_cell(first)}</th></tr>\n'
-        return f'<tr><th scope="row">{_cell(first)}</th>{"".join(f"<td>{_cell(cell)}</td>" for cell in cells)}</tr>\n'
+
+Part = Text | Code | Picture | Row | Folded | Table
+"""What a section is made of."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +167,6 @@ class Section:
 
     title: str
     parts: Sequence[Part]
-
-    def html(self) -> str:
-        """Return the section as HTML."""
-        return f"<section><h2>{html.escape(self.title)}</h2>\n{_joined(self.parts)}</section>\n"
 
 
 def html_page(title: str, lead: str, sections: Iterable[Section], foot: str = "") -> str:
@@ -212,31 +178,21 @@ def html_page(title: str, lead: str, sections: Iterable[Section], foot: str = ""
         sections: the content.
         foot: the last line, such as how and when the page was made.
     """
-    files = resources.files("diffvision.analysis")
-    style = (files / "page.css").read_text(encoding="utf-8")
-    script = (files / "page.js").read_text(encoding="utf-8")
-    body = _joined(sections)
-    last = f"<footer>{_marked(foot)}</footer>\n" if foot else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<header><h1>{html.escape(title)}</h1>
-<p class="lead">{_marked(lead)}</p></header>
-{body}{last}</main>
-<script>
-{script}</script>
-</body>
-</html>
-"""
+    return _template().render(title=title, lead=lead, sections=sections, foot=foot)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("diffvision.analysis")
+    settings: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **settings)
+    environment.filters["marked"] = _marked
+    return environment.get_template("page.html")
+
+
+def _marked(text: str) -> Markup:
+    """Return a text as HTML, with words between backticks set as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def bars(
@@ -263,22 +219,6 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     """Return the mean, followed by the standard deviation if there are several values."""
     mean = f"{statistics.mean(values):,.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else mean
-
-
-def _marked(text: str) -> str:
-    """Return a text as HTML, with words between backticks set as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def _swatch(colour: str | None) -> str:
-    return f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
-
-
-def _cell(cell: str | Bar) -> str:
-    return cell.html() if isinstance(cell, Bar) else _marked(cell)
-
-
-# ---- figures -------------------------------------------------------------------------------------------------------
 
 
 def _svg(figure: Figure, alt: str) -> str:
