@@ -53,11 +53,11 @@ def compare(
             of another ending.
     """
     from diffvision.comparison.comparing import compare_models
-    from diffvision.comparison.measuring import Settings
     from diffvision.comparison.output import check_outputs, write_outputs
     from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
+    from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, listed
     from diffvision.opening import open_model
     from diffvision.tables import show
@@ -69,21 +69,14 @@ def compare(
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
     device = resolve_device(device)
-    kept = None if cache is None else Cache(cache)
-    settings = Settings(
-        batch_size=batch_size,
-        num_workers=num_workers,
-        device=device,
-        precision=precision,
-        cache=kept,
-        blind=None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=kept),
-        options=options,
-    )
+    features = None if cache is None else Cache(cache)
+    reader = None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=features)
     comparison = compare_models(
         [models] if isinstance(models, str) else [str(model) for model in models],
         None if data is None else listed(data),
         None if tasks is None else listed(tasks),
-        settings,
+        InferenceSettings(batch_size, num_workers, device, precision, bar, features, reader),
+        options,
         rounds,
     )
     show(comparison.show, data=comparison.to_dict())

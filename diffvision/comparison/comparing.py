@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,8 @@ from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, grouped, read_entries
 from diffvision.comparison.measuring import (
-    Documents,
-    Measured,
-    Planned,
-    Settings,
     data_of,
-    few_images,
+    first_images,
     image_plan,
     measure_images,
     measure_text,
@@ -28,21 +24,22 @@ from diffvision.comparison.measuring import (
 )
 from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, RESAMPLES, difference
+from diffvision.evaluation.options import InferenceSettings, Options
+from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
-
-Seeds = list[dict[str, Measured]]
 
 
 def compare_models(
     specs: Sequence[str],
     data: Sequence[str] | None,
     tasks: Sequence[str] | None,
-    settings: Settings,
+    settings: InferenceSettings,
+    options: Options,
     rounds: int,
 ) -> Comparison:
-    """Compare models; the arguments are those of `compare`.
+    """Compare models; the arguments are those of `compare`, with the device resolved.
 
     Raises:
         ValueError, FileNotFoundError: fewer than two models, models of several kinds or of one label, no data; what
@@ -53,32 +50,42 @@ def compare_models(
     data = data_of(entries) if data is None else data
     for entry in entries:
         check_spec(entry.model)  # before the first is opened
-    opened = {entry.model: open_model(entry.model, device=settings.device) for entry in entries}
+    opened = {entry.model: open_model(entry.model, device=settings.device or "cpu") for entry in entries}
     kind = _one_kind(groups, opened)
-    models = [dataclasses.replace(opened[group.entries[0].model], name=group.label) for group in groups]
+    first = opened[entries[0].model]
     window = shared_window(list(opened.values()), entries)
-    if models[0].is_language:
+    measure_one: Callable[[str, str], Metrics]  # of a model, with its label
+    if first.is_language:
         if settings.blind is not None:
             raise ValueError("blind is for models of images and text, and these are language models: leave it out")
         if tasks not in (None, ["perplexity"]):
             raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
                              "`diffvision evaluate-language` has the others")  # fmt: skip
         documents = {name: read_text(model.for_text(), data) for name, model in opened.items()}
-        measured = _measured_text(groups, opened, documents, window, settings)
-        seen = {
-            name: {"tokens": texts.tokens[0][None, :window].to(settings.device)} for name, texts in documents.items()
+        reading: Any = {"same_tokens": len({text.digest for text in documents.values()}) == 1}
+        reading["batch_size"] = min(settings.batch_size, 8)
+        inputs = {
+            name: {"tokens": texts.tokens[0][None, :window].to(first.device)} for name, texts in documents.items()
         }
+
+        def measure_one(model: str, label: str) -> Metrics:
+            return measure_text(opened[model], label, documents[model], window, **reading)
+
     else:
-        planned = image_plan(data, tasks, models[0].host, settings.options)
+        planned = image_plan(data, tasks, first.host, options)
         if settings.blind is not None:
             check_blind(planned)
-        measured = _measured_images(groups, opened, planned, settings)
-        seen = {name: few_images(model, planned, settings) for name, model in opened.items()}
-    by_model = costs(models, settings, window, rounds)
-    contestants = [_contestant(group, opened, seen, cost) for group, cost in zip(groups, by_model, strict=True)]
+        inputs = {name: first_images(model, planned, options) for name, model in opened.items()}
+
+        def measure_one(model: str, label: str) -> Metrics:
+            return measure_images(opened[model], label, planned, settings, options)
+
+    measured = {group.label: [measure_one(entry.model, group.label) for entry in group.entries] for group in groups}
+    by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
+    contestants = [_contestant(group, opened, inputs, cost) for group, cost in zip(groups, by_model, strict=True)]
     metrics = _rows(measured)
-    unit = {"open_clip": "pairs", "timm": "images"}.get(models[0].host, "tokens")
-    return Comparison(kind, contestants, metrics, unit, _notes(metrics, models[0], window, rounds, settings))
+    unit = {"open_clip": "pairs", "timm": "images"}.get(first.host, "tokens")
+    return Comparison(kind, contestants, metrics, unit, _notes(metrics, first, window, rounds, settings))
 
 
 def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
@@ -90,64 +97,29 @@ def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
     return next(iter(kinds.values()))
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------
+def _rows(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
+    """Return the metrics that all models have, with the differences from the first model.
 
-
-def _measured_images(
-    groups: Sequence[Group], opened: Mapping[str, Model], planned: Planned, settings: Settings
-) -> dict[str, Seeds]:
-    return {
-        group.label: [
-            measure_images(dataclasses.replace(opened[entry.model], name=group.label), planned, settings)
-            for entry in group.entries
-        ]
-        for group in groups
-    }
-
-
-def _measured_text(
-    groups: Sequence[Group],
-    opened: Mapping[str, Model],
-    documents: Mapping[str, Documents],
-    window: int,
-    settings: Settings,
-) -> dict[str, Seeds]:
-    same_tokens = len({text.digest for text in documents.values()}) == 1
-    return {
-        group.label: [
-            measure_text(
-                dataclasses.replace(opened[entry.model], name=group.label),
-                documents[entry.model],
-                window,
-                same_tokens=same_tokens,
-                batch_size=min(settings.batch_size, 8),
-            )
-            for entry in group.entries
-        ]
-        for group in groups
-    }
-
-
-def _rows(measured: Mapping[str, Seeds]) -> list[Row]:
-    """Return the metrics that all models have, with the differences from the first model."""
+    Args:
+        measured: by label, the metrics of each seed.
+    """
     first, *others = measured
     rows = []
     for metric in measured[first][0]:
         if not all(metric in seed for seeds in measured.values() for seed in seeds):
             continue
-        values = {label: [seed[metric].value for seed in seeds] for label, seeds in measured.items()}
-        samples = {label: seeds[0][metric].samples for label, seeds in measured.items()}
+        values = {label: [means(seed)[metric] for seed in seeds] for label, seeds in measured.items()}
+        of_first = [seeds[0][metric] for seeds in measured.values()]
+        samples = {
+            label: one if isinstance(one, PerSample) else None for label, one in zip(measured, of_first, strict=True)
+        }
         largest = math.inf if metric.rpartition("/")[2] in IN_NATS else 1.0
         differences = {
             label: difference(values[first], values[label], (samples[first], samples[label]), largest=largest)
             for label in others
         }
-        of_first = samples[first]
-        if of_first is None:
-            count = None
-        else:
-            count = len(of_first.values) if of_first.weights is None else int(of_first.weights.sum())
-        rows.append(Row(metric, count, values, differences))
+        counted = samples[first]
+        rows.append(Row(metric, None if counted is None else counted.size, values, differences))
     return rows
 
 
@@ -155,12 +127,12 @@ def _rows(measured: Mapping[str, Seeds]) -> list[Row]:
 
 
 def _contestant(
-    group: Group, opened: Mapping[str, Model], seen: Mapping[str, Mapping[str, Tensor]], cost: Cost
+    group: Group, opened: Mapping[str, Model], inputs: Mapping[str, Mapping[str, Tensor]], cost: Cost
 ) -> Contestant:
-    """Return one model's part of the comparison; `seen` is a batch for each file, over which V2's lambda is a mean."""
+    """Return one model's part of the comparison; V2's lambda is the mean over `inputs`, a batch for each file."""
     lambdas: dict[str, list[float]] = {}
     for entry in group.entries:
-        for name, value in layer_lambdas(opened[entry.model].module, seen[entry.model]).items():
+        for name, value in layer_lambdas(opened[entry.model].module, inputs[entry.model]).items():
             lambdas.setdefault(name, []).append(value)
     curves, timed = _curves(group.entries)
     specs = [entry.model for entry in group.entries]
@@ -189,7 +161,7 @@ def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str,
     return over_steps, over_time
 
 
-def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings: Settings) -> list[str]:
+def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings: InferenceSettings) -> list[str]:
     methods = {one.method for row in rows for one in row.differences.values()}
     notes = []
     if "paired" in methods:
@@ -215,7 +187,7 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
         "formula."
     )
     if rounds:
-        on_gpu, threads = settings.device.startswith("cuda"), torch.get_num_threads()
+        on_gpu, threads = first.device.type == "cuda", torch.get_num_threads()
         machine = torch.cuda.get_device_name() if on_gpu else f"a CPU, {threads} thread{'s' * (threads > 1)}"
         notes.append(
             f"Speed: forward passes on {machine}, {settings.precision}, models interleaved, {rounds} "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +11,19 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffvision.comparison.measuring import Settings
 from diffvision.comparison.result import Cost
+from diffvision.evaluation.features import autocast
+from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output import bar
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 from diffvision.ops.attention.choice import attention_backend
 
 PASS_SECONDS, TURN_SECONDS = 0.25, 0.2
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Inputs = dict[str, Tensor]
 
 
-def costs(models: Sequence[Model], settings: Settings, window: int, rounds: int) -> list[Cost]:
+def costs(models: Sequence[Model], settings: InferenceSettings, window: int, rounds: int) -> list[Cost]:
     """Count parameters and FLOPs of models, and time them in turns.
 
     Each round times every model once, so that a change of the machine's speed is in all of them; a model's ratio to
@@ -36,9 +35,9 @@ def costs(models: Sequence[Model], settings: Settings, window: int, rounds: int)
         window: tokens of a row, for language models.
         rounds: how often each model is timed; 0 for no speed.
     """
-    samples = [one_sample(model, window, settings.device) for model in models]
+    samples = [one_sample(model, window) for model in models]
     measured = [
-        Cost(sum(p.numel() for p in model.module.parameters()), count_flops(model, inputs, settings.device))
+        Cost(sum(p.numel() for p in model.module.parameters()), count_flops(model, inputs))
         for model, inputs in zip(models, samples, strict=True)
     ]
     if not rounds:
@@ -54,13 +53,13 @@ def costs(models: Sequence[Model], settings: Settings, window: int, rounds: int)
     return measured
 
 
-def one_sample(model: Model, window: int, device: str) -> Inputs:
+def one_sample(model: Model, window: int) -> Inputs:
     """Return one sample as the model reads it: its content changes neither FLOPs nor speed."""
     if model.is_language:
-        return {"tokens": torch.zeros(1, window, dtype=torch.int64, device=device)}
-    inputs = {"image": model.transform(Image.new("RGB", (256, 256), "gray"))[None].to(device)}
+        return {"tokens": torch.zeros(1, window, dtype=torch.int64, device=model.device)}
+    inputs = {"image": model.transform(Image.new("RGB", (256, 256), "gray"))[None].to(model.device)}
     if model.tokenizer is not None:
-        inputs["text"] = model.tokenizer(["a photo"]).to(device)
+        inputs["text"] = model.tokenizer(["a photo"]).to(model.device)
     return inputs
 
 
@@ -75,7 +74,7 @@ def forward(model: Any, inputs: Inputs) -> None:
         model(inputs["image"])
 
 
-def count_flops(model: Model, inputs: Inputs, device: str) -> int:
+def count_flops(model: Model, inputs: Inputs) -> int:
     """Return the FLOPs of a forward pass by torch's counter: products of matrices and convolutions, 2 a multiply-add.
 
     Differential attention is computed by its formula (backend eager), of which the counter sees every product; so are
@@ -91,7 +90,7 @@ def count_flops(model: Model, inputs: Inputs, device: str) -> int:
     return int(counter.get_total_flops())
 
 
-def _batch_size(model: Model, sample: Inputs, settings: Settings) -> int:
+def _batch_size(model: Model, sample: Inputs, settings: InferenceSettings) -> int:
     """Return a batch size of which a forward pass takes about `PASS_SECONDS`, at most that of the evaluation."""
     size = 1
     while size < settings.batch_size:
@@ -103,10 +102,10 @@ def _batch_size(model: Model, sample: Inputs, settings: Settings) -> int:
     return min(size, settings.batch_size)
 
 
-def _seconds(model: Model, batch: Inputs, settings: Settings, least: float) -> float:
+def _seconds(model: Model, batch: Inputs, settings: InferenceSettings, least: float) -> float:
     """Return the seconds of a forward pass, the mean over as many as take `least` seconds."""
-    wait: Callable[[], Any] = torch.cuda.synchronize if settings.device.startswith("cuda") else lambda: None
-    with evaluating(model.module), _in_precision(settings):
+    wait: Callable[[], Any] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    with evaluating(model.module), autocast(model.device, settings.precision):
         wait()
         start, passes = time.perf_counter(), 0
         while not passes or time.perf_counter() - start < least:
@@ -114,10 +113,3 @@ def _seconds(model: Model, batch: Inputs, settings: Settings, least: float) -> f
             wait()
             passes += 1
         return (time.perf_counter() - start) / passes
-
-
-@contextmanager
-def _in_precision(settings: Settings) -> Iterator[None]:
-    dtype = _AUTOCAST.get(settings.precision)
-    with torch.autocast(torch.device(settings.device).type, dtype=dtype, enabled=dtype is not None):
-        yield

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,42 +12,21 @@ from torch import Tensor
 
 from diffvision.comparison.entries import Entry
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.evaluation.blind import Blind
-from diffvision.evaluation.cache import Cache, tensor_digest
+from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples
 from diffvision.evaluation.language.suite import prepared
-from diffvision.evaluation.options import Options, Precision
+from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.output import bar
 from diffvision.evaluation.prompts import prompts_of
-from diffvision.evaluation.samples import PerSample
-from diffvision.evaluation.suite import EVALUATIONS, check_prompts, expand, plan
+from diffvision.evaluation.samples import Metrics, means
+from diffvision.evaluation.suite import check_prompts, expand, measure, plan
 from diffvision.opening import Model
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
 _SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
 WINDOW = 2048  # tokens that a language model reads at a time, at most
-
-
-class Measured(NamedTuple):
-    """A metric of one model, and its samples where it is a mean over them."""
-
-    value: float
-    samples: PerSample | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the models are run; the arguments of `compare`."""
-
-    batch_size: int = 64
-    num_workers: int = 2
-    device: str = "cpu"
-    precision: Precision = "fp32"
-    cache: Cache | None = None
-    blind: Blind | None = None
-    options: Options = field(default_factory=Options)
 
 
 def data_of(entries: Sequence[Entry]) -> list[str]:
@@ -89,47 +68,36 @@ def image_plan(data: Sequence[str], tasks: Sequence[str] | None, host: str, opti
     return planned
 
 
-def measure_images(model: Model, planned: Planned, settings: Settings) -> dict[str, Measured]:
-    """Return the metrics of a model; its features of each folder are computed once."""
-    features = Features(
-        model.module,
-        model.transform,
-        model.tokenizer,
-        batch_size=settings.batch_size,
-        num_workers=settings.num_workers,
-        device=settings.device,
-        precision=settings.precision,
-        progress=lambda batches, description: bar(batches, f"{model.name}: {description}"),
-        cache=settings.cache,
-        blind=settings.blind,
-    )
-    measured: dict[str, Measured] = {}
+def measure_images(
+    model: Model, label: str, planned: Planned, settings: InferenceSettings, options: Options
+) -> Metrics:
+    """Return the finite metrics of a model; its features of each folder are computed once."""
+    settings = dataclasses.replace(settings, progress=_labelled_bar(label))
+    features = Features(model.module, model.transform, model.tokenizer, settings)
+    metrics: Metrics = {}
     for folder, names in planned:
-        for name in names:
-            evaluation = EVALUATIONS[name]
-            results: Mapping[str, PerSample | float]
-            if evaluation.samples is not None:
-                results = evaluation.samples(features, folder, settings.options)
-            else:
-                values = evaluation.function(features, folder, settings.options)
-                results = {metric: value for metric, value in values.items() if metric not in _SETTINGS}
-            for metric, result in results.items():
-                one = Measured(result.mean(), result) if isinstance(result, PerSample) else Measured(result)
-                if math.isfinite(one.value):
-                    measured[f"{name}/{folder.name}/{metric}"] = one
-    return measured
+        metrics |= measure(features, folder, names, options)
+    return {
+        metric: metrics[metric]
+        for metric, value in means(metrics).items()
+        if math.isfinite(value) and metric.rpartition("/")[2] not in _SETTINGS
+    }
 
 
-def few_images(model: Model, planned: Planned, settings: Settings, count: int = 16) -> dict[str, Tensor]:
-    """Return a few images of the first folder, and texts of it for a model that reads them."""
+def first_images(model: Model, planned: Planned, options: Options, count: int = 16) -> dict[str, Tensor]:
+    """Return the first images of the first folder, and texts of it if the model reads text."""
     folder = planned[0][0]
-    batch = next(iter(folder.batches(model.transform, split=settings.options.split, batch_size=count)))
-    inputs = {"image": batch["image"].to(settings.device)}
+    batch = next(iter(folder.batches(model.transform, split=options.split, batch_size=count)))
+    inputs = {"image": batch["image"].to(model.device)}
     if model.tokenizer is not None:
         captions = [text for of_image in batch.get("captions", []) for text in of_image]
-        texts = captions or [of_class[0] for of_class in prompts_of(folder, settings.options).texts()]
-        inputs["text"] = model.tokenizer(texts[:count]).to(settings.device)
+        texts = captions or [of_class[0] for of_class in prompts_of(folder, options).texts()]
+        inputs["text"] = model.tokenizer(texts[:count]).to(model.device)
     return inputs
+
+
+def _labelled_bar(label: str) -> Any:
+    return lambda batches, description: bar(batches, f"{label}: {description}")
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -157,21 +125,17 @@ def shared_window(models: Sequence[Model], entries: Sequence[Entry]) -> int:
 
 
 def measure_text(
-    model: Model, documents: Documents, window: int, *, same_tokens: bool, batch_size: int
-) -> dict[str, Measured]:
-    """Return nll and perplexity where all models have the same tokens, and else bits_per_byte alone."""
-    shared: dict[str, Any] = {
-        "window": window,
-        "batch_size": batch_size,
-        "progress": lambda batches, description: bar(batches, f"{model.name}: {description}"),
-    }
+    model: Model, label: str, documents: Documents, window: int, *, same_tokens: bool, batch_size: int
+) -> Metrics:
+    """Return nll and perplexity if all models have the same tokens, and else bits_per_byte alone."""
+    shared: dict[str, Any] = {"window": window, "batch_size": batch_size, "progress": _labelled_bar(label)}
     if same_tokens:
         samples = perplexity_samples(model.module, documents.tokens, **shared)
-        return {f"perplexity/text/{metric}": Measured(each.mean(), each) for metric, each in samples.items()}
+        return {f"perplexity/text/{metric}": of_metric for metric, of_metric in samples.items()}
     metrics = perplexity(model.module, documents.tokens, num_bytes=documents.num_bytes, **shared)
     if "bits_per_byte" not in metrics:
         raise ValueError(
             "the models have different tokens, and the data is tokens without text: give text as --data, on which "
             "their bits per byte can be compared"
         )
-    return {"perplexity/text/bits_per_byte": Measured(metrics["bits_per_byte"])}
+    return {"perplexity/text/bits_per_byte": metrics["bits_per_byte"]}

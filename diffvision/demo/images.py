@@ -26,6 +26,7 @@ from diffvision.demo.pictures import shown
 from diffvision.demo.report import Run, comparison, of_model
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.evaluation.suite import evaluate
 
@@ -105,7 +106,7 @@ def measured(module: Any, model: str, seed: int, data: Path) -> tuple[dict[str, 
     metrics: dict[str, float] = {}
     for folder in find_folders(data):
         metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
-    features = Features(module.model, transform, tokenizer, batch_size=256)
+    features = Features(module.model, transform, tokenizer, InferenceSettings(batch_size=256))
     pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
     pictures = None if seed else shown(module.model, transform, tokenizer, data).as_json()
     return metrics | parts_right(pairs.images, pairs.texts), pictures

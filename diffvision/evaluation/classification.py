@@ -13,22 +13,17 @@ from diffvision.evaluation.features import Features
 from diffvision.evaluation.imagenet import WNID, imagenet_wnids
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import IMAGENET, Prompts, local_labels
-from diffvision.evaluation.samples import PerSample
-from diffvision.evaluation.zero_shot import classification_metrics, classification_samples
+from diffvision.evaluation.samples import Metrics
+from diffvision.evaluation.zero_shot import classification_samples
 
 
-def classification(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def classification(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc1, acc5 and mean_per_class_recall of a timm model's classifier on a split's images.
 
     Raises:
         ValueError: a model without a linear classifier (OpenCLIP's classify by text: zero_shot), or whose classes are
             fewer than the labels of the folder.
     """
-    return classification_metrics(*_logits(features, folder, options))
-
-
-def classifier_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metrics of `classification` image by image."""
     return classification_samples(*_logits(features, folder, options))
 
 

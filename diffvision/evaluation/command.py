@@ -69,14 +69,17 @@ def run(
     from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
+    from diffvision.evaluation.features import Features
+    from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, listed
+    from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (
         Evaluated,
         check_blind,
         check_output,
         check_prompts,
-        evaluate,
         expand,
+        measure,
         plan,
         report,
     )
@@ -110,6 +113,7 @@ def run(
         if reader is not None:
             language = reader if isinstance(reader, Model) else open_model(reader, device=device)
             reader = Blind(language, progress=bar, cache=feature_cache)
+        settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache, reader)
         for label, spec in specs:
             if isinstance(spec, Model):
                 opened, spec = spec.for_images(), spec.weights or spec.name
@@ -118,21 +122,8 @@ def run(
             results[label] = {}
             _warn_of_training(opened, planned, options.split)
             for folder, names in planned:
-                results[label] |= evaluate(
-                    opened.module,
-                    folder,
-                    names,
-                    transform=opened.transform,
-                    tokenizer=opened.tokenizer,
-                    batch_size=batch_size,
-                    num_workers=num_workers,
-                    device=device,
-                    precision=precision,
-                    options=options,
-                    progress=bar,
-                    cache=feature_cache,
-                    blind=reader,
-                )
+                features = Features(opened.module, opened.transform, opened.tokenizer, settings)
+                results[label] |= means(measure(features, folder, names, options))
             evaluated[label] = Evaluated(opened.name, opened.weights, spec, opened.average_note)
         if rank_and_world()[0] == 0:
             report(results, evaluated, checkpoint, output)

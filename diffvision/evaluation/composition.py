@@ -10,13 +10,13 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import PerSample, by_kind, each, means
+from diffvision.evaluation.samples import Metrics, by_kind, each
 
 ROUNDING = 1e-6
 """Cosine similarities that differ by no more are a tie: a text's features differ by as much between rows of a batch."""
 
 
-def composition(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def composition(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc, the share of images that are closest to the first of their captions, over all and by kind; and ties.
 
     acc is CLIP_benchmark's, see `selection_accuracy`: an exact tie counts as right. ties is the share of images whose
@@ -25,11 +25,6 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
     With a language model in `features.blind`: blind_acc, the share of images whose first caption it finds likeliest,
     which is what can be chosen without the image.
     """
-    return means(composition_samples(features, folder, options))
-
-
-def composition_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metrics of `composition` image by image."""
     pairs = features.pairs(folder, options.split)
     counts = pairs.owner.bincount(minlength=len(pairs.images))
     if (counts < 2).any():
@@ -38,7 +33,7 @@ def composition_samples(features: Features, folder: EvaluationFolder, options: O
             "has fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
         )
     scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
-    samples = by_kind("acc", selected(scores), pairs.kinds) | {"ties": each(tied(scores))}
+    samples: Metrics = {**by_kind("acc", selected(scores), pairs.kinds), "ties": each(tied(scores))}
     if features.blind is not None:
         likelihoods = features.blind.log_likelihoods(pairs.captions).split(counts.tolist())
         samples |= by_kind("blind_acc", selected(likelihoods), pairs.kinds)

@@ -17,7 +17,7 @@ from diffvision.data.images.decode import decode_image, to_rgb
 from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.options import Precision
+from diffvision.evaluation.options import InferenceSettings, Precision
 from diffvision.models.files import FOLDER
 from diffvision.opening import Model, open_model
 
@@ -117,7 +117,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
             raise ValueError(
                 f"{self.model!r} is an image model of timm's, without a text tower: give an OpenCLIP model"
             )
-        return Features(opened.module, opened.transform, opened.tokenizer, precision=self.precision)
+        return Features(opened.module, opened.transform, opened.tokenizer, InferenceSettings(precision=self.precision))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.shards.report import Tally
-from diffvision.evaluation.blind import Blind
 from diffvision.evaluation.cache import (
-    Cache,
     Rows,
     digest,
     files_digest,
@@ -30,11 +28,11 @@ from diffvision.evaluation.cache import (
     without_addresses,
 )
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
-from diffvision.evaluation.options import Precision
+from diffvision.evaluation.options import InferenceSettings, Precision
 from diffvision.models.modes import evaluating
 
 IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Pairs(NamedTuple):
@@ -65,12 +63,7 @@ class Features:
         model: an OpenCLIP model, one of its image towers, or any timm model (probes only).
         transform: PIL image -> tensor [3, h, w].
         tokenizer: list of strings -> int64 [B, L]; None where no text is evaluated.
-        batch_size: images a batch and rank.
-        device: where the model is; by default that of its parameters.
-        precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
-        progress: wraps an iterable in a progress bar, given also its description; None for silence.
-        cache: keeps features beyond this object's life, those too of an evaluation that is ended.
-        blind: scores captions without the images, for composition and pairs; None for no blind baseline.
+        settings: batches, device, precision, cache, ...
     """
 
     def __init__(
@@ -78,26 +71,18 @@ class Features:
         model: nn.Module,
         transform: Callable[..., Tensor],
         tokenizer: Callable[[list[str]], Tensor] | None = None,
-        *,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        device: torch.device | str | None = None,
-        precision: Precision = "fp32",
-        progress: Callable[[Any, str], Iterable] | None = None,
-        cache: Cache | None = None,
-        blind: Blind | None = None,
+        settings: InferenceSettings = InferenceSettings(),  # noqa: B008  frozen
     ) -> None:
-        if precision not in ("fp32", *_AUTOCAST):
-            raise ValueError(f"precision is {precision!r}: choose fp32, {', '.join(_AUTOCAST)}")
+        if settings.precision not in ("fp32", *AUTOCAST):
+            raise ValueError(f"precision is {settings.precision!r}: choose fp32, {', '.join(AUTOCAST)}")
         self.model: Any = model
-        self.transform, self.tokenizer = transform, tokenizer
-        self.batch_size, self.num_workers, self.precision = batch_size, num_workers, precision
-        self.device = torch.device(device or next((p.device for p in model.parameters()), "cpu"))
+        self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
+        self.batch_size, self.cache, self.blind = settings.batch_size, settings.cache, settings.blind
+        self.device = torch.device(settings.device or next((p.device for p in model.parameters()), "cpu"))
         # What the image tower wants its images in: OpenCLIP's half-precision models keep some parameters in float32.
         layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         self.dtype = layers[0].weight.dtype if layers else torch.float32
-        self.progress = progress or (lambda batches, description: batches)
-        self.cache, self.blind = cache, blind
+        self.progress = settings.progress or (lambda batches, description: batches)
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
@@ -172,7 +157,7 @@ class Features:
             self.transform,
             split=split,
             batch_size=self.batch_size,
-            num_workers=self.num_workers,
+            num_workers=self.settings.num_workers,
             rank=rank,
             world_size=world,
         )
@@ -200,8 +185,8 @@ class Features:
     def _identity(self, **parts: Any) -> str:
         """Return a digest of all that rows depend on, besides `parts`."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        shares = rank_and_world()[1]
-        settings = {"precision": self.precision, "batch_size": self.batch_size, "device": name, "world_size": shares}
+        shares, precision = rank_and_world()[1], self.settings.precision
+        settings = {"precision": precision, "batch_size": self.batch_size, "device": name, "world_size": shares}
         return digest(
             model=self._model, transform=self._transform_digest, tokenizer=self._tokenizer_digest, **settings, **parts
         )
@@ -272,10 +257,7 @@ class Features:
     @contextmanager
     def _frozen(self) -> Iterator[None]:
         """Put the model in evaluation mode, without gradients, in its precision."""
-        autocast = torch.autocast(
-            self.device.type, dtype=_AUTOCAST.get(self.precision), enabled=self.precision in _AUTOCAST
-        )
-        with evaluating(self.model), autocast:
+        with evaluating(self.model), autocast(self.device, self.settings.precision):
             yield
 
 
@@ -293,6 +275,12 @@ def _finite(features: Tensor, of: str) -> Tensor:
             f"the model's features of {of} are NaN or infinite: its weights are, or overflow in this precision"
         )
     return features
+
+
+def autocast(device: torch.device | str, precision: Precision) -> torch.autocast:
+    """Return the autocast of a precision; that of fp32 turns off the caller's."""
+    dtype = AUTOCAST.get(precision)
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 
 def image_features(model: Any, images: Tensor) -> Tensor:

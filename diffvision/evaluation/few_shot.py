@@ -12,13 +12,14 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.linear_probe import linear, unit_features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.samples import Metrics
 from diffvision.evaluation.zero_shot import classification_metrics
 
 _PROBE_BATCH = 64
 _EPISODES_AT_ONCE = 256
 
 
-def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` images a class.
 
     CLIP_benchmark's `linear_probe --fewshot_k K`: unit-length features, AdamW without decay, batches of 64, the
@@ -85,7 +86,7 @@ def adamw_probe(
     return weight.detach(), bias.detach()
 
 
-def fewshot_episodes(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def fewshot_episodes(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc, the mean accuracy over random episodes, and acc_ci95, half of its 95% interval; see `episodes`."""
     train = features.images(folder, options.train_split)
     test = features.images(folder, options.split)

@@ -80,7 +80,7 @@ def evaluate(
     if opened and given:
         raise ValueError(f"{opened[0].name} is open already: give {' and '.join(given)} to open_model")
     if opened and device is None:
-        device = str(next(opened[0].module.parameters()).device)
+        device = str(opened[0].device)
     specs: list[Any] = [one if isinstance(one, Model) else _spec(one) for one in several]
     return run(
         specs if isinstance(model, list | tuple) else specs[0],

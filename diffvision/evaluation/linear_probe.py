@@ -14,6 +14,7 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar
+from diffvision.evaluation.samples import Metrics
 from diffvision.evaluation.zero_shot import classification_metrics
 
 VALIDATION_SPLITS = ("val", "valid", "validation")
@@ -23,7 +24,7 @@ _ROUND = 20  # iterations between looks at the gradient
 _SCALE = 1e12  # torch's L-BFGS learns nothing of curvatures below 1e-10, as those of a small objective are
 
 
-def linear_probe(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def linear_probe(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc1, acc5 and mean_per_class_recall of logistic regression on unit-length features, and its cost.
 
     L-BFGS to convergence; the cost is chosen on the folder's validation split or, where it has none, on a fifth of

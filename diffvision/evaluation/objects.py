@@ -15,20 +15,15 @@ from diffvision.data.images.folders import TEMPLATES, EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, given_templates
-from diffvision.evaluation.samples import PerSample, means
+from diffvision.evaluation.samples import Metrics, PerSample
 
 
-def objects(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def objects(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return auc, ap, paired_acc, paired_ties, and POPE's accuracy, precision, recall, f1, yes_ratio.
 
     `asked_metrics` defines them. The score of an object is the cosine similarity of the image and the object's vector,
     the normalised mean of its prompts' unit vectors.
     """
-    return means(objects_samples(features, folder, options))
-
-
-def objects_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample | float]:
-    """Return the metrics of `objects`, question by question where they are means over questions."""
     asked = features.asked(folder, options.split)
     if len(asked.images) < 2:
         raise ValueError(
@@ -43,7 +38,7 @@ def objects_samples(features: Features, folder: EvaluationFolder, options: Optio
     return asked_metrics(*_sides(scores, asked.owner))
 
 
-def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> dict[str, PerSample | float]:
+def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> Metrics:
     """Return metrics of the scores of Q pairs of objects, one in the image and one not.
 
     auc, ap: area under the ROC curve, and average precision, of all 2Q questions, yes being the positive answer.

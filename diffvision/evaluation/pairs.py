@@ -14,7 +14,7 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.composition import ROUNDING
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import PerSample, by_kind, each, means
+from diffvision.evaluation.samples import Metrics, PerSample, by_kind, each
 
 MMVP_OF_DIFFCLIP = (
     "Orientation and Direction",
@@ -29,7 +29,7 @@ MMVP_OF_DIFFCLIP = (
 MMVP = {*MMVP_OF_DIFFCLIP, "Quantity and Count", "Texts"}
 
 
-def pairs(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def pairs(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return text_score, image_score and group_score over all samples and by kind, and ties; see `pair_scores`.
 
     By chance these are 1/4, 1/4 and 1/6. Where the kinds are the nine of MMVP-VLM, mean_of_7_kinds_image_score is the
@@ -37,16 +37,11 @@ def pairs(features: Features, folder: EvaluationFolder, options: Options) -> dic
     whose first caption it finds likelier. By the text alone a text score is 0, as both images have the same captions;
     what is far from one half shows that one side's captions can be recognised.
     """
-    return means(pairs_samples(features, folder, options))
-
-
-def pairs_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metrics of `pairs` sample by sample."""
     both = features.pairs(folder, options.split)
     kinds = both.kinds[::2]
     right = pair_scores(scores_of(both.images, both.texts))
     ties = right.pop("ties")
-    samples: dict[str, PerSample] = {}
+    samples: Metrics = {}
     for name, of_samples in right.items():
         samples |= by_kind(name, of_samples, kinds)
         if name == "image_score" and set(kinds) == MMVP:

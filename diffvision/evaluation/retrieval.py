@@ -10,16 +10,11 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import PerSample, each
+from diffvision.evaluation.samples import Metrics, PerSample, each, means
 
 
-def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`."""
-    return {name: samples.mean() for name, samples in retrieval_samples(features, folder, options).items()}
-
-
-def retrieval_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metrics of `retrieval` query by query."""
     pairs = features.pairs(folder, options.split)
     return recall_samples(
         pairs.images, pairs.texts, pairs.owner, options.recall_k, chunk=options.chunk, device=features.device
@@ -45,8 +40,7 @@ def recalls(
         chunk: queries at a time; never more than `chunk` rows of scores exist.
         device: where the scores are sorted.
     """
-    samples = recall_samples(images, texts, owner, recall_k, chunk=chunk, device=device)
-    return {name: each_query.mean() for name, each_query in samples.items()}
+    return means(recall_samples(images, texts, owner, recall_k, chunk=chunk, device=device))
 
 
 def recall_samples(
@@ -57,11 +51,11 @@ def recall_samples(
     *,
     chunk: int,
     device: torch.device | str,
-) -> dict[str, PerSample]:
+) -> Metrics:
     """Return the metrics of `recalls` query by query; the captions of an image are one unit."""
     found_images = _best(texts, images, recall_k, chunk, device)
     found_texts = _best(images, texts, recall_k, chunk, device)
-    samples = {}
+    samples: Metrics = {}
     for k in recall_k:
         samples[f"image_retrieval_recall@{k}"] = PerSample((found_images[k] == owner[:, None]).any(dim=1), owner)
         of_images = owner[found_texts[k]] == torch.arange(len(images))[:, None]

@@ -27,6 +27,11 @@ class PerSample(NamedTuple):
     weights: Tensor | None = None
     exponential: bool = False
 
+    @property
+    def size(self) -> int:
+        """What the metric is a mean over, such as tokens."""
+        return len(self.values) if self.weights is None else int(self.weights.sum())
+
     def mean(self) -> float:
         """Return the metric."""
         if self.classes is not None:
@@ -44,6 +49,8 @@ class PerSample(NamedTuple):
         )
 
 
+Metrics = dict[str, PerSample | float]
+"""Metrics by name, sample by sample; a float for those that are not means over samples."""
 MOST_KINDS = 64
 """More kinds than these have their mean alone: ARO's pairs of attributes are over a hundred."""
 NO_KIND = "no kind"
@@ -51,7 +58,7 @@ NO_KIND = "no kind"
 
 
 def means(results: Mapping[str, PerSample | float]) -> dict[str, float]:
-    """Return the metrics; a number stands for itself, one that is no mean over samples."""
+    """Return each metric as one number."""
     return {name: result.mean() if isinstance(result, PerSample) else result for name, result in results.items()}
 
 

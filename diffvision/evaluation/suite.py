@@ -7,25 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.evaluation.blind import Blind
-from diffvision.evaluation.cache import Cache
-from diffvision.evaluation.classification import classification, classifier_samples
-from diffvision.evaluation.composition import composition, composition_samples
+from diffvision.evaluation.classification import classification
+from diffvision.evaluation.composition import composition
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
-from diffvision.evaluation.objects import objects, objects_samples
-from diffvision.evaluation.options import Options, Precision
+from diffvision.evaluation.objects import objects
+from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.output import check_folder, write_json
-from diffvision.evaluation.pairs import pairs, pairs_samples
+from diffvision.evaluation.pairs import pairs
 from diffvision.evaluation.prompts import describe
-from diffvision.evaluation.retrieval import retrieval, retrieval_samples
-from diffvision.evaluation.samples import PerSample
-from diffvision.evaluation.zero_shot import zero_shot, zero_shot_samples
+from diffvision.evaluation.retrieval import retrieval
+from diffvision.evaluation.samples import Metrics, means
+from diffvision.evaluation.zero_shot import zero_shot
 from diffvision.tables import show
 
 if TYPE_CHECKING:
@@ -35,19 +32,17 @@ if TYPE_CHECKING:
 class Evaluation(NamedTuple):
     """One evaluation in the table `EVALUATIONS`."""
 
-    function: Callable[[Features, Any, Options], dict[str, float]]
+    function: Callable[[Features, Any, Options], Metrics]
     folder: str  # the kind of evaluation folder it is made for
     record: str  # the task's name in records: CLIP_benchmark's, unless its task of that name has another algorithm
     metrics: tuple[str, ...] = ()  # of those that run by default, first the one that checkpoints are chosen by
     probe: bool = False  # fitted on a training split; reads no text
-    asked: bool = False  # runs only if it is named in `tasks`, as the probes do
-    # The same metrics sample by sample, or as a number those that are no mean over samples; None where none is.
-    samples: Callable[[Features, Any, Options], Mapping[str, PerSample | float]] | None = None
+    opt_in: bool = False  # runs only if it is named in `tasks`, as the probes do
     captions: bool = False  # a blind baseline says what its captions give away
 
     @property
     def by_default(self) -> bool:
-        return not (self.probe or self.asked)
+        return not (self.probe or self.opt_in)
 
 
 EVALUATIONS = {
@@ -56,21 +51,18 @@ EVALUATIONS = {
         "zero_shot",
         "zeroshot_classification",
         ("acc1", "acc5", "mean_per_class_recall"),
-        samples=zero_shot_samples,
     ),
     "retrieval": Evaluation(
         retrieval,
         "retrieval",
         "zeroshot_retrieval",
         tuple(f"{of}_retrieval_recall@{k}" for of in ("image", "text") for k in Options().recall_k),
-        samples=retrieval_samples,
     ),
     "composition": Evaluation(
         composition,
         "composition",
         "image_caption_selection",
         ("acc", "mean_per_kind_acc", "ties"),
-        samples=composition_samples,
         captions=True,
     ),
     "pairs": Evaluation(
@@ -85,7 +77,6 @@ EVALUATIONS = {
             *(f"mean_per_kind_{score}_score" for score in ("group", "text", "image")),
             "mean_of_7_kinds_image_score",
         ),
-        samples=pairs_samples,
         captions=True,
     ),
     "objects": Evaluation(
@@ -93,9 +84,8 @@ EVALUATIONS = {
         "objects",
         "object_presence",
         ("auc", "ap", "paired_acc", "paired_ties", "accuracy", "precision", "recall", "f1", "yes_ratio"),
-        samples=objects_samples,
     ),
-    "classification": Evaluation(classification, "zero_shot", "classification", asked=True, samples=classifier_samples),
+    "classification": Evaluation(classification, "zero_shot", "classification", opt_in=True),
     "linear_probe": Evaluation(linear_probe, "zero_shot", "logistic_regression", probe=True),
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
@@ -111,14 +101,8 @@ def evaluate(
     *,
     transform: Callable[..., Tensor],
     tokenizer: Callable[[list[str]], Tensor] | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    device: torch.device | str | None = None,
-    precision: Precision = "fp32",
     options: Options = Options(),  # noqa: B008  frozen
-    progress: Callable[[Any, str], Iterable] | None = None,
-    cache: Cache | None = None,
-    blind: Blind | None = None,
+    **settings: Any,
 ) -> dict[str, float]:
     """Return metrics of a model on one evaluation folder, such as {"zero_shot/digits/acc1": 0.87, ...}.
 
@@ -132,12 +116,8 @@ def evaluate(
             and classification.
         transform: PIL image -> tensor [3, h, w].
         tokenizer: list of strings -> int64 [B, L]; the probes need none.
-        batch_size: images a batch and rank.
-        device: where the model is; by default that of its parameters.
-        precision: "fp32" runs the model as it is, "bf16" and "fp16" under autocast.
-        progress: wraps an iterable in a progress bar, given also its description.
-        cache: of features, from which an evaluation that was ended resumes.
-        blind: a language model that reads the captions of composition and pairs without the images.
+        options: the evaluations' settings.
+        settings: fields of `InferenceSettings`: batch_size, num_workers, device, precision, progress, cache, blind.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -149,18 +129,12 @@ def evaluate(
             f"evaluation folder {folder.name!r} is for {folder.task}: it cannot be used for {', '.join(unfit)}, "
             f"only for {', '.join(_fitting(folder))}"
         )
-    features = Features(
-        model,
-        transform,
-        tokenizer,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        device=device,
-        precision=precision,
-        progress=progress,
-        cache=cache,
-        blind=blind,
-    )
+    features = Features(model, transform, tokenizer, InferenceSettings(**settings))
+    return means(measure(features, folder, names, options))
+
+
+def measure(features: Features, folder: EvaluationFolder, names: Sequence[str], options: Options) -> Metrics:
+    """Return the metrics of the named evaluations on one folder, sample by sample, as "task/dataset/metric"."""
     return {
         f"{name}/{folder.name}/{metric}": value
         for name in names

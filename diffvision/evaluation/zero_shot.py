@@ -12,22 +12,15 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import local_labels, prompts_of
-from diffvision.evaluation.samples import PerSample, each
-
-METRICS = ("acc1", "acc5", "mean_per_class_recall")
+from diffvision.evaluation.samples import Metrics, each, means
 
 
-def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, float]:
+def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
 
     A class's vector is the normalised mean of its prompts' unit vectors; an image's logits are 100 times its cosine
     similarities to these vectors.
     """
-    return classification_metrics(*_logits(features, folder, options))
-
-
-def zero_shot_samples(features: Features, folder: EvaluationFolder, options: Options) -> dict[str, PerSample]:
-    """Return the metrics of `zero_shot` image by image."""
     return classification_samples(*_logits(features, folder, options))
 
 
@@ -53,14 +46,14 @@ def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     acc5 is NaN with fewer than five classes. Recall is averaged over the classes that occur among the labels. Among
     equal logits the order is torch.topk's, and for the recall torch.argmax's.
     """
-    samples = classification_samples(logits, labels)
-    return {name: samples[name].mean() if name in samples else math.nan for name in METRICS}
+    return means(classification_samples(logits, labels))
 
 
-def classification_samples(logits: Tensor, labels: Tensor) -> dict[str, PerSample]:
-    """Return the metrics of `classification_metrics` sample by sample; no acc5 with fewer than five classes."""
+def classification_samples(logits: Tensor, labels: Tensor) -> Metrics:
+    """Return the metrics of `classification_metrics` sample by sample."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    samples = {"acc1": each(top[:, 0]), "mean_per_class_recall": each(logits.argmax(dim=1) == labels, labels)}
-    if logits.shape[1] >= 5:
-        samples["acc5"] = each(top.any(dim=1))
-    return {name: samples[name] for name in METRICS if name in samples}
+    return {
+        "acc1": each(top[:, 0]),
+        "acc5": each(top.any(dim=1)) if logits.shape[1] >= 5 else math.nan,
+        "mean_per_class_recall": each(logits.argmax(dim=1) == labels, labels),
+    }

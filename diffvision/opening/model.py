@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from diffvision.models.checkpoint import holds_average
@@ -55,6 +56,11 @@ class Model:
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
         return self.host in ("language", "transformers")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next(self.module.parameters()).device
 
     @property
     def average_note(self) -> str:

@@ -5,8 +5,8 @@ import torch
 
 from diffvision import open_model
 from diffvision.comparison.costs import costs, count_flops, one_sample
-from diffvision.comparison.measuring import Settings
 from diffvision.comparison.result import Cost
+from diffvision.evaluation.options import InferenceSettings
 
 
 def test_flops_by_hand():
@@ -22,24 +22,24 @@ def test_flops_by_hand():
     attention = 2 * heads * tokens**2 * size + heads * tokens**2 * 2 * size
     head = vit.head.weight.numel() if isinstance(vit.head, torch.nn.Linear) else 0
     expected = 2 * (patches * by_patch + blocks * (tokens * linear + attention) + head)
-    assert count_flops(model, one_sample(model, 0, "cpu"), "cpu") == expected
+    assert count_flops(model, one_sample(model, 0)) == expected
 
 
 def test_flops_do_not_depend_on_fused_kernels():
     """OpenCLIP's nn.MultiheadAttention has one operation for evaluation, which torch's counter does not know."""
     model = open_model("CLIP-debug")
-    inputs = one_sample(model, 0, "cpu")
-    assert count_flops(model, inputs, "cpu") > 0.9 * count_flops(open_model("DiffCLIP-debug"), inputs, "cpu")
+    inputs = one_sample(model, 0)
+    assert count_flops(model, inputs) > 0.9 * count_flops(open_model("DiffCLIP-debug"), inputs)
 
 
 def test_speed_is_measured_in_turns(monkeypatch):
     monkeypatch.setattr("diffvision.comparison.costs.TURN_SECONDS", 0.0)
     models = [open_model(name) for name in ("CLIP-debug", "DiffCLIP-debug")]
-    first, other = costs(models, Settings(batch_size=2), 0, rounds=3)
+    first, other = costs(models, InferenceSettings(batch_size=2), 0, rounds=3)
     assert len(first.per_second) == len(other.per_second) == 3
     median, lowest, highest = other.ratio(first)
     assert 0 < lowest <= median <= highest
-    assert costs(models, Settings(), 0, rounds=0)[0].ratio(first) is None
+    assert costs(models, InferenceSettings(), 0, rounds=0)[0].ratio(first) is None
 
 
 def test_a_ratio_is_taken_within_each_round():

@@ -20,6 +20,7 @@ from diffvision.evaluation import cache as caching
 from diffvision.evaluation import evaluate, features, run
 from diffvision.evaluation.cache import Cache, files_digest, in_pieces, model_digest
 from diffvision.evaluation.features import Features
+from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output import write_bytes
 
 TASKS = ("zero_shot", "retrieval", "composition")
@@ -131,7 +132,7 @@ def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path)
     folder = EvaluationFolder(data / "zero_shot")
 
     def identity(model=model, transform=transform, tokenizer=tokenizer, path=folder.path / "test", **settings):
-        made = Features(model, transform, tokenizer, **settings)
+        made = Features(model, transform, tokenizer, InferenceSettings(**settings))
         return made._identity(data=files_digest(path), task=folder.task)
 
     plain = identity()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.pairs import MMVP, MMVP_OF_DIFFCLIP, pair_scores, pairs_samples, scores_of
+from diffvision.evaluation.pairs import MMVP, MMVP_OF_DIFFCLIP, pair_scores, pairs, scores_of
 from diffvision.evaluation.suite import evaluate
 
 # Caption c in row c, image t in column t: caption i is of image i.
@@ -56,7 +56,7 @@ def test_mmvp_has_both_means(circle, to_tensor, numbers, paired, features_of):
     right, wrong = ([(10, ["1 12"]), (200, ["2 190"])], [(10, ["1 190"]), (200, ["2 12"])])
     of_kind = [(right if kind in MMVP_OF_DIFFCLIP[:2] or kind == "Texts" else wrong, kind) for kind in sorted(MMVP)]
     paired.rows["test"] = [(*row, kind) for rows, kind in of_kind for row in rows]
-    samples = pairs_samples(features_of(circle, to_tensor, numbers), paired, Options())
+    samples = pairs(features_of(circle, to_tensor, numbers), paired, Options())
     assert samples["mean_per_kind_image_score"].mean() == pytest.approx(3 / 9)
     assert samples["mean_of_7_kinds_image_score"].mean() == pytest.approx(2 / 7)
     assert len(samples["mean_of_7_kinds_image_score"].values) == 7
