@@ -28,6 +28,7 @@ from diffvision.lab.faithfulness.judges import Judge
 from diffvision.lab.faithfulness.prompts import read_templates
 from diffvision.lab.faithfulness.rows import Row
 from diffvision.lab.faithfulness.task import faithfulness
+from diffvision.lab.language import figures as lab_figures
 from diffvision.lab.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.lab.language.attention_mass import attention_mass
 from diffvision.lab.language.cache_pruning import asked_twice, cache_pruning
@@ -362,18 +363,18 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
 LANGUAGE_EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
     "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
-    "associative_recall": LanguageEvaluation(_associative_recall, figures.recall_bars, "documents"),
+    "associative_recall": LanguageEvaluation(_associative_recall, lab_figures.recall_bars, "documents"),
     "needle": LanguageEvaluation(_needle, figures.needle_maps, "tokenizer"),
-    "recall_errors": LanguageEvaluation(_recall_errors, figures.error_curves, "tokenizer"),
-    "lookback": LanguageEvaluation(_lookback, figures.lookback_bars, "tokenizer"),
-    "faithfulness": LanguageEvaluation(_faithfulness, figures.faithfulness_bars, "rows"),
-    "math": LanguageEvaluation(_math, figures.math_panels, "questions"),
-    "attention_mass": LanguageEvaluation(_attention_mass, figures.attention_bars, "tokenizer"),
-    "many_shot": LanguageEvaluation(_many_shot, figures.many_shot_panels, "tokenizer"),
-    "outliers": LanguageEvaluation(_outliers, figures.outlier_bars, "documents"),
-    "quantization": LanguageEvaluation(_quantization, figures.quantization_curves, "documents"),
-    "cache_pruning": LanguageEvaluation(_cache_pruning, figures.pruning_curves, "documents"),
-    "low_bit": LanguageEvaluation(_low_bit, figures.low_bit_panels, "documents"),
+    "recall_errors": LanguageEvaluation(_recall_errors, lab_figures.error_curves, "tokenizer"),
+    "lookback": LanguageEvaluation(_lookback, lab_figures.lookback_bars, "tokenizer"),
+    "faithfulness": LanguageEvaluation(_faithfulness, lab_figures.faithfulness_bars, "rows"),
+    "math": LanguageEvaluation(_math, lab_figures.math_panels, "questions"),
+    "attention_mass": LanguageEvaluation(_attention_mass, lab_figures.attention_bars, "tokenizer"),
+    "many_shot": LanguageEvaluation(_many_shot, lab_figures.many_shot_panels, "tokenizer"),
+    "outliers": LanguageEvaluation(_outliers, lab_figures.outlier_bars, "documents"),
+    "quantization": LanguageEvaluation(_quantization, lab_figures.quantization_curves, "documents"),
+    "cache_pruning": LanguageEvaluation(_cache_pruning, lab_figures.pruning_curves, "documents"),
+    "low_bit": LanguageEvaluation(_low_bit, lab_figures.low_bit_panels, "documents"),
 }
 
 

@@ -26,6 +26,7 @@ from diffvision.demo.report import (
     values_of,
     verdict,
 )
+from diffvision.lab.language import figures as lab_figures
 
 GROUPS: dict[str, Rows] = {
     "Python's library, files that training never saw": {"loss, nats a token": ("perplexity/nll", 1, 3)},
@@ -141,7 +142,9 @@ def _outliers(first: Mapping[str, Run]) -> Section:
             name: {key: value for key, value in of_model.items() if key.startswith(f"{kind}/")}
             for name, of_model in metrics.items()
         }
-        pictures.append(Picture(panels.outlier_bars(of_kind), f"The largest {title} of each model and their median."))
+        pictures.append(
+            Picture(lab_figures.outlier_bars(of_kind), f"The largest {title} of each model and their median.")
+        )
     text = "The largest absolute values, on a logarithmic scale: large ones make low precision harder. First seed."
     return Section("Outliers", [Text(text), Row(pictures)])
 
