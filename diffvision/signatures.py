@@ -9,6 +9,8 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from diffvision.plugins import entry_points
+
 _PLAIN = (bool, int, float, str, dict, list, tuple, Path, NoneType)
 _TYPES = {kind.__name__: kind for kind in (*_PLAIN, Iterable, Mapping, Sequence)} | {
     name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional", "Tuple", "Union")
@@ -43,9 +45,12 @@ def settings(path: str) -> dict[str, Any]:
 
 
 def names(module: str, table: str = "__all__") -> list[str]:
-    """Return the strings in a list, or the keys of a dictionary, that a module defines under a name."""
+    """Return the strings in a list, or the keys of a dictionary or a `plugins.PluginTable`, that a module defines."""
     found = _find(module, table)
     node = found[1] if found is not None else None
+    if isinstance(node, ast.Call):
+        group, rows, *_ = node.args
+        return [*names(module, ast.unparse(rows)), *entry_points(ast.literal_eval(group))]
     keys = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
     return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 

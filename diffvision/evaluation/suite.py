@@ -23,6 +23,7 @@ from diffvision.evaluation.prompts import describe
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.zero_shot import zero_shot
+from diffvision.plugins import PluginTable
 from diffvision.tables import show
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Evaluation(NamedTuple):
         return not (self.probe or self.opt_in)
 
 
-EVALUATIONS = {
+_EVALUATIONS = {
     "zero_shot": Evaluation(
         zero_shot,
         "zero_shot",
@@ -90,6 +91,8 @@ EVALUATIONS = {
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
 }
+EVALUATIONS = PluginTable("diffvision.tasks", _EVALUATIONS, Evaluation)
+"""Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""
 GROUPS = {"few_shot": ("fewshot_k", "fewshot_episodes")}
 """Names for several evaluations at once."""
 
@@ -123,11 +126,12 @@ def evaluate(
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
             that do not fit.
     """
-    names = expand(tasks) if tasks is not None else [name for name in _fitting(folder) if EVALUATIONS[name].by_default]
-    if unfit := [name for name in names if name not in _fitting(folder)]:
+    names = _fitting(folder, None if tasks is None else expand(tasks))
+    if tasks is not None and (unfit := [name for name in expand(tasks) if name not in names]):
+        others = [name for name, evaluation in _EVALUATIONS.items() if evaluation.folder == folder.task]
         raise ValueError(
             f"evaluation folder {folder.name!r} is for {folder.task}: it cannot be used for {', '.join(unfit)}, "
-            f"only for {', '.join(_fitting(folder))}"
+            f"only for {', '.join(others)}"
         )
     features = Features(model, transform, tokenizer, InferenceSettings(**settings))
     return means(measure(features, folder, names, options))
@@ -207,10 +211,7 @@ def plan(
     planned: list[tuple[EvaluationFolder, list[str]]] = []
     seen: set[tuple[str, str]] = set()
     for folder in folders:
-        fitting = _fitting(folder)
-        names = (
-            [n for n in fitting if EVALUATIONS[n].by_default] if tasks is None else [n for n in tasks if n in fitting]
-        )
+        names = _fitting(folder, tasks)
         if names and (folder.task, folder.name) in seen:
             raise ValueError(f"two {folder.task} folders are named {folder.name!r}: evaluate them one at a time")
         seen.add((folder.task, folder.name))
@@ -235,8 +236,8 @@ def check_prompts(planned: Iterable[tuple[EvaluationFolder, list[str]]], options
 
 def check_blind(planned: Iterable[tuple[EvaluationFolder, list[str]]]) -> None:
     """Raise a ValueError if no evaluation has captions that a blind baseline could choose among."""
-    reading = [name for name, evaluation in EVALUATIONS.items() if evaluation.captions]
-    if not any(name in reading for _, names in planned for name in names):
+    if not any(EVALUATIONS[name].captions for _, names in planned for name in names):
+        reading = [name for name, evaluation in _EVALUATIONS.items() if evaluation.captions]
         raise ValueError(
             f"blind is for {' and '.join(reading)}, and none of them runs: leave it out, or give such data"
         )
@@ -319,5 +320,7 @@ def side_by_side(results: Mapping[str, Mapping[str, float]], title: str = "") ->
     return printed
 
 
-def _fitting(folder: EvaluationFolder) -> list[str]:
-    return [name for name, evaluation in EVALUATIONS.items() if evaluation.folder == folder.task]
+def _fitting(folder: EvaluationFolder, tasks: Sequence[str] | None) -> list[str]:
+    """Return those of the tasks that a folder fits; without tasks, those that run on it by default."""
+    names = tasks if tasks is not None else [name for name, row in _EVALUATIONS.items() if row.by_default]
+    return [name for name in names if EVALUATIONS[name].folder == folder.task]

@@ -18,6 +18,7 @@ model's configuration can hold them. `variant_by_layer` among them, such as "4*s
 by depth (`diffvision.models.by_layer`). None has released weights: `pretrained=True` is a RuntimeError.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ ATTENTION_SETTINGS = (
     "joint",
     "variant_by_layer",
 )
-_LAYERS: dict[str, type[AttentionLayer]] = {**ATTENTION, VisualContrastAttention.variant: VisualContrastAttention}
+_LAYERS = ChainMap[str, type[AttentionLayer]]({VisualContrastAttention.variant: VisualContrastAttention}, ATTENTION)
 
 # torch.fx cannot follow the operation's checks of its arguments: to a tracer an attention layer is one node.
 register_notrace_module(AttentionLayer)

@@ -13,12 +13,14 @@ from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2, depth_l
 from diffvision.nn.dint import DintAttention
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
+from diffvision.plugins import PluginTable
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
-ATTENTION: dict[str, type[AttentionLayer]] = {
-    layer.variant: layer
-    for layer in (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention)
-}
+_LAYERS = (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention)
+ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
+    "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
+)
+"""Variant -> its layer, of this package and of plugins (`diffvision.plugins`)."""
 
 
 def build_attention(
@@ -40,11 +42,13 @@ def build_attention(
     """
     if variant not in ATTENTION:
         raise ValueError(f"unknown attention variant {variant!r}: choose one of {', '.join(ATTENTION)}")
-    takes = {name: settings_of(layer) for name, layer in ATTENTION.items()}
-    if unknown := set(settings).difference(*takes.values()):
+    layer = ATTENTION[variant]
+    takes = settings_of(layer)
+    taken = {name: value for name, value in settings.items() if name in takes}
+    unknown = (settings.keys() - taken.keys()).difference(*map(settings_of, _LAYERS))
+    if unknown and (unknown := unknown.difference(*map(settings_of, ATTENTION.values()))):  # those of plugins
         raise TypeError(f"no attention variant takes {', '.join(sorted(unknown))}")
-    taken = {name: value for name, value in settings.items() if name in takes[variant]}
-    return ATTENTION[variant](dim, num_heads, num_kv_heads, **taken)
+    return layer(dim, num_heads, num_kv_heads, **taken)
 
 
 def settings_of(layer: type[AttentionLayer]) -> set[str]:

@@ -1,0 +1,155 @@
+"""Plugins: what a package adds by entry points works in timm, `data make` and `evaluate`, and is imported when used."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffvision import plugins
+from diffvision.plugins import PluginTable, entry_points, load
+
+PACKAGE = '''
+from diffvision.evaluation.suite import Evaluation
+from diffvision.nn import DiffAttention
+
+
+class Halved(DiffAttention):
+    """V1 with half of the output."""
+
+    variant = "halved"
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) / 2
+
+
+def count(features, folder, options):
+    return {"images": float(len(features.images(folder, options.split)[0]))}
+
+
+def squares(directory, seed: int = 0):
+    """Write nothing but a note."""
+    from pathlib import Path
+
+    Path(directory).mkdir()
+    Path(directory, "squares.txt").write_text(str(seed))
+    return "squares"
+
+
+COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
+'''
+ENTRY_POINTS = """
+[diffvision.attention]
+halved = tiny_plugin:Halved
+
+[diffvision.datasets]
+squares = tiny_plugin:squares
+
+[diffvision.tasks]
+count = tiny_plugin:COUNT
+"""
+
+
+def install(root: Path, entries: str = ENTRY_POINTS, name: str = "tiny-plugin") -> None:
+    """Write a package and what pip writes beside it."""
+    (root / "tiny_plugin.py").write_text(PACKAGE)
+    about = root / f"{name.replace('-', '_')}-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text(entries)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that installs the package for this test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "entry_points", entry_points.__wrapped__)  # without its cache
+    return lambda *args: install(tmp_path, *args)
+
+
+def run(root: Path, program: str) -> str:
+    command = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": f"{root}:{Path.cwd()}", "PATH": "/usr/bin:/bin", "HOME": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_variant_of_a_plugin_works_in_timm(tmp_path):
+    install(tmp_path)
+    program = """
+import sys, timm, torch, diffvision
+from diffvision.nn import ATTENTION, build_attention
+assert "tiny_plugin" not in sys.modules and "halved" in ATTENTION and list(ATTENTION)[-1] == "halved"
+model = timm.create_model("diff_vit_debug", variant_by_layer="1*halved", num_classes=3)
+layer = model.blocks[0].attn
+assert type(layer) is sys.modules["tiny_plugin"].Halved and type(layer) is ATTENTION["halved"]
+assert type(build_attention("halved", 64, 2)) is type(layer)
+print(*model(torch.rand(2, *model.default_cfg["input_size"])).shape)
+"""
+    assert run(tmp_path, program).split() == ["2", "3"]
+
+
+def test_task_of_a_plugin_runs_in_evaluate_where_it_is_named(tmp_path):
+    install(tmp_path)
+    program = """
+import sys
+from diffvision.cli import main
+assert main(["data", "make", "digits", "digits", "--copies", "1"]) == 0
+common = ["evaluate", "CLIP-debug", "--data", "digits/zero_shot", "--num_workers", "0", "--output"]
+assert main([*common, "default.json"]) == 0 and "tiny_plugin" not in sys.modules
+assert main([*common, "named.json", "--tasks", "count,zero_shot"]) == 0
+assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
+"""
+    run_in = f"import os; os.chdir({str(tmp_path)!r})\n{program}"
+    run(tmp_path, run_in)
+    records = json.loads((tmp_path / "named.json").read_text())
+    assert {record["task"]: list(record["metrics"]) for record in records}["image_count"] == ["images"]
+    assert [record["task"] for record in json.loads((tmp_path / "default.json").read_text())] == [
+        "zeroshot_classification"
+    ]
+
+
+def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
+    installed("[some.table]\nthird = json:dumps\n")
+    table = PluginTable("some.table", {"first": str.upper, "second": str.lower}, object)
+    assert list(table) == ["first", "second", "third"]
+    assert len(table) == 3
+    assert "third" in table
+    assert table["third"] is json.dumps
+    assert table["first"] is str.upper
+    assert "fourth" not in table
+    with pytest.raises(KeyError):
+        table["fourth"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[some.table]\nfirst = json:dumps\n", "tiny-plugin adds 'first' to some.table"),
+        ("[some.table]\nthird = json:nothing\n", "'third' of some.table cannot be imported"),
+        ("[some.table]\nthird = no_such_module:x\n", "repair or uninstall tiny-plugin"),
+        ("[some.table]\nthird = json:dumps\n", "must be of class int"),
+    ],
+)
+def test_table_says_which_package_is_at_fault(installed, entries, message):
+    installed(entries)
+    with pytest.raises(ValueError, match=message):
+        PluginTable("some.table", {"first": 1}, int)["third"]
+
+
+def test_two_packages_with_one_name_are_refused(installed):
+    installed("[some.table]\nthird = json:dumps\n")
+    installed("[some.table]\nthird = json:loads\n", "other-plugin")
+    with pytest.raises(ValueError, match=r"both add 'third' "):
+        plugins.entry_points("some.table")
+
+
+@pytest.mark.skipif(not plugins.LAB.exists(), reason="there is no lab")
+def test_each_entry_of_the_lab_is_importable():
+    groups = [line[1:-1] for line in plugins.LAB.read_text().splitlines() if line.startswith("[")]
+    assert groups
+    for group in groups:
+        for name in entry_points(group):
+            assert load(group, name) is not None
