@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,15 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch import Tensor, nn
 
-from diffvision.nn import AttentionLayer, DintAttention, VisualContrastAttention
+from diffvision.nn import AttentionLayer, Inputs
 from diffvision.nn.attention import boolean_mask
-from diffvision.nn.contrast import NO_MAPS
-from diffvision.nn.dint import mean_of_rows, mean_over_queries
 
 _TIMM = (TimmDiffAttention, DiffParallelScalingBlock)
 _INTERFACE = "diffvision_captured"  # the name of our function in transformers' attention interface
+
+
+Combine = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+"""Maps [B, H, P, M, N], lambda and the mask [B, H, M, N] -> the map that weights the values [B, H, M, N]."""
 
 
 class Scores(NamedTuple):
@@ -35,8 +36,9 @@ class Scores(NamedTuple):
     logits: Tensor  # [B, H, P, M, N] in float32 or better, scaled, before the mask
     allowed: Tensor  # boolean, broadcastable to the logits: True = may attend
     lam: Tensor | None = None  # broadcastable to [B, H, M, 1]; None in standard layers
-    # DINT: lambda times this is added, the mean of map 1 [B, H, M, N] under a mask [B, H, M, N].
-    integral: Callable[[Tensor, Tensor], Tensor] | None = None
+    # The map that weights the values [B, H, M, N], from maps, lambda and `allowed`; None for map 1 - lambda * map 2.
+    combine: Combine | None = None
+    is_rowwise: bool = True  # whether a query's row of that map depends on no other query
 
     def maps(self) -> Tensor:
         """Return the softmax maps [B, H, P, M, N]; a row that may attend to nothing is zeros."""
@@ -44,28 +46,25 @@ class Scores(NamedTuple):
         return self.logits.masked_fill(~self.allowed, lowest).softmax(dim=-1) * self.allowed
 
     def applied(self) -> Tensor:
-        """Return what multiplies the values, [B, H, M, N]: map 1 - lambda * map 2, or the one map."""
-        maps = self.maps()
-        if self.lam is None:
-            return maps[:, :, 0]
-        difference = maps[:, :, 0] - self.lam * maps[:, :, 1]
-        return difference + self.lam * self.mean(maps) if self.integral is not None else difference
+        """Return what multiplies the values, [B, H, M, N]: map 1 - lambda * map 2, or as the variant combines them."""
+        return self.applied_of(self.maps())
 
-    def mean(self, maps: Tensor) -> Tensor:
-        """Return DINT's mean of map 1 of the maps [B, H, 2, M, N]."""
-        assert self.integral is not None
-        return self.integral(maps[:, :, 0], self.allowed.expand_as(maps)[:, :, 0])
+    def applied_of(self, maps: Tensor) -> Tensor:
+        """Return what multiplies the values for these maps [B, H, P, M, N]."""
+        if self.combine is not None:
+            return self.combine(maps, self.lam, self.allowed.expand_as(maps)[:, :, 0])
+        return maps[:, :, 0] if self.lam is None else maps[:, :, 0] - self.lam * maps[:, :, 1]
 
     def last_query(self) -> Scores:
         """Return the scores of the last query alone, M = 1.
 
         Raises:
-            ValueError: the layer is DINT's, where a row depends on the other queries.
+            ValueError: a row depends on the other queries.
         """
-        if self.integral is not None:
-            raise ValueError("a row of DINT's map depends on the other queries: take the last row of `applied()`")
+        if not self.is_rowwise:
+            raise ValueError("a row of this map depends on the other queries: take the last row of `applied()`")
         lam = None if self.lam is None else self.lam[..., -1:, :]
-        return Scores(self.logits[..., -1:, :], self.allowed[..., -1:, :], lam)
+        return self._replace(logits=self.logits[..., -1:, :], allowed=self.allowed[..., -1:, :], lam=lam)
 
 
 @dataclass
@@ -82,7 +81,8 @@ class Call:
         mask: boolean, True = may attend, broadcastable to [B, H, M, N].
         is_causal: whether each query attends to no key after it.
         scale: of the logits.
-        cross: whether keys and values are of a context, another sequence than the queries'.
+        combine: as in `Scores`.
+        is_rowwise: as in `Scores`.
         projected: the input of the output projection, once it has run; None in transformers' models.
     """
 
@@ -95,7 +95,8 @@ class Call:
     mask: Tensor | None
     is_causal: bool
     scale: float
-    cross: bool = False
+    combine: Combine | None = None
+    is_rowwise: bool = True
     projected: Tensor | None = None
 
     def scores(self) -> Scores:
@@ -109,9 +110,8 @@ class Call:
         allowed = allowed.tril(keys - queries) if self.is_causal else allowed
         if self.mask is not None:  # [B, H, M, N]: the maps of a head share it
             allowed = allowed & self.mask.reshape((1,) * (4 - self.mask.dim()) + self.mask.shape).unsqueeze(2)
-        mean = mean_over_queries if self.cross else partial(mean_of_rows, is_causal=False)
-        integral = mean if isinstance(self.layer, DintAttention) else None
-        return Scores(logits, allowed, None if self.lam is None else self.lam.to(dtype), integral)
+        lam = None if self.lam is None else self.lam.to(dtype)
+        return Scores(logits, allowed, lam, self.combine, self.is_rowwise)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values of each head, [B, H, N, V]."""
@@ -146,7 +146,7 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, layer in model.named_modules():
-            if isinstance(layer, AttentionLayer) and _has_maps(layer):
+            if isinstance(layer, AttentionLayer) and not layer.no_maps:
                 stack.enter_context(_captured_ours(name, layer, counted))
             elif isinstance(layer, _TIMM):
                 stack.enter_context(_captured_timm(name, layer, counted))
@@ -160,9 +160,8 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
 def check_attention(model: nn.Module) -> None:
     """Raise a ValueError, before any work, if the model has no attention that can be captured."""
     kinds = (AttentionLayer, *_TIMM)
-    if not any(isinstance(layer, kinds) and _has_maps(layer) for layer in model.modules()) and not is_transformers(
-        model
-    ):
+    captured = (isinstance(layer, kinds) and not getattr(layer, "no_maps", "") for layer in model.modules())
+    if not any(captured) and not is_transformers(model):
         raise ValueError(_no_attention(model))
 
 
@@ -195,13 +194,10 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
             model(batch["tokens"], **({"use_cache": False} if is_transformers(model) else {}))
 
 
-def _has_maps(layer: nn.Module) -> bool:
-    return not isinstance(layer, VisualContrastAttention)
-
-
 def _no_attention(model: nn.Module) -> str:
-    if not all(_has_maps(layer) for layer in model.modules()):
-        return f"no attention of this {type(model).__name__} can be captured: {NO_MAPS}"
+    for layer in model.modules():
+        if isinstance(layer, AttentionLayer) and layer.no_maps:
+            return f"no attention of this {type(model).__name__} can be captured: {layer.no_maps}"
     return (
         f"no attention of this {type(model).__name__} can be captured: give one of our models or their plain twins "
         "(`diffvision models` lists them), timm's differential attention, or a transformers model that uses its "
@@ -215,28 +211,33 @@ def _no_attention(model: nn.Module) -> str:
 
 @contextmanager
 def _captured_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
-    attend, compute_lambda = layer._attend, getattr(layer, "compute_lambda", None)
+    attend = layer.attend
     calls: list[Call] = []
 
-    def captured_attend(
-        x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
-        lam = None if compute_lambda is None else _four_axes(compute_lambda(x))
-        call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5, cross)
+    def captured_attend(inputs: Inputs) -> Tensor:
+        x, q, k, v, mask, is_causal, _ = inputs
+
+        def combine(maps: Tensor, lam: Tensor | None, allowed: Tensor) -> Tensor:
+            return layer.combine(maps, lam, inputs._replace(mask=allowed, is_causal=False))
+
+        lam = layer.compute_lambda(x)
+        lam = None if lam is None else _four_axes(lam)
+        scale, is_rowwise = layer.head_dim**-0.5, layer.cacheable
+        call = Call(name, layer, q, k, v, lam, mask, is_causal, scale, combine, is_rowwise)
         scores = see(call)
         calls.append(call)
         if scores is None:
-            return attend(x, q, k, v, mask, is_causal, cross)
+            return attend(inputs)
         applied = scores.applied()
         with torch.autocast(q.device.type, enabled=False):
             return (applied @ call.values(applied.dtype)).to(v.dtype)
 
-    layer.__dict__["_attend"] = captured_attend  # found before the class's method
+    layer.__dict__["attend"] = captured_attend  # found before the class's method
     try:
         with _noted_projection(layer.proj, calls):
             yield
     finally:
-        del layer.__dict__["_attend"]
+        del layer.__dict__["attend"]
 
 
 @contextmanager

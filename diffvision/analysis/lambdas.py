@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
-from diffvision.nn import AttentionLayer, DexAttention, VisualContrastAttention
+from diffvision.nn import AttentionLayer
 
 
 def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> dict[str, float]:
@@ -29,18 +27,11 @@ def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
     lambdas: dict[str, float] = {}
     by_token = set()
     for name, layer in model.named_modules():
-        if isinstance(layer, DexAttention):  # its lambda weights outputs of heads, not maps
-            lambdas[name] = layer.current_lambda().item()
-        if isinstance(layer, VisualContrastAttention):
-            lambdas |= {f"{name}.stage{n}": lam.item() for n, lam in enumerate(layer.compute_lambdas(), start=1)}
-        if not isinstance(layer, AttentionLayer) or not hasattr(layer, "compute_lambda"):
-            continue
-        compute: Any = layer.compute_lambda
-        if inspect.signature(compute).parameters["x"].default is None:
-            lambdas[name] = compute().mean().item()
-        else:
-            lambdas[name] = math.nan  # keeps the model's order
-            by_token.add(name)
+        if isinstance(layer, AttentionLayer):
+            lambdas |= {name + part: lam.mean().item() for part, lam in layer.lambdas().items()}
+            if layer.lambda_by_token:
+                lambdas[name] = math.nan  # keeps the model's order
+                by_token.add(name)
     if not by_token:
         return lambdas
     if batch is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.models.modes import evaluating
-from diffvision.nn import AttentionLayer, DexAttention
+from diffvision.nn import AttentionLayer
 
 
 def _unchanged(heads: Tensor) -> Tensor:
@@ -30,23 +31,14 @@ class LayerMaps:
 
     name: str  # of the module in the model
     maps: Tensor  # [H, P, N, N], rows sum to 1
+    # [H, N, N], what multiplies the values: map 1 - lambda * map 2 (rows sum to 1 - lambda), the one map of a standard
+    # layer, or what the variant makes of its maps (DINT's rows sum to 1).
+    applied: Tensor
     lam: Tensor | None  # [H, N, 1]; None in standard layers
     causal: bool = False  # whether no query attends to a later key
     values: Tensor | None = None  # [H, N, V]; None where they are not captured
     norm: Callable[[Tensor], Tensor] = _unchanged  # of head outputs [H, N, V]
     factor: float = 1.0  # 1 - lambda_init, where there is one
-    mean: Tensor | None = None  # of map 1 [H, N, N], which DINT adds lambda times
-
-    @property
-    def applied(self) -> Tensor:
-        """What multiplies the values, [H, N, N]: map 1 - lambda * map 2 (rows sum to 1 - lambda), or the one map.
-
-        In DINT layers lambda times the mean of map 1 is added, and rows sum to 1.
-        """
-        if self.lam is None:
-            return self.maps[:, 0]
-        difference = self.maps[:, 0] - self.lam * self.maps[:, 1]
-        return difference if self.mean is None else difference + self.lam * self.mean
 
     def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
@@ -62,8 +54,8 @@ class LayerMaps:
         """Return the maps of the first tokens only; in a causal layer they do not depend on the later tokens."""
         lam = None if self.lam is None else self.lam[:, :tokens]
         values = None if self.values is None else self.values[:, :tokens]
-        mean = None if self.mean is None else self.mean[:, :tokens, :tokens]
-        return replace(self, maps=self.maps[..., :tokens, :tokens], lam=lam, values=values, mean=mean)
+        maps, applied = self.maps[..., :tokens, :tokens], self.applied[:, :tokens, :tokens]
+        return replace(self, maps=maps, applied=applied, lam=lam, values=values)
 
 
 def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | None = None) -> list[LayerMaps]:
@@ -86,13 +78,15 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
     if (count := len(next(iter(batch.values())))) != 1:
         raise ValueError(f"layer_maps takes one image or text, got a batch of {count}")
     return [
-        LayerMaps(layer.name, layer.maps.cpu(), _on_cpu(layer.lam), layer.causal, mean=_on_cpu(layer.mean))
+        LayerMaps(
+            layer.name,
+            layer.maps.cpu(),
+            layer.applied.cpu(),
+            None if layer.lam is None else layer.lam.cpu(),
+            layer.causal,
+        )
         for layer in opened_layers(model, batch)
     ]
-
-
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()
 
 
 def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
@@ -121,13 +115,13 @@ def opened(call: Call) -> LayerMaps:
     scores = call.scores()
     of_all = scores.maps()
     maps = of_all[0]
-    mean = scores.mean(of_all)[0] if scores.integral else None
+    applied = scores.applied_of(of_all)[0]
     heads, _, tokens, _ = maps.shape
     lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
     values = None if call.v is None else call.values(maps.dtype)[0]
     causal = tokens > 1 and not bool(maps.triu(1).any())
     norm, factor = _norm(call)
-    return LayerMaps(call.name, maps, lam, causal, values, norm, factor, mean)
+    return LayerMaps(call.name, maps, applied, lam, causal, values, norm, factor)
 
 
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
@@ -135,13 +129,10 @@ def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
     layer = call.layer
     if call.v is None:
         return _unchanged, 1.0
-    factor = 1 - getattr(layer, "lambda_init", 0.0)
-    if isinstance(layer, DexAttention):
-        return lambda heads: layer.operate(layer.head_norm(heads)), factor
     if isinstance(layer, AttentionLayer):
-        return layer.head_norm, factor
+        return partial(layer.finish, factor=1.0), layer.output_factor
     # timm's; a plain layer of transformers has none.
-    return getattr(layer, "sub_norm", _unchanged), factor
+    return getattr(layer, "sub_norm", _unchanged), 1 - getattr(layer, "lambda_init", 0.0)
 
 
 def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:

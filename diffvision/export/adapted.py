@@ -25,12 +25,13 @@ from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.module import TextData
 from diffvision.export.folders import save_folder
 from diffvision.models import hub, language
-from diffvision.models.adapt import ENTRYPOINT, Heads, Method
+from diffvision.models.adapt import ENTRYPOINT, Heads
 from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.bounds import bounded
 from diffvision.models.convert.state import check_finite, few
 from diffvision.models.files import FOLDER, check_free, read_json, tensors_only, written_whole
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.names import Method
 from diffvision.opening import Model, open_model, open_ours
 
 EXACT: tuple[Method, ...] = ("v2", "dex")

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from diffvision.nn import AttentionLayer, DiffAttention, VisualContrastAttention
-from diffvision.nn.dex import DexAttention
+from diffvision.nn import AttentionLayer
 from diffvision.opening import Model
 
 KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": "A language model"}
@@ -64,11 +63,7 @@ def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
 
 def variants(towers: Mapping[str, list[AttentionLayer]]) -> set[str]:
     """Return the variants, keys of `diffvision.nn.ATTENTION` or "vca", that layers of these towers are of."""
-    return {_variant(layer) for layers in towers.values() for layer in layers}
-
-
-def _variant(layer: AttentionLayer) -> str:
-    return "dex" if isinstance(layer, DexAttention) else layer.variant
+    return {layer.variant for layers in towers.values() for layer in layers}
 
 
 def _sizes(model: Model) -> dict[str, str]:
@@ -91,7 +86,7 @@ def _pair(size: Any) -> tuple[int, ...]:
 
 
 def _shape(layer: AttentionLayer) -> tuple[str, int, int, int]:
-    return _variant(layer), layer.num_heads, layer.num_kv_heads, layer.head_dim
+    return layer.variant, layer.num_heads, layer.num_kv_heads, layer.head_dim
 
 
 def _attention(layers: list[AttentionLayer]) -> str:
@@ -100,8 +95,7 @@ def _attention(layers: list[AttentionLayer]) -> str:
     for (variant, heads, kv_heads, size), count in Counter(map(_shape, layers)).items():
         parts += [variant, f"{count} layer{'s' if count > 1 else ''} of {heads} heads of {size}"]
         parts += [f"{kv_heads} key/value heads"] if kv_heads != heads else []
-    with_init = (DiffAttention, VisualContrastAttention)
-    if starts := [layer.lambda_init for layer in layers if isinstance(layer, with_init)]:
+    if starts := [float(layer.lambda_init) for layer in layers if hasattr(layer, "lambda_init")]:  # type: ignore[arg-type]
         low, high = min(starts), max(starts)
         parts.append(f"lambda_init {low:.3g}" + (f" to {high:.3g}" if high > low else ""))
     return ", ".join(parts)

@@ -21,7 +21,6 @@ from diffvision.models.adapt import merge_dex
 from diffvision.models.language.cache import KVCache, LayerCache
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.nn import AttentionLayer
-from diffvision.nn.dex import DexAttention
 
 EXAMPLES, LENGTH, ROOM = 2, 6, 10  # of the inputs that are traced; the graphs hold for any
 
@@ -65,8 +64,8 @@ def graphs(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device, without weights: load some into it first")
     about = {"diffvision": _version(), "model": name, "variant": _variants(model)}
-    if any(isinstance(part, DexAttention) for part in model.modules()):
-        # It computes the same function with fewer operations.
+    if any(isinstance(part, AttentionLayer) and part.mergeable for part in model.modules()):
+        # The merged layer computes the same function with fewer operations.
         model = merge_dex(copy.deepcopy(model))
     if isinstance(model, LanguageModel):
         return _language_graphs(model, about)

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.bert.modeling_bert import BertAttention, BertLayer, BertSelfAttention
 
-from diffvision.nn import Attention, AttentionLayer
+from diffvision.nn import ATTENTION, AttentionLayer, build_attention
 from diffvision.nn.linear import refuse_wrapped
 
 
@@ -64,17 +64,17 @@ class _Adapted(PreTrainedModel):
     _supports_flex_attn = False
 
     def __init__(self, config: AdaptedBertConfig, **settings: Any) -> None:
-        from diffvision.models.adapt import adapt  # which imports this module
-
+        if config.method not in ATTENTION:
+            raise ValueError(f"method is {config.method!r}: choose one of {', '.join(ATTENTION)}")
         super().__init__(config, **settings)
-        adapt(self, config.method)  # type: ignore[arg-type]  # checked there
+        for depth, _, layer in unadapted_layers(self):
+            put(layer.attention, ATTENTION[config.method].from_standard(standard_of(layer.attention), depth=depth))
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw weights that a file lacks: ours as the layer does, transformers' as BERT does."""
         super()._init_weights(module)
-        reset = getattr(module, "reset_parameters", None)
-        if isinstance(module, AttentionLayer) and callable(reset):
-            reset()
+        if isinstance(module, AttentionLayer):
+            module.reset_parameters()
 
 
 class AdaptedBertModel(_Adapted, BertModel):
@@ -122,7 +122,7 @@ def unadapted_layers(model: PreTrainedModel) -> list[tuple[int, str, BertLayer]]
     ]
 
 
-def standard_of(theirs: BertAttention) -> Attention:
+def standard_of(theirs: BertAttention) -> AttentionLayer:
     """Return BERT's attention with its output projection as a standard layer of ours; the weights are shared.
 
     Raises:
@@ -132,7 +132,8 @@ def standard_of(theirs: BertAttention) -> Attention:
     if theirs.is_cross_attention or part.is_causal:
         raise ValueError("a BERT that is a decoder cannot be made differential: adapt an encoder, is_decoder=False")
     refuse_wrapped(query=part.query, key=part.key, value=part.value, dense=out)
-    layer = Attention(
+    layer = build_attention(
+        "standard",
         part.query.in_features,
         part.num_attention_heads,
         head_dim=part.attention_head_size,
@@ -192,7 +193,7 @@ def become_standard(model: PreTrainedModel) -> None:
     parts = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "proj": "output.dense"}
     for name, layer in _layers(model):
         ours: Any = layer.attention.self.attn
-        if type(ours) is not Attention:
+        if ours.variant != "standard":
             raise ValueError(f"{name} has attention of {ours.variant}, which BERT has not: merge it first")
         with torch.device("meta"):
             plain = BertAttention(config)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from diffvision.nn import ATTENTION, DiffAttention, DiffAttentionV2
+from diffvision.nn import ATTENTION
 
 _EXAMPLE = "give text such as '4*standard' (the first four layers) or '2*standard+10*v1'"
 
@@ -74,9 +74,9 @@ def matched_heads(layer: str, variant: str, num_heads: int, num_kv_heads: int | 
     Raises:
         ValueError: the layer has half as many, and one of the numbers is odd.
     """
-    if _halved(layer) == _halved(variant):
+    if ATTENTION[layer].value_maps == ATTENTION[variant].value_maps:
         return num_heads, num_kv_heads
-    if _halved(variant):
+    if ATTENTION[layer].value_maps < ATTENTION[variant].value_maps:
         return 2 * num_heads, None if num_kv_heads is None else 2 * num_kv_heads
     if num_heads % 2 or (num_kv_heads or 0) % 2:
         kv = "" if num_kv_heads is None else f" and num_kv_heads {num_kv_heads}"
@@ -88,11 +88,5 @@ def matched_heads(layer: str, variant: str, num_heads: int, num_kv_heads: int | 
 
 
 def second_queries(layer: str, variant: str) -> int:
-    """Return 1 for a layer of V2 in a model of another variant, -1 for another layer in one of V2, else 0."""
-    kinds = [issubclass(ATTENTION[name], DiffAttentionV2) for name in (layer, variant)]
-    return kinds[0] - kinds[1]
-
-
-def _halved(variant: str) -> bool:
-    """Return whether a variant has half of the matched plain layer's heads."""
-    return issubclass(ATTENTION[variant], DiffAttention)
+    """Return how many more queries a layer has than the model's, per head of the plain layer, as V2 has one."""
+    return ATTENTION[layer].extra_queries() - ATTENTION[variant].extra_queries()

@@ -34,9 +34,8 @@ from torch import Tensor, nn
 from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
 from diffvision.nn import (
     ATTENTION,
+    GRID_ATTENTION,
     AttentionLayer,
-    DiffAttention,
-    VisualContrastAttention,
     build_attention,
     settings_of,
 )
@@ -54,7 +53,7 @@ ATTENTION_SETTINGS = (
     "joint",
     "variant_by_layer",
 )
-_LAYERS = ChainMap[str, type[AttentionLayer]]({VisualContrastAttention.variant: VisualContrastAttention}, ATTENTION)
+_LAYERS = ChainMap[str, type[AttentionLayer]](GRID_ATTENTION, ATTENTION)
 
 # torch.fx cannot follow the operation's checks of its arguments: to a tracer an attention layer is one node.
 register_notrace_module(AttentionLayer)
@@ -143,8 +142,8 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class ContrastTransformer(VisionTransformer):
-    """timm's `VisionTransformer` with Visual-Contrast Attention, which it keeps informed of the grid of patches.
+class GridTransformer(VisionTransformer):
+    """timm's `VisionTransformer` with attention over a grid, which it keeps informed of the grid of patches.
 
     The arguments are those of `VisionTransformer`.
 
@@ -373,11 +372,11 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     """Build a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
-    contrast = variant == VisualContrastAttention.variant
+    kind = _LAYERS[variant]
     by_layer = kwargs.pop("variant_by_layer", None)
-    if contrast and by_layer is not None:
+    if kind.needs_grid and by_layer is not None:
         raise TypeError(f"{name} has {variant!r} attention, which needs all layers: it takes no variant_by_layer")
-    variants = [variant] if contrast else variants_by_layer(by_layer, variant, kwargs.get("depth", size.depth))
+    variants = [variant] if kind.needs_grid else variants_by_layer(by_layer, variant, kwargs.get("depth", size.depth))
     # A shape's settings serve all variants; a setting that a user gives must be one of this model's.
     takes = set().union(*(settings_of(_LAYERS[one]) for one in variants))
     if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - takes:
@@ -387,20 +386,20 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         "patch_size": shape.patch,
         "embed_dim": size.width,
         "depth": size.depth,
-        "num_heads": size.diff_heads if issubclass(_LAYERS[variant], DiffAttention) else size.heads,
-        "mlp_ratio": size.mlp_ratio - 0.5 if variant == "v2" else size.mlp_ratio,
+        "num_heads": size.diff_heads if kind.value_maps == 2 else size.heads,
+        "mlp_ratio": size.mlp_ratio - 0.5 * kind.extra_queries(),
         **(shape.settings or {}),
         **kwargs,
     }
     attention = {key: settings.pop(key) for key in ATTENTION_SETTINGS if key in settings}
     attn_layer: Callable[..., nn.Module]
-    if contrast:
-        attn_layer = partial(VisualContrastAttention, **attention)
+    if kind.needs_grid:
+        attn_layer = partial(kind, **attention)
     else:
         attn_layer = partial(_attention_of_layer, variants, variant, **attention)
     try:
         return build_model_with_cfg(
-            ContrastTransformer if contrast else VisionTransformer,
+            GridTransformer if kind.needs_grid else VisionTransformer,
             name,
             pretrained,
             pretrained_filter_fn=checkpoint_filter_fn,

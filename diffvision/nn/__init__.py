@@ -4,9 +4,10 @@ Whole models are in `diffvision.models`, the operation without parameters in `di
 """
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
-from diffvision.nn.attention import Attention, AttentionLayer, HeadNorm
+from diffvision.nn.attention import Attention, AttentionLayer, DifferentialLayer, HeadNorm, Inputs
 from diffvision.nn.contrast import VisualContrastAttention
 from diffvision.nn.dex import DexAttention
 from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2, depth_lambda_init
@@ -21,6 +22,9 @@ ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
     "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
 )
 """Variant -> its layer, of this package and of plugins (`diffvision.plugins`)."""
+
+GRID_ATTENTION: dict[str, type[AttentionLayer]] = {VisualContrastAttention.variant: VisualContrastAttention}
+"""Variants that attend over a grid of patches and nothing else."""
 
 
 def build_attention(
@@ -51,6 +55,21 @@ def build_attention(
     return layer(dim, num_heads, num_kv_heads, **taken)
 
 
+def variant_of(state: Collection[str], prefix: str = "") -> str:
+    """Return the variant that the names of an attention layer's weights show, as far as one name tells.
+
+    Those with V1's vectors are "v1", such as DINT.
+
+    Args:
+        state: the names, or a state_dict.
+        prefix: of the layer's names.
+    """
+    shown = (
+        name for name, layer in ATTENTION.items() if layer.telling_weight and prefix + layer.telling_weight in state
+    )
+    return next(shown, "standard")
+
+
 def settings_of(layer: type[AttentionLayer]) -> set[str]:
     """Return the names of the arguments that a class of `ATTENTION` takes."""
     return set(inspect.signature(layer).parameters)
@@ -58,20 +77,24 @@ def settings_of(layer: type[AttentionLayer]) -> set[str]:
 
 __all__ = [
     "ATTENTION",
+    "GRID_ATTENTION",
     "Attention",
     "AttentionLayer",
     "DexAttention",
     "DiffAttention",
     "DiffAttentionV2",
+    "DifferentialLayer",
     "DintAttention",
     "DualLambda",
     "GroupedDiffAttention",
     "HeadLambda",
     "HeadNorm",
+    "Inputs",
     "TokenHeadLambda",
     "TokenLambda",
     "VisualContrastAttention",
     "build_attention",
     "depth_lambda_init",
     "settings_of",
+    "variant_of",
 ]

@@ -6,9 +6,12 @@ Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P ma
 V size of a value head, L keys: the tokens themselves, those of a cache, or a context's.
 """
 
+from __future__ import annotations
+
+import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,33 @@ class Cache(Protocol):
         """Store the keys and values of new tokens, and return all those to attend to."""
 
 
+class Inputs(NamedTuple):
+    """What a variant computes its heads from in one call."""
+
+    x: Tensor  # the queries' tokens [B, N, dim]
+    q: Tensor  # [B, H, P, N, D]
+    k: Tensor  # [B, Hk, Pk, L, D]
+    v: Tensor  # [B, Hk, L, V]
+    mask: Tensor | None  # boolean, True = may attend, broadcastable to [B, H, N, L]; combined with is_causal by AND
+    is_causal: bool
+    is_cross: bool  # whether keys and values are those of a context, and not of x
+
+
+class AttentionSettings(TypedDict, total=False):
+    """The keyword arguments of `AttentionLayer` that constructors of variants pass on, without `head_norm`."""
+
+    head_dim: int | None
+    qkv_bias: bool
+    proj_bias: bool
+    qk_norm: bool
+    attn_drop: float
+    proj_drop: float
+    rotary: float | None
+    context_dim: int | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class HeadNorm(nn.RMSNorm):
     """RMSNorm with its weight cast to the input's dtype: the fused kernel refuses a float32 weight under autocast."""
 
@@ -50,9 +80,11 @@ class HeadNorm(nn.RMSNorm):
 
 
 class AttentionLayer(nn.Module):
-    """Attention with its projections; subclasses define the number of maps of a head and how they are combined.
+    """Attention with its projections, the base class of the variants.
 
     It is self-attention, or with a `context` cross-attention: queries from one sequence, keys and values from another.
+    A variant is a subclass with a row in `diffvision.nn.ATTENTION`. It sets the class attributes below and overrides
+    `attend` and `combine`, or `compute_lambda` of `DifferentialLayer`. No other module names a variant's class.
 
     Args:
         dim: width of the tokens, in and out.
@@ -74,12 +106,27 @@ class AttentionLayer(nn.Module):
         ValueError: sizes do not divide.
     """
 
-    variant: ClassVar[str]
-    query_maps: ClassVar[int]  # queries a head
-    key_maps: ClassVar[int]  # keys a key/value head
-    value_maps: ClassVar[int]  # V / D
+    variant: ClassVar[str]  # its key in `ATTENTION`
+    query_maps: ClassVar[int]  # queries per head
+    key_maps: ClassVar[int]  # keys per key/value head
+    # V / D, and the number of the plain layer's heads that one head has the width of.
+    value_maps: ClassVar[int]
     # Whether a token's output depends on the others through their keys and values alone, which a cache holds.
     cacheable: ClassVar[bool] = True
+    # Whether lambda depends on the token, so that there is none without a batch.
+    lambda_by_token: ClassVar[bool] = False
+    # Why no map from tokens to tokens weights the values; empty where one does.
+    no_maps: ClassVar[str] = ""
+    # Whether the layer attends over a whole grid of patches, of which `set_grid` tells it.
+    needs_grid: ClassVar[bool] = False
+    # Whether `merge` returns a standard layer that computes the same.
+    mergeable: ClassVar[bool] = False
+    # The weight by which a state_dict shows that a layer is of this variant, or one derived from it.
+    telling_weight: ClassVar[str] = ""
+    # Prefixes of the parameters that `from_standard` adds, or doubles; empty where it is not implemented.
+    new_parameters: ClassVar[tuple[str, ...]] = ()
+    # The factor of a head's output after its norm.
+    output_factor: float = 1.0
 
     def __init__(
         self,
@@ -129,6 +176,19 @@ class AttentionLayer(nn.Module):
         self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **made) if head_norm else nn.Identity()
         self.proj = Linear(num_heads * self.value_dim, dim, bias=proj_bias, **made)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.add_parameters(dim, made)
+        self.reset_parameters()
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Give a class whose constructor passes settings on the signature of all that it takes."""
+        super().__init_subclass__(**settings)
+        if "__init__" in vars(cls):
+            _, *own = inspect.signature(cls.__init__).parameters.values()
+            inherited = inspect.signature(cls.__mro__[1]).parameters.values()
+            if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+                names = [parameter.name for parameter in own]
+                own[-1:] = [one for one in inherited if one.name not in names]
+            cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -169,17 +229,17 @@ class AttentionLayer(nn.Module):
         v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = boolean_mask(attn_mask)
+        inputs = Inputs(x, q, k, v, boolean_mask(attn_mask), is_causal, context is not None)
         if maps is None:
-            heads = self._attend(x, q, k, v, mask, is_causal, context is not None)
+            heads = self.attend(inputs)
         else:
-            softmax = ops.attention_maps(q, k, causal=is_causal, mask=mask)
+            softmax = ops.attention_maps(q, k, causal=is_causal, mask=inputs.mask)
             dropped = F.dropout(softmax, self._dropout())
-            maps.append(self._combined(dropped, x, mask, is_causal, context is not None))
+            maps.append(self.combine(dropped, self.compute_lambda(x), inputs))
             with torch.autocast(x.device.type, enabled=False):
                 values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
                 heads = (maps[-1] @ values).to(v.dtype)
-        return self.proj_drop(self.proj(self._finish(heads).transpose(1, 2).flatten(2)))
+        return self.proj_drop(self.proj(self.finish(heads).transpose(1, 2).flatten(2)))
 
     def attention_maps(
         self,
@@ -244,24 +304,88 @@ class AttentionLayer(nn.Module):
         """Reshape the output of `q_proj` [B, N, rows] to [B, H, P, N, D]."""
         return q.unflatten(-1, (self.num_heads, self.query_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
 
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
-        """Return [B, H, N, V] from x [B, N, dim], q [B, H, P, N, D], k [B, Hk, Pk, L, D] and v [B, Hk, L, V].
+    # ---- what a variant says --------------------------------------------------------------------------------------
 
-        `cross` says that k and v are those of a context, and not of x.
+    @classmethod
+    def extra_queries(cls) -> int:
+        """Return how many more queries than the plain layer's there are per head of it: 1 in V2, 0 in V1."""
+        return cls.query_maps // cls.value_maps - 1
+
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        """Make the variant's own parameters, with the device and dtype of `made`; `reset_parameters` fills them."""
+
+    def reset_parameters(self) -> None:
+        """Initialise the variant's own parameters; projections and norms are unchanged."""
+
+    def compute_lambda(self, x: Tensor | None = None) -> Tensor | None:
+        """Return the weight of the second map, broadcastable to [B, H, N, 1]; None in a variant of one map."""
+        return None
+
+    def lambdas(self) -> dict[str, Tensor]:
+        """Return the lambdas that no token changes by name within the layer, the only one as ""; for analysis."""
+        lam = None if self.lambda_by_token else self.compute_lambda()
+        return {} if lam is None else {"": lam}
+
+    def attend(self, inputs: Inputs) -> Float[Tensor, "B H N V"]:
+        """Return the output of each head before its norm."""
+        raise NotImplementedError
+
+    def combine(self, maps: Float[Tensor, "B H P N L"], lam: Tensor | None, inputs: Inputs) -> Float[Tensor, "B H N L"]:
+        """Return the one map of each head with which `attend` weights the values.
+
+        Args:
+            maps: the softmax maps.
+            lam: what `compute_lambda` returned.
+            inputs: those of `attend`; where the maps are a caller's, their mask is in `inputs.mask`.
         """
         raise NotImplementedError
 
-    def _combined(
-        self, maps: Float[Tensor, "B H P N L"], x: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Float[Tensor, "B H N L"]:
-        """Return the one map of each head with which `_attend` weights the values."""
-        raise NotImplementedError
+    def finish(self, heads: Float[Tensor, "B H N V"], factor: float | None = None) -> Float[Tensor, "B H N V"]:
+        """Return the input of the output projection: each head's output after its norm, times a factor.
 
-    def _finish(self, heads: Float[Tensor, "B H N V"]) -> Float[Tensor, "B H N V"]:
-        """Return the output of each head after its norm, the input of the output projection."""
+        Args:
+            heads: what `attend` returned.
+            factor: in place of the variant's `output_factor`, for analysis.
+        """
         return self.head_norm(heads)
+
+    @classmethod
+    def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
+        """Return a layer of this variant made from a standard one, some of whose parts it takes over.
+
+        Args:
+            layer: the standard layer, whose modules may be changed.
+            depth: its index from 0.
+
+        Raises:
+            ValueError: the variant is not made from a standard layer, or not from one of these sizes.
+        """
+        raise ValueError(f"variant {cls.variant!r} is not made from standard attention: adapt with another method")
+
+    def merge(self) -> Attention:
+        """Return a standard layer that computes the same, where the variant is `mergeable`."""
+        raise ValueError(f"variant {self.variant!r} does not merge into standard attention")
+
+    @classmethod
+    def _with_parts_of(cls, layer: AttentionLayer, num_heads: int, num_kv_heads: int, **settings: Any) -> Self:
+        """Make a layer with the settings, keys, values, norms of queries and keys, and output projection of another."""
+        new = cls(
+            layer.q_proj.in_features,
+            num_heads,
+            num_kv_heads,
+            head_dim=layer.head_dim,
+            attn_drop=layer.attn_drop,
+            rotary=layer.rotary,
+            context_dim=layer.context_dim,
+            qkv_bias=layer.q_proj.bias is not None,
+            proj_bias=layer.proj.bias is not None,
+            device=layer.q_proj.weight.device,
+            dtype=layer.q_proj.weight.dtype,
+            **settings,
+        )
+        for name in ("q_norm", "k_norm", "k_proj", "v_proj", "proj", "proj_drop"):
+            setattr(new, name, getattr(layer, name))
+        return new
 
     def _dropout(self) -> float:
         return self.attn_drop if self.training else 0.0
@@ -305,9 +429,8 @@ class Attention(AttentionLayer):
 
     variant, query_maps, key_maps, value_maps = "standard", 1, 1, 1
 
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
+    def attend(self, inputs: Inputs) -> Tensor:
+        x, q, k, v, mask, is_causal, _ = inputs
         length, keys = q.shape[3], k.shape[3]
         if is_causal and (mask is not None or length != keys):  # torch's `is_causal` is aligned to the first key
             if length > 1:
@@ -325,8 +448,27 @@ class Attention(AttentionLayer):
             enable_gqa=grouped,
         )
 
-    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool, cross: bool) -> Tensor:
+    def combine(self, maps: Tensor, lam: Tensor | None, inputs: Inputs) -> Tensor:
         return maps.squeeze(2)
+
+
+class DifferentialLayer(AttentionLayer):
+    """Attention that subtracts lambda times a second map of each head from its first; a variant computes lambda."""
+
+    query_maps = 2
+
+    def compute_lambda(self, x: Tensor | None = None) -> Tensor:
+        """Return lambda, broadcastable to [B, H, N, 1], in float32 or better."""
+        raise NotImplementedError
+
+    def attend(self, inputs: Inputs) -> Tensor:
+        x, q, k, v, mask, is_causal, _ = inputs
+        lam = self.compute_lambda(x)
+        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+
+    def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
+        one, two = maps.unbind(2)
+        return one - lam * two
 
 
 def boolean_mask(mask: Tensor | None) -> Tensor | None:

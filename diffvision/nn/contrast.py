@@ -58,7 +58,11 @@ class VisualContrastAttention(AttentionLayer):
     """
 
     variant, query_maps, key_maps, value_maps = "vca", 1, 1, 1
-    cacheable = False
+    cacheable, needs_grid = False, True
+    no_maps = (
+        "Visual-Contrast Attention has no map from tokens to tokens: its two stages read through pooled tokens, with a "
+        "norm between them"
+    )
 
     def __init__(
         self,
@@ -77,6 +81,14 @@ class VisualContrastAttention(AttentionLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if attn_drop:
+            raise ValueError(f"attn_drop is {attn_drop}: Visual-Contrast Attention drops no attention, leave it at 0")
+        if contrast_size < 1:
+            raise ValueError(f"contrast_size is {contrast_size}: queries are pooled to at least 1 x 1")
+        self.contrast_size, self.joint = contrast_size, joint
+        self.lambda_init = resolve_lambda_init(lambda_init, depth)
+        self._grid: tuple[int, int] | None = None
+        self._prefix_tokens = 0
         super().__init__(
             dim,
             num_heads,
@@ -88,26 +100,19 @@ class VisualContrastAttention(AttentionLayer):
             device=device,
             dtype=dtype,
         )
-        if attn_drop:
-            raise ValueError(f"attn_drop is {attn_drop}: Visual-Contrast Attention drops no attention, leave it at 0")
-        if contrast_size < 1:
-            raise ValueError(f"contrast_size is {contrast_size}: queries are pooled to at least 1 x 1")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.contrast_size, self.joint = contrast_size, joint
-        self.lambda_init = resolve_lambda_init(lambda_init, depth)
-        self.contrast_embed = nn.Parameter(torch.empty(2, contrast_size**2, dim, **made))  # e+, e-
+
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        """Make e+ and e-, the norm of stage 1, the convolution and the vectors of both lambdas."""
+        self.contrast_embed = nn.Parameter(torch.empty(2, self.contrast_size**2, dim, **made))  # e+, e-
         self.contrast_norm = HeadNorm(self.value_dim, eps=1e-5, **made)
         self.local = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **made)
         for stage in (1, 2):
             for name in _VECTORS:
                 vector = nn.Parameter(torch.empty(self.head_dim, **made))
                 self.register_parameter(f"lambda{stage}_{name}", vector)
-        self._grid: tuple[int, int] | None = None
-        self._prefix_tokens = 0
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw e+ and e- from N(0, 1), and the lambda vectors from N(0, 0.1); the other modules stay."""
+        """Draw e+ and e- from N(0, 1), and the lambda vectors from N(0, 0.1)."""
         nn.init.normal_(self.contrast_embed)
         for vector in self._lambda_vectors():
             nn.init.normal_(vector, std=0.1)
@@ -120,6 +125,10 @@ class VisualContrastAttention(AttentionLayer):
         """Return the lambdas of both stages, in float32 whatever the parameters' dtype."""
         one, two = self._lambda_vectors()[:4], self._lambda_vectors()[4:]
         return self._lambda(*one), self._lambda(*two)
+
+    def lambdas(self) -> dict[str, Tensor]:
+        """Return the lambdas of both stages by name."""
+        return {f".stage{stage}": lam for stage, lam in enumerate(self.compute_lambdas(), start=1)}
 
     def _lambda_vectors(self) -> list[Tensor]:
         return [getattr(self, f"lambda{stage}_{name}") for stage in (1, 2) for name in _VECTORS]
@@ -175,7 +184,7 @@ class VisualContrastAttention(AttentionLayer):
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, context: Tensor | None = None
     ) -> NoReturn:
         """Raise a ValueError: there is no map from tokens to tokens."""
-        raise ValueError(NO_MAPS)
+        raise ValueError(self.no_maps)
 
     def _contrast_tokens(self, q: Float[Tensor, "B H N D"], height: int, width: int) -> Float[Tensor, "B H 2 n D"]:
         """Return t+ and t-, with the queries' dtype."""
@@ -219,9 +228,3 @@ class VisualContrastAttention(AttentionLayer):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, contrast_size={self.contrast_size}, lambda_init={self.lambda_init:.4g}"
-
-
-NO_MAPS = (
-    "Visual-Contrast Attention has no map from tokens to tokens: its two stages read through pooled tokens, with a "
-    "norm between them"
-)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Self, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision.nn.attention import Attention
+from diffvision.nn.attention import Attention, AttentionLayer, AttentionSettings
 from diffvision.nn.diff_attention import depth_lambda_init
 from diffvision.nn.linear import refuse_wrapped
 
@@ -38,7 +39,7 @@ class DexAttention(Attention):
     that W starts from zero; here it does, so that lambda may be above zero at once.
     """
 
-    variant = "dex"
+    variant, mergeable, telling_weight, new_parameters = "dex", True, "dex", ("dex",)
 
     def __init__(
         self,
@@ -48,49 +49,27 @@ class DexAttention(Attention):
         *,
         heads: Sequence[int] | None = None,
         depth: int = 0,
-        head_dim: int | None = None,
         head_norm: bool = False,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        qk_norm: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        rotary: float | None = None,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[AttentionSettings],
     ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads,
-            head_dim=head_dim,
-            head_norm=head_norm,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            qk_norm=qk_norm,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            rotary=rotary,
-            context_dim=context_dim,
-            device=device,
-            dtype=dtype,
-        )
         self._chosen = list(range(num_heads)) if heads is None else sorted(set(heads))
         if wrong := [head for head in self._chosen if not 0 <= head < num_heads]:
             raise ValueError(f"heads has {wrong[0]}, but heads count from 0 to {num_heads - 1}")
         self.dex_lambda_init = depth_lambda_init(depth)
-        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, device=device, dtype=dtype))
-        self.dex_lambda = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
+
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        """Make W and the learned part of lambda, and the buffers of the schedule and the heads."""
+        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, **made))
+        self.dex_lambda = nn.Parameter(torch.empty(1, **made))
         self.dex_schedule: Tensor
-        self.register_buffer("dex_schedule", torch.empty(2, device=device))
+        self.register_buffer("dex_schedule", torch.empty(2, device=made["device"]))
         self.dex_heads: Tensor
-        self.register_buffer("dex_heads", torch.empty(num_heads, dtype=torch.bool, device=device))
-        self.reset_parameters()
+        self.register_buffer("dex_heads", torch.empty(self.num_heads, dtype=torch.bool, device=made["device"]))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set W and dex_lambda to zero, the schedule to (1, 1) and the heads as chosen; the other modules stay."""
+        """Set W and dex_lambda to zero, the schedule to (1, 1) and the heads as chosen."""
         self.dex.zero_()
         self.dex_lambda.zero_()
         self.dex_schedule.fill_(1.0)
@@ -103,13 +82,24 @@ class DexAttention(Attention):
         init, learned = self.dex_schedule.float().split(1)
         return init * self.dex_lambda_init + learned * self.dex_lambda.float()
 
-    def _finish(self, heads: Tensor) -> Tensor:
-        return self.operate(super()._finish(heads))
+    def lambdas(self) -> dict[str, Tensor]:
+        """Return the layer's lambda, which weights outputs of heads and not maps."""
+        return {"": self.current_lambda()}
+
+    def finish(self, heads: Tensor, factor: float | None = None) -> Tensor:
+        return self.operate(super().finish(heads, factor))
 
     def operate(self, heads: Float[Tensor, "... H N V"]) -> Float[Tensor, "... H N V"]:
         """Subtract the learned part from the heads' outputs [..., H, N, V]."""
         share = (self.current_lambda() * self.dex_heads).to(heads.dtype)[:, None, None]
         return heads - share * (heads @ self.dex)
+
+    @classmethod
+    def from_standard(cls, layer: AttentionLayer, *, depth: int, heads: Sequence[int] | None = None) -> Self:
+        """Return a layer that computes the same; `heads` are those that are changed, all if None."""
+        new = cls._with_parts_of(layer, layer.num_heads, layer.num_kv_heads, depth=depth, heads=heads)
+        new.q_proj, new.head_norm = layer.q_proj, layer.head_norm
+        return new
 
     @torch.no_grad()
     def merge(self) -> Attention:
@@ -127,3 +117,17 @@ class DexAttention(Attention):
         columns: Float[Tensor, "dim H V"] = self.proj.weight.unflatten(1, (self.num_heads, self.value_dim))
         self.proj.weight -= (torch.einsum("dhv,wv->dhw", columns, self.dex) * share[:, None]).flatten(1)
         return merged
+
+
+def set_dex_schedule(model: nn.Module, init: float, learned: float) -> None:
+    """Set lambda of all DEX layers to `init` times the layer's lambda_init plus `learned` times its learned part."""
+    for module in model.modules():
+        if isinstance(module, DexAttention):
+            module.dex_schedule[0], module.dex_schedule[1] = init, learned
+
+
+def set_dex_lambda(model: nn.Module, value: float) -> None:
+    """Set lambda of all DEX layers of a model to a value, without their learned parts."""
+    for module in model.modules():
+        if isinstance(module, DexAttention):
+            module.dex_schedule[0], module.dex_schedule[1] = value / module.dex_lambda_init, 0.0

@@ -3,15 +3,18 @@
 Other forms of V1's lambda are in `lambdas.py`, grouped heads in `grouped.py`, DINT in `dint.py`.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision import ops
-from diffvision.nn.attention import AttentionLayer, HeadNorm
+from diffvision.nn.attention import AttentionLayer, AttentionSettings, DifferentialLayer, HeadNorm
+
+VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def depth_lambda_init(depth: int) -> float:
@@ -26,7 +29,15 @@ def resolve_lambda_init(lambda_init: float | Literal["depth"], depth: int) -> fl
     return depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
 
 
-class DiffAttention(AttentionLayer):
+class DiffSettings(AttentionSettings, total=False):
+    """The keyword arguments of `DiffAttention`, which the constructors of its forms pass on."""
+
+    depth: int
+    lambda_init: float | Literal["depth"]
+    head_norm: bool
+
+
+class DiffAttention(DifferentialLayer):
     """The DIFF Transformer's attention (V1): paired queries and keys, values twice as wide, a norm on each head.
 
         lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init      one number a layer
@@ -45,7 +56,9 @@ class DiffAttention(AttentionLayer):
     there; the plain module of that repository pairs keys of different heads.
     """
 
-    variant, query_maps, key_maps, value_maps = "v1", 2, 2, 2
+    variant, key_maps, value_maps = "v1", 2, 2
+    telling_weight = "lambda_q1"
+    new_parameters: ClassVar[tuple[str, ...]] = ("lambda_", "head_norm")
 
     def __init__(
         self,
@@ -56,39 +69,13 @@ class DiffAttention(AttentionLayer):
         depth: int = 0,
         lambda_init: float | Literal["depth"] = "depth",
         head_norm: bool = True,
-        head_dim: int | None = None,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        qk_norm: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        rotary: float | None = None,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[AttentionSettings],
     ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads,
-            head_dim=head_dim,
-            head_norm=head_norm,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            qk_norm=qk_norm,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            rotary=rotary,
-            context_dim=context_dim,
-            device=device,
-            dtype=dtype,
-        )
         self.lambda_init = resolve_lambda_init(lambda_init, depth)
-        self._add_lambda(dim, {"device": device, "dtype": dtype})
-        self.reset_parameters()
+        super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
 
-    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
-        """Make the parameters of lambda, which `reset_parameters` fills; a subclass makes others.
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        """Make the four vectors of lambda.
 
         They have the layer's dtype, so that FSDP2 finds one; the arithmetic is in float32 all the same.
         """
@@ -98,35 +85,45 @@ class DiffAttention(AttentionLayer):
         self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim, **made))
 
     def reset_parameters(self) -> None:
-        """Draw the lambda vectors from N(0, 0.1), for zeros would have no gradient; the other modules stay."""
-        for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
-            nn.init.normal_(vector, mean=0.0, std=0.1)
+        """Draw the lambda vectors from N(0, 0.1); zeros would get no gradient."""
+        for name in VECTORS:
+            nn.init.normal_(getattr(self, name), mean=0.0, std=0.1)
 
-    def compute_lambda(self, x: Tensor | None = None) -> Float[Tensor, "1"]:
+    def compute_lambda(self, x: Tensor | None = None) -> Float[Tensor, 1]:
         """Return the layer's lambda [1], in float32 whatever the parameters' dtype; x is not read."""
         first = torch.dot(self.lambda_q1.float(), self.lambda_k1.float()).exp()
         second = torch.dot(self.lambda_q2.float(), self.lambda_k2.float()).exp()
         return (first - second + self.lambda_init).view(1)
 
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
-        lam = self.compute_lambda(x)
-        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+    @property
+    def output_factor(self) -> float:  # type: ignore[override]
+        """1 - lambda_init."""
+        return 1 - self.lambda_init
 
-    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool, cross: bool) -> Tensor:
-        one, two = maps.unbind(2)
-        return one - self.compute_lambda(x) * two
-
-    def _finish(self, heads: Tensor) -> Tensor:
-        factor = 1 - self.lambda_init
+    def finish(self, heads: Tensor, factor: float | None = None) -> Tensor:
+        factor = 1 - self.lambda_init if factor is None else factor
         return self.head_norm(heads, factor) if isinstance(self.head_norm, HeadNorm) else heads * factor
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, lambda_init={self.lambda_init:.4g}"
 
+    @classmethod
+    def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
+        """Return a layer in which heads 2i and 2i + 1 of a standard one become the maps of head i, their values its.
 
-class DiffAttentionV2(AttentionLayer):
+        It computes another function.
+        """
+        if layer.num_heads % 2 or layer.num_kv_heads % 2:
+            raise ValueError(
+                f"method 'v1' pairs heads: {layer.num_heads} and {layer.num_kv_heads} key/value heads have no pairs; "
+                "use method 'v2' or 'dex'"
+            )
+        new = cls._with_parts_of(layer, layer.num_heads // 2, layer.num_kv_heads // 2, depth=depth)
+        new.q_proj = layer.q_proj
+        return new
+
+
+class DiffAttentionV2(DifferentialLayer):
     """DIFF V2: two queries per head over one key and value of its group, lambda from the token, no head norm.
 
         lambda = sigmoid(lambda_proj(x))                                           one number a token and head
@@ -138,56 +135,31 @@ class DiffAttentionV2(AttentionLayer):
     Source: microsoft/unilm Diff-Transformer/Diff-Transformer-V2/multihead_flashdiffv2.py.
     """
 
-    variant, query_maps, key_maps, value_maps = "v2", 2, 1, 1
+    variant, key_maps, value_maps, lambda_by_token = "v2", 1, 1, True
+    telling_weight, new_parameters = "lambda_proj.weight", ("lambda_proj", "q_proj")
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        *,
-        head_dim: int | None = None,
-        head_norm: bool = False,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        qk_norm: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        rotary: float | None = None,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads,
-            head_dim=head_dim,
-            head_norm=head_norm,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            qk_norm=qk_norm,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            rotary=rotary,
-            context_dim=context_dim,
-            device=device,
-            dtype=dtype,
-        )
-        self.lambda_proj = nn.Linear(dim, num_heads, bias=False, device=device, dtype=dtype)
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        """Make the projection of tokens to lambda's logits."""
+        self.lambda_proj = nn.Linear(dim, self.num_heads, bias=False, **made)
 
-    def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:
+    def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:  # type: ignore[override]
         """Return lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""
         logits = self.lambda_proj(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.sigmoid().transpose(1, 2).unsqueeze(-1)
 
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
-        lam = self.compute_lambda(x)
-        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+    @classmethod
+    @torch.no_grad()
+    def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
+        """Return a layer of the same function: queries copied, lambda 1/2 (sigmoid of 0), projection doubled.
 
-    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool, cross: bool) -> Tensor:
-        one, two = maps.unbind(2)
-        return one - self.compute_lambda(x) * two
+        It computes (A - A / 2) V 2 W = A V W.
+        """
+        new = cls._with_parts_of(layer, layer.num_heads, layer.num_kv_heads)
+        new.head_norm = layer.head_norm
+        for name, value in layer.q_proj.named_parameters():
+            twice = value.unflatten(0, (layer.num_heads, 1, layer.head_dim)).expand(-1, 2, -1, *value.shape[1:])
+            getattr(new.q_proj, name).copy_(twice.flatten(0, 2))
+        new.lambda_proj.weight.zero_()
+        new.proj.weight *= 2
+        return new

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from diffvision import ops
+from diffvision.nn.attention import Inputs
 from diffvision.nn.diff_attention import DiffAttention
 
 
@@ -36,19 +37,20 @@ class DintAttention(DiffAttention):
     variant = "v1_dint"
     cacheable = False
 
-    def _attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, cross: bool
-    ) -> Tensor:
-        dropout = self._dropout()
-        difference = super()._attend(x, q, k, v, mask, is_causal, cross)
+    def attend(self, inputs: Inputs) -> Tensor:
+        x, q, k, v, mask, is_causal, _ = inputs
+        difference, dropout = super().attend(inputs), self._dropout()
         first = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=is_causal, mask=mask, dropout=dropout)
-        mean = mean_over_queries(first, mask) if cross else mean_of_rows(first, mask, is_causal)
-        return (difference + self.compute_lambda(x) * mean).to(difference.dtype)
+        return (difference + self.compute_lambda(x) * _mean(first, inputs)).to(difference.dtype)
 
-    def _combined(self, maps: Tensor, x: Tensor, mask: Tensor | None, is_causal: bool, cross: bool) -> Tensor:
-        first = maps[:, :, 0]
-        mean = mean_over_queries(first, mask) if cross else mean_of_rows(first, mask, is_causal)
-        return super()._combined(maps, x, mask, is_causal, cross) + self.compute_lambda(x) * mean
+    def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
+        return super().combine(maps, lam, inputs) + lam * _mean(maps[:, :, 0], inputs)
+
+
+def _mean(rows: Tensor, inputs: Inputs) -> Tensor:
+    if inputs.is_cross:
+        return mean_over_queries(rows, inputs.mask)
+    return mean_of_rows(rows, inputs.mask, inputs.is_causal)
 
 
 def mean_of_rows(

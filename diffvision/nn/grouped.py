@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from diffvision.nn.diff_attention import DiffAttention
+from diffvision.nn.diff_attention import DiffAttention, DiffSettings
 
 
 class GroupedDiffAttention(DiffAttention):
@@ -27,7 +27,7 @@ class GroupedDiffAttention(DiffAttention):
     Source: arXiv 2510.06949; the layout of MotifTechnologies' Motif-2 (num_noise_heads, k_ratio 1).
     """
 
-    variant = "gda"
+    variant, new_parameters = "gda", ()
 
     def __init__(
         self,
@@ -36,19 +36,7 @@ class GroupedDiffAttention(DiffAttention):
         num_kv_heads: int | None = None,
         *,
         signal_ratio: int = 2,
-        depth: int = 0,
-        lambda_init: float | Literal["depth"] = "depth",
-        head_norm: bool = True,
-        head_dim: int | None = None,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        qk_norm: bool = False,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        rotary: float | None = None,
-        context_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[DiffSettings],
     ) -> None:
         if signal_ratio < 1 or num_heads % signal_ratio:
             raise ValueError(
@@ -62,24 +50,7 @@ class GroupedDiffAttention(DiffAttention):
                 f"num_kv_heads ({num_kv_heads}) must divide the {self._groups} groups of heads: a group reads one "
                 "key/value head"
             )
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads,
-            depth=depth,
-            lambda_init=lambda_init,
-            head_dim=head_dim,
-            head_norm=head_norm,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            qk_norm=qk_norm,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            rotary=rotary,
-            context_dim=context_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(dim, num_heads, num_kv_heads, **settings)
         self.signal_ratio = signal_ratio
 
     def _query_heads(self, num_heads: int) -> int:

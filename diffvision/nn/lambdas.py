@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision.nn.diff_attention import DiffAttention
+from diffvision.nn.diff_attention import VECTORS, DiffAttention
 
 
 class HeadLambda(DiffAttention):
@@ -24,8 +24,8 @@ class HeadLambda(DiffAttention):
 
     variant = "v1_head"
 
-    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
-        super()._add_lambda(dim, made)
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        super().add_parameters(dim, made)
         self.lambda_head = nn.Parameter(torch.empty(self.num_heads, **made))
 
     def reset_parameters(self) -> None:
@@ -44,10 +44,10 @@ class TokenLambda(DiffAttention):
     Source: mrtanke/adaptive-differential-attention ("diff_tokenwise").
     """
 
-    variant = "v1_token"
+    variant, lambda_by_token = "v1_token", True
 
-    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
-        super()._add_lambda(dim, made)
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+        super().add_parameters(dim, made)
         self.lambda_token = nn.Parameter(torch.empty(self._lambdas_per_token(), dim, **made))
 
     def _lambdas_per_token(self) -> int:
@@ -82,13 +82,13 @@ class DualLambda(DiffAttention):
     Source: huggingface/pytorch-image-models timm/layers/diff_attention.py (dual_lambda).
     """
 
-    variant = "v1_dual"
+    variant, telling_weight = "v1_dual", "lambda_a"
 
-    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
         # V1's vectors are drawn and dropped, so that one seed gives both variants the same other weights.
-        super()._add_lambda(dim, made)
+        super().add_parameters(dim, made)
         super().reset_parameters()
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        for name in VECTORS:
             delattr(self, name)
         self.lambda_a = nn.Parameter(torch.empty(1, **made))
         self.lambda_b = nn.Parameter(torch.empty(1, **made))

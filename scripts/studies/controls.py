@@ -28,7 +28,7 @@ from diffvision.analysis.figures.style import COLOURS, legend_below, panels, sty
 from diffvision.analysis.statistics import relative_entropy, shares
 from diffvision.models.language import LanguageModel
 from diffvision.models.modes import evaluating
-from diffvision.nn import ATTENTION, DiffAttention, HeadNorm
+from diffvision.nn import ATTENTION, DiffAttention
 from grid import differences, spread
 from language_grid import HEAD_DIM, RESULTS, Family, Study, describe, rate_table, run_study
 from small_language import VOCABULARY, Data
@@ -53,9 +53,9 @@ class FreeLambda(DiffAttention):
 
     variant = "v1_free"
 
-    def _add_lambda(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
         # V1's vectors are drawn and dropped, so that one seed gives both the same other weights.
-        super()._add_lambda(dim, made)
+        super().add_parameters(dim, made)
         super().reset_parameters()
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             delattr(self, name)
@@ -75,8 +75,10 @@ class WithoutFactor(DiffAttention):
 
     variant = "v1_without_factor"
 
-    def _finish(self, heads: Tensor) -> Tensor:
-        return self.head_norm(heads) if isinstance(self.head_norm, HeadNorm) else heads
+    output_factor = 1.0
+
+    def finish(self, heads: Tensor, factor: float | None = None) -> Tensor:
+        return super().finish(heads, 1.0 if factor is None else factor)
 
 
 ATTENTION.update({layer.variant: layer for layer in (WithoutDifference, FreeLambda, WithoutFactor)})

@@ -60,7 +60,7 @@ def test_towers_of_open_clip(image):
     assert text_maps[0].maps.triu(1).count_nonzero() == 0  # causal
     assert model.training
     assert layer_maps(model.visual, image)[0].name == "trunk.blocks.0.attn"
-    assert not any(module._forward_pre_hooks or "_attend" in vars(module) for module in model.modules())
+    assert not any(module._forward_pre_hooks or "attend" in vars(module) for module in model.modules())
 
 
 def test_patch_maps_follow_a_bright_patch():

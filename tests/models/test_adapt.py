@@ -167,7 +167,7 @@ def test_only_what_is_new_is_trained_if_asked(method):
     assert not any("mlp" in name or "head." in name for name in trained)
     with pytest.raises(ValueError, match="also has 'w_k', and the layers'"):
         freeze_but_new(model, also=["w_k"])
-    with pytest.raises(ValueError, match="VisionTransformer has no layer"):
+    with pytest.raises(ValueError, match="VisionTransformer has no layer that"):
         freeze_but_new(timm_vit())
 
 
@@ -193,7 +193,7 @@ def test_a_v2_clip_keeps_its_masks_and_dtype():
 
 
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match="method is 'v3': choose one of v2"):
+    with pytest.raises(ValueError, match="method is 'v3'"):
         diffvision.adapt(timm_vit(), "v3")
     with pytest.raises(ValueError, match="ResNet has no standard attention"):
         diffvision.adapt(timm.create_model("resnet18"))

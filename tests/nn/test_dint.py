@@ -6,7 +6,7 @@ import torch
 from diffvision.models import language
 from diffvision.models.language.cache import KVCache
 from diffvision.models.language.generation import generate
-from diffvision.nn import DiffAttention, DintAttention
+from diffvision.nn import DiffAttention, DintAttention, Inputs
 
 
 def transcribed(layer, x, allowed):
@@ -84,9 +84,9 @@ def test_without_lambda_it_is_v1_and_a_common_part_of_the_values_stays():
     x = torch.randn(1, 9, 32)
     values = torch.randn(4, 16)[None, :, None].expand(1, 4, 9, 16)
     q, k = layer._queries_and_keys(x, x)
-    lam = v1.compute_lambda()
-    torch.testing.assert_close(v1._attend(x, q, k, values, None, False, False), (1 - lam) * values)
-    torch.testing.assert_close(layer._attend(x, q, k, values, None, False, False), values)
+    lam, inputs = v1.compute_lambda(), Inputs(x, q, k, values, None, False, False)
+    torch.testing.assert_close(v1.attend(inputs), (1 - lam) * values)
+    torch.testing.assert_close(layer.attend(inputs), values)
     for each in (v1, layer):
         torch.nn.init.zeros_(each.lambda_q1)
         torch.nn.init.zeros_(each.lambda_q2)

@@ -70,7 +70,7 @@ def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
 
     def see(call: Call) -> Scores:
         scores = call.scores()
-        last = scores if scores.integral else scores.last_query()
+        last = scores.last_query() if scores.is_rowwise else scores
         rows.append(last.applied()[0, :, -1].mean(dim=0).double().cpu())  # [N]
         return scores
 

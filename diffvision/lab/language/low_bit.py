@@ -111,7 +111,7 @@ def _cache(bits: int) -> Scheme:
 
     def scores(call: Call, settings: Settings) -> Scores:
         full, k, v = call.scores(), _wide(call.k), _values(call)
-        if full.integral:
+        if not full.is_rowwise:
             raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
         low = dataclasses.replace(call, k=by_group(k, bits, -2)).scores()
         old = rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], settings.recent).to(k.device)

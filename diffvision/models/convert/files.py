@@ -38,7 +38,7 @@ from diffvision.models.files import check_weights_name, read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token, text_settings
 from diffvision.models.names import DIFFCLIP_PREPROCESS
-from diffvision.nn import DintAttention, depth_lambda_init
+from diffvision.nn import depth_lambda_init, variant_of
 
 ARCHITECTURES = {
     "diffllama": "DiffLlamaForCausalLM",
@@ -124,14 +124,15 @@ def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[...
 def _refuse_other_layers(path: Path) -> None:
     """Raise a ValueError if a file records what the other layouts' code does not compute from the same weights.
 
-    It is another lambda_init than the depth's, or DINT, whose weights are V1's.
+    It is another lambda_init than the depth's, or a variant such as DINT, whose weights are V1's.
     """
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
-    if dint := [name for name, layer in layers.items() if layer.get("variant") == DintAttention.variant]:
-        raise ValueError(
-            f"{path} has attention of variant {DintAttention.variant!r} in {dint[0]}, and the other layouts' code has "
-            "V1: the same weights would compute another function there"
-        )
+    for name, layer in layers.items():
+        if (variant := layer.get("variant")) not in (None, "standard", "v1", "v2"):
+            raise ValueError(
+                f"{path} has attention of variant {variant!r} in {name}, and the other layouts' code has V1 and V2: "
+                "the same weights would compute another function there"
+            )
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
         theirs = depth_lambda_init(depth)
@@ -145,8 +146,7 @@ def _refuse_other_layers(path: Path) -> None:
 def _refuse_mixed_layers(source: Weights) -> None:
     """Raise a ValueError for attention of different variants in one file, which the other layouts' code has not."""
     layers = {name.removesuffix("q_proj.weight") for name in source.state if name.endswith("q_proj.weight")}
-    marks = ("lambda_q1", "lambda_proj.weight")
-    kinds = {layer: [mark for mark in marks if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
+    kinds = {layer: variant_of(source.state, layer) for layer in sorted(layers)}
     one, *others = kinds
     if differing := [layer for layer in others if kinds[layer] != kinds[one]]:
         raise ValueError(

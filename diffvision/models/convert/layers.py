@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diffvision.models.convert.state import differences, few
-from diffvision.nn import AttentionLayer, DiffAttention, DiffAttentionV2
+from diffvision.nn import ATTENTION, AttentionLayer
 
-_MARKS = ("head_norm.weight", "lambda_proj.weight", "lambda_q1")
+_MARKS = ("head_norm.weight", *(ATTENTION[variant].telling_weight for variant in ("v1", "v2")))
 
 
 def check_layers(state: Mapping[str, Tensor], what: str) -> None:
@@ -50,9 +50,10 @@ def _faults(weights: Mapping[str, Tensor]) -> list[str]:
 
 def _described(weights: Mapping[str, Tensor]) -> AttentionLayer:
     """Return the layer of these sizes on the meta device."""
-    variant = DiffAttentionV2 if "lambda_proj.weight" in weights else DiffAttention
+    is_v2 = ATTENTION["v2"].telling_weight in weights
+    variant = ATTENTION["v2" if is_v2 else "v1"]
     queries, width = weights["q_proj.weight"].shape
-    if variant is DiffAttentionV2:
+    if is_v2:
         heads = len(weights["lambda_proj.weight"])
         head_dim = queries // (2 * heads)
     else:

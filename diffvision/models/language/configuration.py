@@ -10,12 +10,13 @@ The three of a size have the same number of parameters within 0.1%.
 """
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
 from diffvision.models.names import unknown_model
-from diffvision.nn import ATTENTION, DiffAttention, DiffAttentionV2, GroupedDiffAttention
+from diffvision.nn import ATTENTION, settings_of
 from diffvision.nn.transformer import FEED_FORWARD
 
 LARGEST = {
@@ -114,14 +115,10 @@ class LanguageConfig:
         kinds = [ATTENTION[layer.variant] for layer in self.layers()]
         if {layer.variant for layer in self.layers()} == {self.variant}:
             object.__setattr__(self, "variant_by_layer", None)  # it names the model's own alone
-        if self.lambda_init != "depth" and not any(issubclass(kind, DiffAttention) for kind in kinds):
-            raise ValueError(
-                f"lambda_init is {self.lambda_init}, and variant {self.variant!r} has none: leave it at 'depth'"
-            )
-        if self.signal_ratio != 2 and not any(issubclass(kind, GroupedDiffAttention) for kind in kinds):
-            raise ValueError(
-                f"signal_ratio is {self.signal_ratio}, and variant {self.variant!r} has none: leave it at 2"
-            )
+        taken = set().union(*(settings_of(kind) for kind in kinds))
+        for name, default in (("lambda_init", "depth"), ("signal_ratio", 2)):
+            if (value := getattr(self, name)) != default and name not in taken:
+                raise ValueError(f"{name} is {value}, and variant {self.variant!r} has none: leave it at {default!r}")
         if self.activation not in FEED_FORWARD:
             raise ValueError(f"activation is {self.activation!r}: choose one of {', '.join(FEED_FORWARD)}")
 
@@ -134,15 +131,15 @@ class LanguageConfig:
     def _layer(self, variant: str) -> Layer:
         heads, kv_heads = matched_heads(variant, self.variant, self.num_heads, self.num_kv_heads)
         # V2's second queries are heads * head_dim rows, its lambdas heads rows, and a unit of the SwiGLU three.
-        of_v2, _ = matched_heads(DiffAttentionV2.variant, self.variant, self.num_heads)
-        mlp_dim = self.mlp_dim - second_queries(variant, self.variant) * round(of_v2 * (self.head_dim + 1) / 3)
+        plain_heads = self.num_heads * ATTENTION[self.variant].value_maps
+        mlp_dim = self.mlp_dim - second_queries(variant, self.variant) * round(plain_heads * (self.head_dim + 1) / 3)
         if mlp_dim < 1:
             raise ValueError(
                 f"mlp_dim is {self.mlp_dim}, and the matched layer of {variant!r} has {self.mlp_dim - mlp_dim} less: "
                 "give a wider one"
             )
-        head_norm = issubclass(ATTENTION[variant], DiffAttention) if self.head_norm is None else self.head_norm
-        return Layer(variant, heads, kv_heads, mlp_dim, head_norm)
+        default = inspect.signature(ATTENTION[variant]).parameters["head_norm"].default
+        return Layer(variant, heads, kv_heads, mlp_dim, default if self.head_norm is None else self.head_norm)
 
 
 @dataclass(frozen=True)

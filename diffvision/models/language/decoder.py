@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from diffvision import ops
 from diffvision.models.language.cache import KVCache
 from diffvision.models.language.configuration import LanguageConfig
-from diffvision.nn import AttentionLayer, DiffAttention, build_attention, depth_lambda_init
+from diffvision.nn import AttentionLayer, build_attention, depth_lambda_init
 from diffvision.nn.attention import Cache, Rotation
 from diffvision.nn.linear import Linear, linear
 from diffvision.nn.transformer import DecoderBlock, PolyNorm, SwiGLU
@@ -79,7 +79,7 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=std_back if id(module) in back else std)
-            elif isinstance(module, nn.RMSNorm | DiffAttention | PolyNorm):
+            elif isinstance(module, nn.RMSNorm | AttentionLayer | PolyNorm):
                 module.reset_parameters()
 
     @property

@@ -20,6 +20,7 @@ from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import CHAT_TEMPLATE
+from diffvision.nn import variant_of
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
 
@@ -225,18 +226,11 @@ def _check_sizes(path: Path, state: dict[str, Tensor], named: LanguageConfig) ->
 
 def _check_kinds(path: Path, state: dict[str, Tensor], model: LanguageModel) -> None:
     """Raise a ValueError if the attention of a layer is of another kind than the configuration says."""
-    held = [_kind(state, index) for index in range(model.config.depth)]
     built = model.state_dict()
-    said = [_kind(built, index) for index in range(model.config.depth)]
-    for index, (one, other) in enumerate(zip(held, said, strict=True)):
+    for index in range(model.config.depth):
+        one, other = (variant_of(weights, f"blocks.{index}.attn.") for weights in (state, built))
         if one != other:
             raise ValueError(
                 f"checkpoint {path} has weights of variant {one!r} in layer {index}, and a configuration of variant "
                 f"{other!r}: they do not fit"
             )
-
-
-def _kind(state: dict[str, Tensor], layer: int) -> str:
-    """Return the variant of a layer's weights, as far as one name tells: all but one of V1's kind have V1's vectors."""
-    telling = {"lambda_q1": "v1", "lambda_a": "v1_dual", "lambda_proj.weight": "v2", "dex": "dex"}
-    return next((kind for name, kind in telling.items() if f"blocks.{layer}.attn.{name}" in state), "standard")
