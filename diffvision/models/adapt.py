@@ -58,8 +58,8 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         ValueError: there is no standard attention, or it has further parts (gates, norms of all heads, cross-attention,
             adapters such as LoRA), only some layers of a tower have it, or for "v1" the number of heads is odd.
     """
-    methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
-    if method not in methods:
+    if method not in ATTENTION or not ATTENTION[method].new_parameters:
+        methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
         raise ValueError(f"method is {method!r}: choose one of {', '.join(methods)}")
     if heads is not None and method != "dex":
         raise ValueError(f"heads are chosen for method 'dex'; {method!r} changes all")

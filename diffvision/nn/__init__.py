@@ -58,15 +58,13 @@ def build_attention(
 def variant_of(state: Collection[str], prefix: str = "") -> str:
     """Return the variant that the names of an attention layer's weights show, as far as one name tells.
 
-    Those with V1's vectors are "v1", such as DINT.
+    Those with V1's vectors are "v1", such as DINT. A plugin's variant is shown as the one that it is derived from.
 
     Args:
         state: the names, or a state_dict.
         prefix: of the layer's names.
     """
-    shown = (
-        name for name, layer in ATTENTION.items() if layer.telling_weight and prefix + layer.telling_weight in state
-    )
+    shown = (kind.variant for kind in _LAYERS if kind.telling_weight and prefix + kind.telling_weight in state)
     return next(shown, "standard")
 
 

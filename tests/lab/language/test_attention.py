@@ -28,7 +28,7 @@ def test_reading_changes_nothing(tiny):
     layer, scores = tiny.blocks[0].attn, calls[0].scores()
     x = 4 * tiny.embed(ROWS)
     torch.testing.assert_close(scores.maps(), layer.attention_maps(x, is_causal=True))
-    if scores.integral:
+    if not scores.is_rowwise:
         with pytest.raises(ValueError, match="a row of this map depends on"):
             scores.last_query()
         return

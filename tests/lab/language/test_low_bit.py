@@ -134,7 +134,7 @@ def test_errors_and_factors_of_a_layer(tiny):
     allowed = scores.logits[scores.allowed.expand_as(scores.logits)]
     assert metrics["largest_logit/0"] == pytest.approx(allowed.abs().max().item())
     assert metrics["largest_logit"] == max(metrics["largest_logit/0"], metrics["largest_logit/1"])
-    if scores.lam is not None and not scores.integral:
+    if scores.lam is not None and scores.is_rowwise:
         values = calls[0].values(torch.float32)
         one, two = (attention @ values for attention in scores.maps().unbind(2))
         parts = one.square().sum() + (scores.lam * two).square().sum()
