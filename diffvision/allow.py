@@ -18,8 +18,8 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader, set_parsing_settings
 
 from diffvision import jsonargparse_internals
-from diffvision.bounded_yaml import check_size, represented
-from diffvision.mistakes import Mistake, in_short, see_help
+from diffvision.bounded_yaml import check_size, load_in_range
+from diffvision.mistakes import Mistake, see_help, shorten_message
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -85,7 +85,7 @@ class Refusing:
             super().error(message, ex)  # type: ignore[misc]
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        raise Mistake(see_help(in_short(message, parser, self.classes), program)) from ex
+        raise Mistake(see_help(shorten_message(message, parser, self.classes), program)) from ex
 
     def classes(self, setting: str) -> Iterable[str]:
         """Return the names of the classes that a setting takes; the message for a mistyped one names the nearest."""
@@ -97,7 +97,7 @@ class Parser(Refusing, ArgumentParser):
 
 
 @contextmanager
-def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
+def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
     """Let values of configurations and arguments name only what is in `ALLOWED`, or what `--allow PREFIX` adds.
 
     Args:
@@ -110,22 +110,22 @@ def limited_imports(args: Sequence[str]) -> Iterator[list[str]]:
         ValueError: a value names something else (the message says where), a prefix is not a module's name, or the
             installed jsonargparse does not enforce the limit.
     """
-    rest, allowed = _split(args)
+    rest, allowed = _split_allowed(args)
     load = get_loader("yaml")
     with ExitStack() as changed:
         if not jsonargparse_internals.missing():
-            changed.enter_context(jsonargparse_internals.kept_settings())
-            changed.enter_context(jsonargparse_internals.none_as_null())
+            changed.enter_context(jsonargparse_internals.restore_settings())
+            changed.enter_context(jsonargparse_internals.read_none_as_null())
         elif allowed:  # without `kept_settings` the prefixes would stay allowed for later commands of the process
             jsonargparse_internals.require()
         _set_limit(allowed)
-        set_loader("yaml", _bounded(load), exceptions=(yaml.YAMLError,))
+        set_loader("yaml", _limit_size(load), exceptions=(yaml.YAMLError,))
         try:
             yield rest
         except (ValueError, ImportError) as error:
             if (denied := _DENIED.search(str(error))) is None:
                 raise
-            raise _located(denied[1], rest) from error
+            raise _locate_refusal(denied[1], rest) from error
         finally:
             set_loader("yaml", load, exceptions=(yaml.YAMLError,))
 
@@ -161,17 +161,17 @@ def _is_denied(path: str) -> bool:
     return False
 
 
-def _bounded(load: Callable[[str], Any]) -> Callable[[str], Any]:
+def _limit_size(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a loader that refuses a text that is too large or too deep, before it is loaded."""
 
     def bounded(text: str) -> Any:
         check_size(text)
-        return represented(load, text)
+        return load_in_range(load, text)
 
     return bounded
 
 
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without `--allow`, and its prefixes: never from a file, which could allow itself."""
     rest: list[str] = []
     allowed: list[str] = []
@@ -188,12 +188,12 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, allowed
 
 
-def _located(path: str, args: Sequence[str]) -> ValueError:
-    if path in NAMELESS and not any(path in text for text in (*args, *map(_text, _files(args)))):
+def _locate_refusal(path: str, args: Sequence[str]) -> ValueError:
+    if path in NAMELESS and not any(path in text for text in (*args, *map(_read_start, _find_files(args)))):
         return without_class(NAMELESS[path])
     if _FILE.fullmatch(path) and not Path(path).exists():
         return ValueError(f"no configuration file {path}: give a file that exists")
-    where = next((f"in {file}" for file in _files(args) if path in _text(file)), "")
+    where = next((f"in {file}" for file in _find_files(args) if path in _read_start(file)), "")
     where = where or ("on the command line" if any(path in word for word in args) else "in the configuration")
     prefix = path if path in REFUSED else path.rpartition(".")[0] or path
     return ValueError(
@@ -207,7 +207,7 @@ def without_class(setting: str) -> ValueError:
     return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
 
 
-def _files(args: Sequence[str]) -> list[Path]:
+def _find_files(args: Sequence[str]) -> list[Path]:
     """Return the configuration files that the arguments name, and those that these name in turn."""
     files: list[Path] = []
     names = [Path(name) for word in args for name in _FILE.findall(word)]
@@ -215,10 +215,10 @@ def _files(args: Sequence[str]) -> list[Path]:
         path = names.pop(0)
         if path.is_file() and path not in files:
             files.append(path)
-            names += [path.parent / name for name in _FILE.findall(_text(path))]
+            names += [path.parent / name for name in _FILE.findall(_read_start(path))]
     return files
 
 
-def _text(path: Path) -> str:
+def _read_start(path: Path) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(_MAX_FILE)

@@ -13,7 +13,7 @@ from typing import Any
 from diffvision.data.made import missing_data
 from diffvision.mistakes import is_missing
 from diffvision.opening.specs import check_spec, labelled
-from diffvision.signatures import names
+from diffvision.signatures import read_names
 
 MODELS = ("model", "models", "versus", "blind")
 """Parameters that take models."""
@@ -36,7 +36,7 @@ def check(command: str, values: Mapping[str, Any]) -> None:
         FileNotFoundError, ValueError: a model, file or folder that is not there; an unknown device or task; a number
             that is too small.
     """
-    given = {name: _listed(value) for name, value in values.items() if value is not None}
+    given = {name: _split_values(value) for name, value in values.items() if value is not None}
     for name in given.keys() & LEAST.keys():
         if values[name] < LEAST[name]:
             raise ValueError(f"{name} is {values[name]}: give {LEAST[name]} or more")
@@ -45,7 +45,7 @@ def check(command: str, values: Mapping[str, Any]) -> None:
             raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
     if command in TASKS:
         module, *tables = TASKS[command]
-        known = [name for table in tables for name in names(module, table)]
+        known = [name for table in tables for name in read_names(module, table)]
         for task in given.get("tasks", []):
             if task not in known:
                 raise ValueError(f"unknown task {task!r}: choose among {', '.join(known)}")
@@ -57,7 +57,7 @@ def check(command: str, values: Mapping[str, Any]) -> None:
         check_spec(labelled(spec)[1])
 
 
-def _listed(value: Any) -> list[str]:
+def _split_values(value: Any) -> list[str]:
     """Return the texts of a value: a list, or one that may be several with commas between them."""
     if isinstance(value, list | tuple):
         return [str(one) for one in value]

@@ -26,10 +26,10 @@ def load_yaml(text: str) -> Any:
         ValueError: an invalid value, such as the date 2026-99-99.
     """
     check_size(text)
-    return represented(yaml.safe_load, text)
+    return load_in_range(yaml.safe_load, text)
 
 
-def represented(load: Callable[[str], Any], text: str) -> Any:
+def load_in_range(load: Callable[[str], Any], text: str) -> Any:
     """Load a text.
 
     Raises:

@@ -153,7 +153,7 @@ def _command(name: str, args: list[str]) -> Any:
     """Parse the arguments by the signature of a command's function, and call it."""
     from jsonargparse import auto_cli
 
-    from diffvision.allow import Parser, limited_imports
+    from diffvision.allow import Parser, limit_imports
     from diffvision.tables import as_json
 
     command = function_of(name)
@@ -163,7 +163,7 @@ def _command(name: str, args: list[str]) -> Any:
         args, output = [arg for arg in args if arg != JSON], as_json()
     args = _models_first(name, command, args)
     about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
-    with output, limited_imports(_with_texts(command, _with_switches(command, args))) as limited:
+    with output, limit_imports(_with_texts(command, _with_switches(command, args))) as limited:
         return auto_cli(_checked(name, command), args=limited, as_positional=True, **about)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffvision.cli import COMMANDS, JSON, TABLES, TRAINER_COMMANDS, function_of
-from diffvision.signatures import choices, parameter_types, settings
+from diffvision.signatures import list_choices, parameter_types, read_settings
 from diffvision.training.recipes import recipes
 from diffvision.training.settings import CLASSES, known
 
@@ -65,7 +65,7 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
         shell: bash, zsh or fish. The first lines of the script say where to write it.
     """
     commands = {name: options(name) for name in [*TRAINER_COMMANDS, *COMMANDS]}
-    print(_fish(commands) if shell == "fish" else (ZSH if shell == "zsh" else "") + _bash(commands), end="")
+    print(_write_fish(commands) if shell == "fish" else (ZSH if shell == "zsh" else "") + _write_bash(commands), end="")
 
 
 def options(command: str) -> dict[str, list[str]]:
@@ -74,8 +74,8 @@ def options(command: str) -> dict[str, list[str]]:
     They are read from signatures; those of `fit` from source, because its parser imports all that it may train.
     """
     if command in TRAINER_COMMANDS:
-        return _of_trainer(command)
-    every = dict(_of_function(function_of(command)))
+        return _list_trainer_options(command)
+    every = dict(_list_options(function_of(command)))
     if command == "data make":
         from diffvision.data.made import MADE
 
@@ -91,32 +91,32 @@ def takes_several(command: str) -> bool:
     return first is not None and first.name in ("model", "models") and "list[str]" in str(first.annotation)
 
 
-def _of_function(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
+def _list_options(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
     parameters, hints = inspect.signature(function).parameters, parameter_types(function)
     for number, (name, parameter) in enumerate(parameters.items()):
         hint = hints[name]
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if is_positional:
             if number == 0:
-                yield "", _models() if name in ("model", "models") else choices(hint)
+                yield "", _list_models() if name in ("model", "models") else list_choices(hint)
         elif dataclasses.is_dataclass(hint):
             yield from ((f"--{name}.{field.name}", []) for field in dataclasses.fields(hint))
         else:
-            yield f"--{name}", _models() if name == "versus" else choices(hint)
+            yield f"--{name}", _list_models() if name == "versus" else list_choices(hint)
 
 
-def _of_trainer(command: str) -> dict[str, list[str]]:
+def _list_trainer_options(command: str) -> dict[str, list[str]]:
     every: dict[str, list[str]] = {"--config": recipes(), "--print_config": [], "--allow": []}
     for setting, kind in known().items():
         if command == "fit" or not setting.startswith("resume"):
-            every[f"--{setting}"] = choices(kind)
+            every[f"--{setting}"] = list_choices(kind)
     for owner, classes in CLASSES.items():
         every[f"--{owner}"] = list(classes)
-        every |= {f"--{owner}.{setting}": [] for path in classes.values() for setting in settings(path)}
-    return every | {"--model.model": _models()}
+        every |= {f"--{owner}.{setting}": [] for path in classes.values() for setting in read_settings(path)}
+    return every | {"--model.model": _list_models()}
 
 
-def _models() -> list[str]:
+def _list_models() -> list[str]:
     counts = json.loads(MODELS.read_text(encoding="utf-8"))
     return [name for host in counts.values() for name in host]
 
@@ -124,7 +124,7 @@ def _models() -> list[str]:
 # ---- scripts -------------------------------------------------------------------------------------------------------
 
 
-def _bash(commands: dict[str, dict[str, list[str]]]) -> str:
+def _write_bash(commands: dict[str, dict[str, list[str]]]) -> str:
     of_data = [name.removeprefix("data ") for name in commands if name.startswith("data ")]
     first = dict.fromkeys([*(name.partition(" ")[0] for name in commands), "run", "--help", "--version"])
     cases = {
@@ -153,7 +153,7 @@ def _bash(commands: dict[str, dict[str, list[str]]]) -> str:
     return script
 
 
-def _fish(commands: dict[str, dict[str, list[str]]]) -> str:
+def _write_fish(commands: dict[str, dict[str, list[str]]]) -> str:
     lines = [
         "# Completion of diffvision in fish:",
         "#   diffvision completion fish > ~/.config/fish/completions/diffvision.fish",
@@ -170,7 +170,7 @@ def _fish(commands: dict[str, dict[str, list[str]]]) -> str:
         for option, values in of_command.items():
             valued = "" if option == JSON else " -x" if values and option not in _PATHS else " -r"  # -x: no files
             # A model may be a file or a folder too.
-            no_files = "" if values == _models() else " -f"
+            no_files = "" if values == _list_models() else " -f"
             flag = f" -l {option.removeprefix('--')}{valued}" if option else no_files
             chosen = f" -a '{' '.join(values)}'" if values else ""
             if option or values:

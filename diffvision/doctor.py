@@ -52,15 +52,15 @@ class Attention(NamedTuple):
     models: dict[str, int]
 
     @classmethod
-    def measured(cls) -> "Attention":
+    def measure(cls) -> "Attention":
         """Return what holds on this machine."""
         from diffvision.models import clip, vit
 
-        rows = [dict(zip(("attention", "on", "backend", "why"), row, strict=True)) for row in backends()]
-        return cls(devices(), rows, {"timm": len(vit.model_names()), "OpenCLIP": len(clip.model_names())})
+        rows = [dict(zip(("attention", "on", "backend", "why"), row, strict=True)) for row in list_backends()]
+        return cls(list_devices(), rows, {"timm": len(vit.model_names()), "OpenCLIP": len(clip.model_names())})
 
 
-def needs() -> dict[str, Need]:
+def read_requirements() -> dict[str, Need]:
     """Return the packages that diffvision needs by name: those of a clone's pyproject.toml, or of installed metadata.
 
     The metadata of an editable installation are as old as the installation, and the clone may have been updated since.
@@ -70,7 +70,7 @@ def needs() -> dict[str, Need]:
     """
     importlib.metadata.version("diffvision")
     packages: dict[str, Need] = {}
-    for extra, texts in _declared().items():
+    for extra, texts in _read_declared().items():
         for requirement in map(Requirement, texts):
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
             if applies and extra not in DEVELOPMENT and requirement.name not in packages:
@@ -78,7 +78,7 @@ def needs() -> dict[str, Need]:
     return packages
 
 
-def _declared() -> dict[str, list[str]]:
+def _read_declared() -> dict[str, list[str]]:
     """Return the requirements of each extra, and under "" those of all installations."""
     if PYPROJECT.is_file():
         project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8")).get("project", {})
@@ -89,7 +89,7 @@ def _declared() -> dict[str, list[str]]:
     return dict.fromkeys(("", *provided), requirements)
 
 
-def versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
+def find_versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
     """Return package -> installed version, None if it is not installed."""
     installed: dict[str, str | None] = {}
     for name in packages:
@@ -100,7 +100,7 @@ def versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
     return installed
 
 
-def devices() -> list[str]:
+def list_devices() -> list[str]:
     """Return a line for each device."""
     import torch
 
@@ -125,7 +125,7 @@ def devices() -> list[str]:
     return lines
 
 
-def flash() -> list[Finding]:
+def check_flash() -> list[Finding]:
     """Return a finding where there is a GPU and no library of flash attention that suits it."""
     import torch
 
@@ -136,7 +136,7 @@ def flash() -> list[Finding]:
     return [Finding(False, f"backend flash cannot be used here, and need not be: {reason}")]
 
 
-def backends() -> list[tuple[str, str, str, str]]:
+def list_backends() -> list[tuple[str, str, str, str]]:
     """Return (shape, device and dtype, chosen backend, why) of usual trainings on the devices of this machine."""
     import torch
 
@@ -154,7 +154,7 @@ def backends() -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def unmet(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> list[Finding]:
+def check_versions(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> list[Finding]:
     """Return a finding for each needed package that is missing or installed in another version."""
     findings = []
     for name, need in packages.items():
@@ -170,7 +170,7 @@ def unmet(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> 
     return findings
 
 
-def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
+def check_conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
     """Return a finding for each known conflict among the installed versions (package -> version)."""
     findings = []
     if installed.get("lightning") in MALICIOUS_LIGHTNING:
@@ -206,13 +206,13 @@ def conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
     return findings
 
 
-def private_names() -> list[Finding]:
+def check_private_names() -> list[Finding]:
     """Return a finding for each package, of Lightning and jsonargparse, that lacks private names that `fit` needs."""
     try:
         from diffvision import jsonargparse_internals
         from diffvision.training.fault_tolerance import lightning_internals
     except ImportError:
-        return []  # one of them is not installed, which `unmet` reports
+        return []  # one of them is not installed, which `check_versions` reports
     return [
         Finding(True, f"{name} lacks {', '.join(lacking)}: `diffvision fit` refuses; install {name}{internals.TESTED}")
         for name, internals in (("lightning", lightning_internals), ("jsonargparse", jsonargparse_internals))
@@ -227,18 +227,18 @@ def doctor() -> int:
         1 if diffvision cannot work, else 0.
     """
     try:
-        packages = needs()
+        packages = read_requirements()
     except importlib.metadata.PackageNotFoundError:
         packages = {}
-    installed = versions(packages)
-    findings = unmet(packages, installed) + conflicts(installed) + private_names()
+    installed = find_versions(packages)
+    findings = check_versions(packages, installed) + check_conflicts(installed) + check_private_names()
     if not packages:
         findings = [Finding(True, "diffvision is not installed, only its files are here: pip install -e .")]
     attention = Attention([], [], {})
     if packages and not any(installed[name] is None for name, need in packages.items() if need.extra is None):
         try:
-            attention = Attention.measured()
-            findings += flash()
+            attention = Attention.measure()
+            findings += check_flash()
         except Exception as error:  # whatever a broken package raises when it is imported
             findings.append(Finding(True, f"a package is installed and cannot be imported: {error!r}"))
     broken = any(finding.broken for finding in findings)

@@ -66,7 +66,7 @@ def check_import(path: str) -> None:
 
 
 @contextmanager
-def kept_settings() -> Iterator[None]:
+def restore_settings() -> Iterator[None]:
     """Restore jsonargparse's settings after a block: they are global, and the process may have other parsers."""
     from jsonargparse import _common, _optionals
 
@@ -79,7 +79,7 @@ def kept_settings() -> Iterator[None]:
 
 
 @contextmanager
-def none_as_null() -> Iterator[None]:
+def read_none_as_null() -> Iterator[None]:
     """Read None as YAML's null within a block, since jsonargparse passes parts of a setting on as Python writes them.
 
     `--model.optimizer.clip_norm null` would otherwise arrive as the text "None", and be refused.

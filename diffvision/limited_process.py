@@ -49,14 +49,14 @@ class LimitedProcess:
             Failed: it raises an exception.
         """
         with self._lock:
-            child = self._running()
+            child = self._get_child()
             try:
-                line = self._asked(child, json.dumps(request).encode() + b"\n")
+                line = self._ask(child, json.dumps(request).encode() + b"\n")
             except BaseException:  # such as KeyboardInterrupt: the next call must not get this one's reply
                 self._end(child)
                 raise
             if not line.endswith(b"\n"):
-                raise LimitExceeded(self._fault(self._end(child)))
+                raise LimitExceeded(self._describe_end(self._end(child)))
         reply = json.loads(line)
         if "error" in reply:
             raise Failed(reply["error"])
@@ -64,7 +64,7 @@ class LimitedProcess:
             raise LimitExceeded(f"takes more than {_MEMORY >> 20:,} MiB of memory")
         return reply["value"]
 
-    def _running(self) -> "subprocess.Popen[bytes]":
+    def _get_child(self) -> "subprocess.Popen[bytes]":
         # A fork has its parent's child, whose pipes it must not use.
         if self._child is None or self._owner != os.getpid():
             words = [sys.executable, "-P", __file__, str(self._program), str(self.seconds)]
@@ -74,7 +74,7 @@ class LimitedProcess:
             )
         return self._child
 
-    def _asked(self, child: "subprocess.Popen[bytes]", line: bytes) -> bytes:
+    def _ask(self, child: "subprocess.Popen[bytes]", line: bytes) -> bytes:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -90,7 +90,7 @@ class LimitedProcess:
         child.communicate()
         return child.returncode
 
-    def _fault(self, status: int) -> str:
+    def _describe_end(self, status: int) -> str:
         if status == -signal.SIGPROF:
             return f"takes more than {self.seconds:g} s"
         return f"ends its process ({signal.Signals(-status).name if status < 0 else f'status {status}'})"

@@ -68,7 +68,9 @@ def is_missing(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and not Path(path).exists()
 
 
-def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iterable[str]] = lambda _: ()) -> str:
+def shorten_message(
+    message: str, parser: ArgumentParser, classes: Callable[[str], Iterable[str]] = lambda _: ()
+) -> str:
     """Return a parser's message as one line: the innermost setting of a nested message, and its fault.
 
     Args:
@@ -78,10 +80,10 @@ def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iter
     """
     settings = re.findall(r'Parser key "([^"]+)":', message)
     if not settings:
-        return _of_options(" ".join(message.split()), parser)
+        return _shorten_options(" ".join(message.split()), parser)
     name, inner = ".".join(settings), message.rpartition('Parser key "')[2].partition(":")[2]
     if match := re.match(r"\s*Expected an? (.+)\. Got value: (.*)", inner):
-        return _expected(name, match[2], [match[1]], classes)
+        return _describe_expected(name, match[2], [match[1]], classes)
     tried, _, given = inner.partition("Given value type: ")
     missing = re.search(r"Expected a dot import path string: (\w+)\s", tried)
     if missing and "Not a valid subclass of" in tried:  # a short name in a file
@@ -90,19 +92,19 @@ def in_short(message: str, parser: ArgumentParser, classes: Callable[[str], Iter
     other = [fault for fault in faults if not fault.startswith(("Expected ", "Does not validate against "))]
     value = re.search("Given value: (.*)", given)
     if other or value is None or not faults:
-        return f"{name}: {'; '.join(dict.fromkeys(_of_classes(other or [' '.join(inner.split())])))}"
+        return f"{name}: {'; '.join(dict.fromkeys(_shorten_classes(other or [' '.join(inner.split())])))}"
     kinds = re.findall(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", tried, re.MULTILINE)
-    return _expected(name, value[1], kinds, classes)
+    return _describe_expected(name, value[1], kinds, classes)
 
 
-def _expected(name: str, value: str, kinds: list[str], classes: Callable[[str], Iterable[str]]) -> str:
-    choices = dict.fromkeys(choice for kind in kinds for choice in _choices(kind))
-    literals = [choice for kind in kinds if kind.startswith(_LITERAL) for choice in _choices(kind)]
+def _describe_expected(name: str, value: str, kinds: list[str], classes: Callable[[str], Iterable[str]]) -> str:
+    choices = dict.fromkeys(choice for kind in kinds for choice in _list_choices(kind))
+    literals = [choice for kind in kinds if kind.startswith(_LITERAL) for choice in _list_choices(kind)]
     near = did_you_mean(value.rpartition(".")[2], [*classes(name), *literals])
     return f"{name} is {value!r}: it takes {', '.join(choices)}{near}"
 
 
-def _choices(expected: str) -> list[str]:
+def _list_choices(expected: str) -> list[str]:
     """Return the values that a type takes, as a user writes them."""
     if expected.startswith(_LITERAL):
         return expected.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
@@ -116,7 +118,7 @@ def _choices(expected: str) -> list[str]:
 # ---- options of a parser -------------------------------------------------------------------------------------------
 
 
-def _of_options(message: str, parser: ArgumentParser) -> str:
+def _shorten_options(message: str, parser: ArgumentParser) -> str:
     """Return a message, followed by the known option that is nearest to its first unknown option."""
     if match := re.fullmatch(r"the following arguments are required: (\w+)\.model", message):  # of LightningCLI
         return f"{match[1]} needs a model: give a recipe, such as --config clip/debug.yaml, or a class, as --model NAME"
@@ -150,23 +152,23 @@ def _nearest_option(flag: str, parser: ArgumentParser) -> str:
 # ---- settings of a class -------------------------------------------------------------------------------------------
 
 
-def _of_classes(faults: list[str]) -> list[str]:
+def _shorten_classes(faults: list[str]) -> list[str]:
     """Return the faults of the classes that were tried, each with the nearest name; only the named class's if any."""
     problems = [(fault, match) for fault in faults if (match := _PROBLEM.match(fault))]
     if not problems:
         return faults
     # Lightning's base class is tried after the class that was named, and knows none of its settings.
     named = [(fault, match) for fault, match in problems if match[1] != "lightning.Callback"] or problems
-    return [_of_class(match[1], match[2]) for _, match in named]
+    return [_shorten_class(match[1], match[2]) for _, match in named]
 
 
-def _of_class(path: str, fault: str) -> str:
+def _shorten_class(path: str, fault: str) -> str:
     module, _, name = path.rpartition(".")
     if match := re.match(r"module '([^']+)' has no attribute '([^']+)'", fault):
         known = getattr(sys.modules.get(match[1]), "__all__", None) or dir(sys.modules.get(match[1]))
         if name in known:  # a class that was moved to another module, and that the package still offers
             return f"there is no {path}; did you mean {match[1]}.{name}?"
-        if moved := _homes(name):
+        if moved := _find_modules(name):
             return f"there is no {path}; did you mean {moved[0]}.{name}?"
         return f"there is no {path}{did_you_mean(match[2], known)}"
     cls = getattr(sys.modules.get(module), name, None)
@@ -174,18 +176,18 @@ def _of_class(path: str, fault: str) -> str:
         match := re.match(r"Option '([^']+)' is not accepted|unrecognized arguments: (.*)", fault)
     ):
         unknown = match[1] or match[2].split()[0].partition("=")[0].removeprefix("--")
-        return f"{name} takes no {unknown}{did_you_mean(unknown, _settings(cls))}"
+        return f"{name} takes no {unknown}{did_you_mean(unknown, _list_settings(cls))}"
     return f"{name}: {fault}"
 
 
-def _homes(name: str) -> list[str]:
+def _find_modules(name: str) -> list[str]:
     """Return the imported modules of this package that define a class of that name."""
     package = __name__.partition(".")[0]
     ours = [module for module in sys.modules if module.startswith(f"{package}.")]
     return [module for module in ours if getattr(vars(sys.modules[module]).get(name), "__module__", None) == module]
 
 
-def _settings(cls: type[Any]) -> Iterator[str]:
+def _list_settings(cls: type[Any]) -> Iterator[str]:
     """Yield the parameters of a class's constructor, and the fields of dataclasses among them, as in `optimizer.lr`."""
     constructors = [vars(owner)["__init__"] for owner in cls.__mro__[:-1] if "__init__" in vars(owner)]
     for constructor in constructors:

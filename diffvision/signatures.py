@@ -24,13 +24,13 @@ def parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(SimpleNamespace(__annotations__=hints), getattr(function, "__globals__", None))
 
 
-def choices(hint: Any) -> list[str]:
+def list_choices(hint: Any) -> list[str]:
     """Return the values of a Literal, also of one that may be None."""
     parts = [hint, *get_args(hint)]
     return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
 
 
-def settings(path: str) -> dict[str, Any]:
+def read_settings(path: str) -> dict[str, Any]:
     """Return the names of a class's settings with their types, and those of dataclasses in them, as in "optimizer.lr".
 
     Args:
@@ -40,28 +40,28 @@ def settings(path: str) -> dict[str, Any]:
         name -> a type of plain values; Any where the source has another, or none. Empty if there is no such class.
     """
     module, _, name = path.rpartition(".")
-    found = _find(module, name)
-    return {} if found is None else dict(_of_class(*found))
+    found = _find_definition(module, name)
+    return {} if found is None else dict(_read_class(*found))
 
 
-def names(module: str, table: str = "__all__") -> list[str]:
+def read_names(module: str, table: str = "__all__") -> list[str]:
     """Return the strings in a list, or the keys of a dictionary or a `plugins.PluginTable`, that a module defines."""
-    found = _find(module, table)
+    found = _find_definition(module, table)
     node = found[1] if found is not None else None
     if isinstance(node, ast.Call):
         group, rows, *_ = node.args
-        return [*names(module, ast.unparse(rows)), *entry_points(ast.literal_eval(group))]
+        return [*read_names(module, ast.unparse(rows)), *entry_points(ast.literal_eval(group))]
     keys = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
     return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
-def value_type(path: str) -> Any:
+def read_type(path: str) -> Any:
     """Return the type of that name, such as "diffvision.training.fault_tolerance.Resume", or Any."""
     module, _, name = path.rpartition(".")
-    return _plain(_Names(module)[name])
+    return _keep_plain(_Names(module)[name])
 
 
-def _of_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[str, Any]]:
+def _read_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[str, Any]]:
     if not isinstance(node, ast.ClassDef):
         return
     for statement in node.body:
@@ -73,29 +73,31 @@ def _of_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[str,
         fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
         annotated = [(ast.unparse(one.target), one.annotation) for one in fields]
     for name, annotation in annotated:
-        yield name, _type(annotation, module)
-        nested = _find(module, annotation.id) if isinstance(annotation, ast.Name) else None
+        yield name, _read_annotation(annotation, module)
+        nested = _find_definition(module, annotation.id) if isinstance(annotation, ast.Name) else None
         if nested is not None:
-            yield from ((f"{name}.{inner}", kind) for inner, kind in _of_class(*nested))
+            yield from ((f"{name}.{inner}", kind) for inner, kind in _read_class(*nested))
 
 
-def _type(annotation: ast.expr | None, module: str) -> Any:
+def _read_annotation(annotation: ast.expr | None, module: str) -> Any:
     if annotation is None:
         return Any
     try:
-        return _plain(eval(compile(ast.Expression(annotation), module, "eval"), {"__builtins__": {}}, _Names(module)))
+        return _keep_plain(
+            eval(compile(ast.Expression(annotation), module, "eval"), {"__builtins__": {}}, _Names(module))
+        )
     except (AttributeError, TypeError):  # an attribute of a module, or a string, as a part of a type
         return Any
 
 
-def _plain(hint: Any) -> Any:
+def _keep_plain(hint: Any) -> Any:
     """Return a type of plain values, and Any for another, whose values have to be left to its parser."""
     if isinstance(hint, str):
         return Any
     origin = get_origin(hint)
     if origin is Literal or hint in _PLAIN:
         return hint
-    is_plain = origin is not None and all(part is Ellipsis or _plain(part) is not Any for part in get_args(hint))
+    is_plain = origin is not None and all(part is Ellipsis or _keep_plain(part) is not Any for part in get_args(hint))
     return hint if is_plain else Any
 
 
@@ -107,11 +109,11 @@ class _Names(dict[str, Any]):
         self.module = module
 
     def __missing__(self, name: str) -> Any:
-        found = _find(self.module, name)
-        return Any if found is None or not isinstance(found[1], ast.expr) else _type(found[1], found[0])
+        found = _find_definition(self.module, name)
+        return Any if found is None or not isinstance(found[1], ast.expr) else _read_annotation(found[1], found[0])
 
 
-def _find(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
+def _find_definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
     """Return the module that defines a name, and its class or value there; imports of the same package are followed."""
     for node in _statements(module):
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -121,7 +123,7 @@ def _find(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if name == (alias.asname or alias.name) and node.module.split(".")[0] == module.split(".")[0]:
-                    return _find(node.module, alias.name)
+                    return _find_definition(node.module, alias.name)
     return None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from diffvision import cli
 from diffvision.models.names import _files, host_names
-from diffvision.signatures import settings
+from diffvision.signatures import read_settings
 from diffvision.training.settings import CLASSES
 
 TRY = """
@@ -134,7 +134,7 @@ def test_the_help_of_fit_is_short(answers):
     printed = answers["fit --help"][1]
     assert len(printed.splitlines()) < 100
     assert "--model.help CLASS" in printed
-    for name in settings("lightning.pytorch.Trainer"):
+    for name in read_settings("lightning.pytorch.Trainer"):
         assert name in printed
 
 
@@ -143,10 +143,10 @@ def test_settings_are_those_of_the_classes():
 
     from diffvision import data, training
 
-    assert set(settings("lightning.pytorch.Trainer")) == set(inspect.signature(Trainer).parameters)
+    assert set(read_settings("lightning.pytorch.Trainer")) == set(inspect.signature(Trainer).parameters)
     for owner, classes in ((training, CLASSES["model"]), (data, CLASSES["data"])):
         for name, path in classes.items():
-            read = {setting for setting in settings(path) if "." not in setting}
+            read = {setting for setting in read_settings(path) if "." not in setting}
             assert read == set(inspect.signature(getattr(owner, name)).parameters)
 
 

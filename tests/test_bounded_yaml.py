@@ -5,7 +5,7 @@ import yaml
 from jsonargparse import get_loader
 
 import diffvision
-from diffvision.allow import limited_imports
+from diffvision.allow import limit_imports
 from diffvision.bounded_yaml import load_yaml
 from diffvision.export.history import read_history
 from diffvision.opening.runs import run_config
@@ -42,7 +42,7 @@ def test_a_number_to_the_base_of_60_that_no_float_can_be():
     text = f"seed_everything: {'1:' * 400}1.5"
     with pytest.raises(ValueError, match="out of range"):
         load_yaml(text)
-    with limited_imports([]), pytest.raises(ValueError, match="out of range"):
+    with limit_imports([]), pytest.raises(ValueError, match="out of range"):
         get_loader("yaml")(text)
 
 

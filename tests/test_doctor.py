@@ -34,7 +34,7 @@ def test_the_installation_is_ready(capsys):
 
 
 def test_every_usual_shape_has_a_backend_and_a_reason():
-    rows = doctor.backends()
+    rows = doctor.list_backends()
     chosen = {row[0]: row[2] for row in rows if row[1].startswith("cpu")}
     assert chosen["CLIP's text, V1"] == "eager"
     assert chosen["ViT-B/16 at 224, V1"] == "blocked"
@@ -48,7 +48,7 @@ def test_what_was_measured_here_is_said(monkeypatch):
     tuning = tuned.Tuning(tuned.machine_of("cpu"), {tuned.kind_of(problem, compiled=False): choice})
     with tuned.kept():
         tuned.use("cpu", tuning)
-        first = doctor.backends()[0]
+        first = doctor.list_backends()[0]
     assert first[2:] == ("sdpa", "measured here on 2026-11-23, 1.31x faster than blocked")
 
 
@@ -66,7 +66,7 @@ def test_needs_are_those_of_the_project(installed_from, monkeypatch, tmp_path):
         monkeypatch.setattr(doctor, "PYPROJECT", tmp_path / "pyproject.toml")
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     core = {Requirement(text).name for text in pyproject["dependencies"]}
-    needs = doctor.needs()
+    needs = doctor.read_requirements()
     assert {canonicalize_name(name) for name, need in needs.items() if need.extra is None} == {
         canonicalize_name(name) for name in core
     }
@@ -80,17 +80,17 @@ def test_a_clone_that_was_updated_after_its_installation(monkeypatch, tmp_path):
     file = tmp_path / "pyproject.toml"
     file.write_text('[project]\nname = "diffvision"\ndependencies = ["torch>=99"]\n[project.optional-dependencies]\n')
     monkeypatch.setattr(doctor, "PYPROJECT", file)
-    assert [(name, need.versions) for name, need in doctor.needs().items()] == [("torch", ">=99")]
+    assert [(name, need.versions) for name, need in doctor.read_requirements().items()] == [("torch", ">=99")]
     file.write_text('[project]\nname = "another"\n')  # site-packages of somebody's project
-    assert "timm" in doctor.needs()
+    assert "timm" in doctor.read_requirements()
 
 
 def test_unmet_needs_are_reported():
-    needs = doctor.needs()
-    healthy = {**doctor.versions(needs), **HEALTHY}
+    needs = doctor.read_requirements()
+    healthy = {**doctor.find_versions(needs), **HEALTHY}
 
     def unmet(**changed):
-        return doctor.unmet(needs, {**healthy, **changed})
+        return doctor.check_versions(needs, {**healthy, **changed})
 
     assert unmet() == []
     (text,) = broken(unmet(webdataset="0.2.86"))
@@ -106,7 +106,7 @@ def test_unmet_needs_are_reported():
 
 def test_conflicts_are_found():
     def conflicts(**changed):
-        return doctor.conflicts({**HEALTHY, **changed})
+        return doctor.check_conflicts({**HEALTHY, **changed})
 
     assert broken(conflicts()) == []
     assert any("malicious" in text for text in broken(conflicts(lightning="2.6.3")))
@@ -125,7 +125,7 @@ def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkey
     for function in ("version", "requires", "metadata"):
         real = getattr(importlib.metadata, function)
         monkeypatch.setattr(importlib.metadata, function, lambda name, real=real: absent(name, real))
-    monkeypatch.setattr(doctor, "devices", None)
+    monkeypatch.setattr(doctor, "list_devices", None)
     assert doctor.doctor() == 1
     assert f"{missing} is not installed" in capsys.readouterr().out
 
@@ -134,7 +134,7 @@ def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch, capsys):
     def fails():
         raise OSError("libtorch_cuda.so: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "devices", fails)
+    monkeypatch.setattr(doctor, "list_devices", fails)
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
     assert "cannot be imported" in printed

@@ -47,7 +47,7 @@ def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(capsys):
     assert main(["fit", "--config", "configs/clip/debug.yaml"]) == 1
     error = capsys.readouterr().err
     assert "lacks what limits the imports of a configuration (jsonargparse._optionals._set_config_read_mode)" in error
-    (finding,) = doctor.private_names()
+    (finding,) = doctor.check_private_names()
     assert "jsonargparse lacks" in finding.text
 
 
@@ -56,9 +56,9 @@ def test_where_a_name_is_missing_other_commands_work_within_the_limit(capsys):
     assert main(["models", "--filter", "CLIP-debug"]) == 0
     parser = allow.Parser()
     parser.add_argument("--name", type=Callable)
-    with pytest.raises(ValueError, match=r"class_path 'os.system' .*was not"), allow.limited_imports([]):
+    with pytest.raises(ValueError, match=r"class_path 'os.system' .*was not"), allow.limit_imports([]):
         parser.parse_args(["--name=os.system"])
-    with pytest.raises(ValueError, match="lacks what limits the imports"), allow.limited_imports(["--allow", "mine"]):
+    with pytest.raises(ValueError, match="lacks what limits the imports"), allow.limit_imports(["--allow", "mine"]):
         pass
 
 

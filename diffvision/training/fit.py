@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from diffvision import jsonargparse_internals
-from diffvision.allow import Refusing, limited_imports
+from diffvision.allow import Refusing, limit_imports
 from diffvision.analysis.curves import METRICS
 
 # Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
@@ -148,7 +148,7 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         self.more_callbacks = list(callbacks)
         lightning_internals.require()
         jsonargparse_internals.require()
-        with limited_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
+        with limit_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
             super().__init__(
                 args=limited,
                 run=run,

@@ -1,4 +1,4 @@
-"""The help of `fit`, `validate` and `test`, written without an import of Lightning; `settings` has what they take."""
+"""The help of `fit`, `validate` and `test`, written without an import of Lightning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable
 
-from diffvision.signatures import settings
+from diffvision.signatures import read_settings
 from diffvision.training.settings import CLASSES, known
 
 _ABOUT = {
@@ -55,7 +55,7 @@ def text(command: str) -> str:
         lines += _rows({f"--{owner} CLASS": f"{', '.join(classes)}, or another with --allow"}, width)
         lines += _rows({f"--{owner}.help CLASS": "explain its settings, which are:"}, width)
         for name, path in classes.items():
-            lines += _wrapped(f"{name}: --{owner}. with {', '.join(_few(settings(path)))}", width)
+            lines += _wrapped(f"{name}: --{owner}. with {', '.join(_few(read_settings(path)))}", width)
     return "\n".join(lines)
 
 

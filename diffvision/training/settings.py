@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import yaml
 from jsonargparse import Namespace, get_loader
 
-from diffvision.allow import Parser, limited_imports, without_class
+from diffvision.allow import Parser, limit_imports, without_class
 from diffvision.data.made import missing_data
 from diffvision.jsonargparse_internals import check_import, require
 from diffvision.mistakes import Mistake, did_you_mean, is_missing, see_help
 from diffvision.models.names import host_names, unknown_model
-from diffvision.signatures import names, settings, value_type
+from diffvision.signatures import read_names, read_settings, read_type
 
 CLASSES = {
     "model": {
@@ -28,8 +28,8 @@ CLASSES = {
 }
 """A setting that takes a class -> our classes for it, by their short names."""
 LISTED = {
-    "trainer.callbacks": lambda: [*names("lightning.pytorch.callbacks"), *names("diffvision.training.fit")],
-    "trainer.logger": lambda: names("lightning.pytorch.loggers"),
+    "trainer.callbacks": lambda: [*read_names("lightning.pytorch.callbacks"), *read_names("diffvision.training.fit")],
+    "trainer.logger": lambda: read_names("lightning.pytorch.loggers"),
 }
 """A setting that takes classes by their short names -> these names."""
 HOSTS = {
@@ -54,13 +54,13 @@ class Given(NamedTuple):
 
 def known() -> dict[str, Any]:
     """Return the settings outside of the model's and the data's classes, each with its type."""
-    trainer = {f"trainer.{name}": kind for name, kind in settings("lightning.pytorch.Trainer").items()}
+    trainer = {f"trainer.{name}": kind for name, kind in read_settings("lightning.pytorch.Trainer").items()}
     return {
         "seed_everything": bool | int,
         "ckpt_path": str | None,
         "weights_only": bool | None,
-        "resume": value_type("diffvision.training.fault_tolerance.Resume"),
-        "resume_ranks": value_type("diffvision.training.fault_tolerance.Ranks"),
+        "resume": read_type("diffvision.training.fault_tolerance.Resume"),
+        "resume_ranks": read_type("diffvision.training.fault_tolerance.Ranks"),
         **dict.fromkeys(("trainer", *CLASSES), Any),
         **trainer,
     }
@@ -81,7 +81,7 @@ def check(args: Sequence[str]) -> None:
         return  # the help of a class is printed, and nothing else done
     program = f"diffvision {command}"
     require()
-    with limited_imports(words) as rest:
+    with limit_imports(words) as rest:
         flags = list(_flags(rest, program))
         parts = [list(_flat("", _loaded(one.value, program))) for one in flags if one.name == "config"]
         parts.append([one for one in flags if one.name != "config"])
@@ -91,7 +91,7 @@ def check(args: Sequence[str]) -> None:
             for owner in CLASSES:
                 classes |= _class(owner, part, is_closed, program)
             _check_types(part, known() | _of_classes(classes), classes, program)
-        if any(path and not settings(path) for path in classes.values()):
+        if any(path and not read_settings(path) for path in classes.values()):
             return  # a class of ours that was moved
         given = [one for part in parts for one in part]
         for setting, path in _class_paths(given):
@@ -196,7 +196,9 @@ def _class(owner: str, part: Sequence[Given], is_closed: bool, program: str) -> 
 
 
 def _of_classes(classes: Mapping[str, str]) -> dict[str, Any]:
-    return {f"{owner}.{name}": kind for owner, path in classes.items() if path for name, kind in settings(path).items()}
+    return {
+        f"{owner}.{name}": kind for owner, path in classes.items() if path for name, kind in read_settings(path).items()
+    }
 
 
 def _check_types(part: Sequence[Given], kinds: Mapping[str, Any], classes: Mapping[str, str], program: str) -> None:
@@ -232,7 +234,7 @@ def _check_known(name: str, value: Any, kinds: Mapping[str, Any], classes: Mappi
             parser.add_argument(f"--{known_name}")
         parser.error(f"unrecognized arguments: --{name} {value}")
     if (path := classes.get(owner)) and inner not in ("class_path", "init_args", "dict_kwargs"):
-        cls, known_names = path.rpartition(".")[2], settings(path)
+        cls, known_names = path.rpartition(".")[2], read_settings(path)
         raise Mistake(see_help(f"{owner}: {cls} takes no {inner}{did_you_mean(inner, known_names)}", program))
 
 

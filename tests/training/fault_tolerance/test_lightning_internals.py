@@ -92,7 +92,7 @@ def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(monkeypatch, cap
         pass
     with pytest.raises(ValueError, match="lacks what training relies on"):
         module.setup("fit")
-    (finding,) = doctor.private_names()
+    (finding,) = doctor.check_private_names()
     assert finding.broken
     assert "_should_accumulate: `diffvision fit` refuses; install lightning>=2.6.5,<2.7" in finding.text
 
