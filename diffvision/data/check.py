@@ -34,13 +34,14 @@ from diffvision.data.images.samples import (
     label_key_of,
 )
 from diffvision.data.shards.expected import RENAME
-from diffvision.data.shards.index import ShardIndex, correct_sidecars, scan, sha256
+from diffvision.data.shards.index import ShardIndex, correct_sidecars, scan
 from diffvision.data.shards.reader import ShardMembers
 from diffvision.data.shards.sample import BadSample, SampleKind
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import MEMBER, check_tokens
+from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]

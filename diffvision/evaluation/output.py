@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffvision.evaluation.distributed import rank_and_world
+from diffvision.files import replacing
 from diffvision.progress import track
 
 
@@ -58,15 +58,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         OSError: it cannot be written; what was there before is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, suffix=".part", delete=False) as file:
-        try:
+    try:
+        with replacing(path, sync=True) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # temporary files are private
-            os.replace(file.name, path)
-        except BaseException as error:
-            os.unlink(file.name)
-            if isinstance(error, OSError):
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

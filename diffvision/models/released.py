@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diffvision.files import locked
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 
 CONVERTED = "diffvision_layout"
@@ -75,7 +76,6 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
     Raises:
         ValueError: the file is no DiffCLIP checkpoint of a size that we have.
     """
-    from filelock import FileLock
     from huggingface_hub import cached_assets_path
 
     from diffvision.models.convert.files import CONVERSIONS, Options
@@ -84,7 +84,7 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
 
     folder = cached_assets_path("diffvision", repository, file.parent.name, assets_dir=cache_dir)
     target = folder / "openclip"
-    with FileLock(folder / "openclip.lock"):
+    with locked(folder / "openclip.lock"):
         if not target.is_dir():
             weights = recognise(file)
             if (weights.layout, "openclip") not in CONVERSIONS:

@@ -2,15 +2,11 @@
 
 import json
 import os
-import secrets
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from diffvision.files import lock_of, locked, replacing
 from diffvision.ops.attention.tuned import VARIABLE, Tuning, entries_of, tuning_file
 
 SECONDS = 10.0  # to wait for another process that writes
@@ -30,7 +26,7 @@ def file_to_write() -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise PermissionError(f"{file} cannot be written")
-        with _locked(file):
+        with locked(lock_of(file), timeout=SECONDS):
             pass
     except OSError as error:
         raise ValueError(f"{error}: name another file with {VARIABLE}") from error
@@ -59,19 +55,16 @@ def save(file: Path, tuning: Tuning) -> None:
 
     Of the same kind of call the new choice counts; a backend that was excluded stays so.
     """
-    with _locked(file):
+    with locked(lock_of(file), timeout=SECONDS):
         entries = _entries(file)
         before = _of(entries, tuning.machine)
         excluded = {**tuning.excluded, **before.excluded}
         choices = {kind: choice for kind, choice in before.choices.items() if choice.backend not in excluded}
         tuning = Tuning(tuning.machine, {**choices, **tuning.choices}, excluded)
         others = [entry for entry in entries if entry["machine"] != tuning.machine]
-        partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-        try:
-            partial.write_text(json.dumps({"machines": [*others, tuning.to_json()]}, indent=1) + "\n", encoding="utf-8")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+        content = json.dumps({"machines": [*others, tuning.to_json()]}, indent=1) + "\n"
+        with replacing(file) as new:
+            new.write(content.encode())
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
@@ -83,13 +76,3 @@ def _entries(file: Path) -> list[dict[str, Any]]:
         if file.stat().st_size:
             warnings.warn(f"{error}: it is written anew", stacklevel=2)
         return []
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    lock = file.with_name(f"{file.name}.lock")
-    try:
-        with FileLock(lock, timeout=SECONDS):
-            yield
-    except Timeout:
-        raise TimeoutError(f"{lock} cannot be locked for {SECONDS:.0f} s") from None

@@ -145,9 +145,9 @@ def test_a_whole_model():
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder without a kernel, and nothing remembered of another."""
-    monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build._found.cache_clear()
-    yield tmp_path / "cache" / "kernels"
+    yield tmp_path / "diffvision" / "kernels"
     build._found.cache_clear()
 
 
@@ -160,8 +160,8 @@ def works():
     return True
 
 
-def files(cache):
-    return [file for file in cache.iterdir() if file.name != ".lock"]
+def kept(cache):
+    return list(cache.iterdir())
 
 
 def test_it_is_compiled_once(cache, monkeypatch):
@@ -170,11 +170,11 @@ def test_it_is_compiled_once(cache, monkeypatch):
         assert works()
     finally:
         os.umask(before)
-    [file] = files(cache)
+    [file] = kept(cache)
     build._found.cache_clear()
     monkeypatch.setattr(build, "_compiler", lambda: "none")  # no longer there, nor needed
     assert works()
-    assert files(cache) == [file]
+    assert kept(cache) == [file]
 
 
 DAMAGE = {
@@ -205,14 +205,14 @@ def test_a_damaged_or_foreign_kernel_is_compiled_again(cache, damage, compiled, 
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     assert build.reason_against() == ""
-    [file] = files(cache)
+    [file] = kept(cache)
     before = file.read_bytes()
     assert before.startswith(compiled.read_bytes())
     DAMAGE[damage](file)
-    (cache / ".kernel-of-a-killed-process").mkdir()
+    (cache / ".kernel-of-a-killed-process.part").mkdir()
     build._found.cache_clear()
     assert works()
-    assert files(cache) == [file]
+    assert kept(cache) == [file]
     assert not file.is_symlink()
     assert file.read_bytes() == before
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
@@ -223,8 +223,8 @@ def reachable(cache, monkeypatch):
     """A cache folder that other users can reach, as they cannot reach pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", lambda _: f"{folder}/cache")
-        yield Path(folder, "cache", "kernels")
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        yield Path(folder, "diffvision", "kernels")
 
 
 @pytest.mark.parametrize("place", ["", "..", "../.."], ids=["itself", "above it", "far above it"])
@@ -266,7 +266,7 @@ def fails(reason):
 def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "gcc -m64")
     assert works()
-    [file] = files(cache)
+    [file] = kept(cache)
     file.unlink()
     monkeypatch.setenv("CC", 'gcc "')
     fails("the variable CC is 'gcc \"'")
@@ -290,7 +290,7 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
         broken.chmod(0o700)
         monkeypatch.setattr(build, "SECONDS", 0.3 if "sleep" in program else 60.0)
         fails(reason)
-        assert files(cache) == []
+        assert kept(cache) == []
     # What was measured is not taken where it can no longer run.
     problem = Problem(1, 4, 4, 70, 70, 8, 16)
     choice = tuned.Choice("native", "eager", 1.3, "2026-11-24", {"eager": 1.3, "native": 1.0}, {})
@@ -322,4 +322,4 @@ def test_processes_that_compile_at_once_leave_one_file(tmp_path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", program], env=env) for _ in range(2)]
     assert [process.wait(timeout=120) for process in started] == [0, 0]
-    assert len(files(tmp_path / "diffvision" / "kernels")) == 1
+    assert len(kept(tmp_path / "diffvision" / "kernels")) == 1

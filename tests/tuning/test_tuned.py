@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
-from diffvision.data.shards.sidecars import user_cache
+from diffvision import files
+from diffvision.files import locked
 from diffvision.ops import attention_backend, diff_attention, supported_backends
 from diffvision.ops.attention import Problem, tuned
 from diffvision.ops.attention.choice import problems_seen
@@ -160,11 +160,11 @@ def test_a_user_without_a_home_folder_has_no_measurements(monkeypatch):
 
     monkeypatch.delenv("DIFFVISION_TUNING", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", unknown)
+    monkeypatch.setattr(files.platformdirs, "user_cache_dir", unknown)
     monkeypatch.setattr(Path, "home", unknown)
     tuned.forget()
     assert chosen()[0] == "eager"
-    assert user_cache() == tuned.user_cache()
+    assert files.user_cache("tuning.json") == Path("/.cache/diffvision/tuning.json")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_file_of_something_else_is_not_overwritten(file):
 def test_a_lock_that_is_held_is_an_error_and_no_waiting_for_ever(file, monkeypatch):
     monkeypatch.setattr(store, "SECONDS", 0.1)
     with (
-        FileLock(f"{file}.lock"),
+        locked(file.with_name("tuning.json.lock")),
         pytest.raises(ValueError, match=r"tuning.json.lock cannot be locked"),
     ):
         store.file_to_write()

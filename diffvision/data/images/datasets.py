@@ -18,7 +18,7 @@ import numpy as np
 from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.images.tables import captions_of, label_of, numbered, path_inside, resolved_columns
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sidecars import user_cache
+from diffvision.files import user_cache
 
 TORCHVISION = "torchvision:"
 
@@ -64,7 +64,7 @@ def from_parquet(
         root: the folder that paths in them are relative to.
         every: the files of all splits; names of classes are numbered with theirs.
     """
-    rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache() / "datasets"))
+    rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache("datasets")))
     return _from_columns(source, rows, columns, root, every)
 
 

@@ -25,11 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.shards.index import sha256
-from diffvision.data.shards.locks import locked, locked_if_free, scratch, sweep
 from diffvision.data.shards.remote import GivenUp, Patience, Progress, Refused, TooLarge, download, patiently, stamp
-from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.sources import COMPRESSED, PLAIN, Shard
+from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
 
 _log = logging.getLogger(__name__)
 DEFAULT_BYTES = 100 * 10**9
@@ -56,7 +54,7 @@ class ShardCache:
         max_bytes: int = DEFAULT_BYTES,
         patience: Patience = Patience(),  # noqa: B008  frozen
     ) -> None:
-        self.directory = Path(directory) if directory else user_cache() / "shards"
+        self.directory = Path(directory) if directory else user_cache("shards")
         self.max_bytes, self.patience = max_bytes, patience
 
     progress: Callable[[], None] = staticmethod(lambda: None)
@@ -151,11 +149,11 @@ class ShardCache:
         """
         path = self._path(shard)
         self.directory.mkdir(parents=True, exist_ok=True)
-        with locked(_lock_of(path), shared=True):
+        with locked(lock_of(path), shared=True):
             if present := _touched(shard, path):
                 yield path
         if not present:
-            with locked(_lock_of(path)):
+            with locked(lock_of(path)):
                 if not _touched(shard, path):
                     self._make(shard, path)
                 yield path
@@ -254,11 +252,11 @@ class ShardCache:
             for path, stat in sorted(files, key=lambda entry: entry[1].st_atime_ns):
                 if used <= self.max_bytes:
                     break
-                with locked_if_free(_lock_of(path)) as free:
+                with locked_if_free(lock_of(path)) as free:
                     if free:
                         path.unlink(missing_ok=True)
                         (path.parent / ".index" / f"{path.name}.npz").unlink(missing_ok=True)
-                        _lock_of(path).unlink(missing_ok=True)
+                        lock_of(path).unlink(missing_ok=True)
                         used -= stat.st_size
 
 
@@ -278,10 +276,6 @@ def _digest(text: object) -> str:
 def _version_on_disk(shard: Shard) -> str:
     stat = os.stat(shard.location)
     return _digest(f"{stat.st_size} {stat.st_mtime_ns}")
-
-
-def _lock_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.lock")
 
 
 def _plain_name(name: str) -> str:

@@ -389,12 +389,6 @@ def _stamp(path: Path) -> np.ndarray:
     return np.array([_FORMAT, version.size, version.mtime_ns, tail], dtype=np.int64)
 
 
-def sha256(path: Path) -> str:
-    """Return the sha256 of a local file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _load(sidecar: Path, stamp: np.ndarray) -> ShardIndex | None:
     tar_bytes = int(stamp[1])
     limit = _MAX_SIDECAR + 2 * tar_bytes

@@ -4,22 +4,11 @@ import errno
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-
-def user_cache() -> Path:
-    """Return the folder of this user's derived files: `$XDG_CACHE_HOME/diffvision` or `~/.cache/diffvision`.
-
-    A user without a home folder, as in some containers, gets that of "/".
-    """
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path("/")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "diffvision"
+from diffvision.files import replacing, user_cache
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:
@@ -28,7 +17,7 @@ def sidecars(path: Path, ending: str) -> list[Path]:
     If the folder next to the shard is a link, which may have come with the shards, it is not followed.
     """
     digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    folder, cache = path.parent / ".index", user_cache() / "index" / f"{digest}{ending}"
+    folder, cache = path.parent / ".index", user_cache("index") / f"{digest}{ending}"
     return [cache] if folder.is_symlink() else [folder / f"{path.name}{ending}", cache]
 
 
@@ -49,14 +38,8 @@ def write_sidecar(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
     """Replace a sidecar, as a whole, with what `write` writes; return False where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            try:
-                write(file)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(path) as file:
+            write(file)
     except OSError:
         return False
     return True

@@ -7,16 +7,14 @@ copy, even one that keeps its mtime, is read again. What the disk changes withou
 noticed here; `diffvision data check` reads everything.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffvision.data.shards.locks import locked
 from diffvision.data.shards.sidecars import read_sidecar, sidecars, write_sidecar
+from diffvision.files import locked, sha256
 
-_BLOCK = 1 << 20
 _MAX_NOTE = 1 << 10  # bytes
 
 
@@ -36,19 +34,10 @@ def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
         if (known := _noted(notes, path)) is not None:
             return known
         stamp = _stamp(path)
-        digest = _read(path, progress)
+        digest = sha256(path, progress)
         if _stamp(path) == stamp:  # else it was written to meanwhile, and no note would be true
             _note(notes, f"{stamp} {digest}")
         return digest
-
-
-def _read(path: Path, progress: Callable[[], None]) -> str:
-    digest, block = hashlib.sha256(), bytearray(_BLOCK)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(memoryview(block)[:count])
-            progress()
-    return digest.hexdigest()
 
 
 def _stamp(path: Path) -> str:

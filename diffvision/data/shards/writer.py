@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,9 +11,10 @@ from pathlib import Path
 import webdataset
 
 from diffvision.data.shards.expected import RENAME
-from diffvision.data.shards.index import scan, sha256
+from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
+from diffvision.files import replacing, sha256
 
 Sample = Mapping[str, str | bytes]
 """{"__key__": key, member type: content}"""
@@ -66,11 +66,9 @@ def check_per_shard(per_shard: int) -> None:
 
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
     """Write one shard, which has its name only once it is whole; the same samples give the same bytes."""
-    part = _new_part(path)
-    with open(part, "xb") as file, webdataset.TarWriter(file, encoder=False, mtime=0) as writer:
+    with replacing(path) as file, webdataset.TarWriter(file, encoder=False, mtime=0) as writer:
         for sample in samples:
             writer.write({k: v.encode() if isinstance(v, str) and k[0] != "_" else v for k, v in sample.items()})
-    os.replace(part, path)
 
 
 def begin_manifest(directory: Path) -> None:
@@ -111,17 +109,8 @@ def _described(path: Path) -> dict:
 
 
 def _replace(path: Path, value: object) -> None:
-    part = _new_part(path)
-    with open(part, "x", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-    os.replace(part, path)
-
-
-def _new_part(path: Path) -> Path:
-    """Return the name under which a file is written; a file or link of that name is removed."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    return part
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
 def write_about(directory: str | Path, source: str, licence: str, **facts: object) -> None:

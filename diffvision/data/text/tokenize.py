@@ -20,10 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.cache import identity
-from diffvision.data.shards.locks import locked, scratch, sweep
 from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
-from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_manifest, write_tar
@@ -41,6 +39,7 @@ from diffvision.data.text.tokens import (
     find_accounts,
     token_dtype,
 )
+from diffvision.files import locked, scratch, sweep, user_cache
 from diffvision.progress import bar
 
 _ROWS = 256  # samples in one piece of a worker's work
@@ -175,7 +174,7 @@ def cached_tokens(
     text, limits = text or TextMember(), limits or Limits()
     identities = [identity(shard) for shard in source.shards]
     identity_of_all = json.dumps([TOKENS_FORMAT, identities, tokenizer.fingerprint, text.key])
-    root = user_cache() / "tokens"
+    root = user_cache("tokens")
     directory = root / hashlib.sha256(identity_of_all.encode()).hexdigest()[:24]
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f"{directory.name}.lock"):

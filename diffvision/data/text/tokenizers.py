@@ -14,6 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from diffvision.files import replacing
+
 END = "<|endoftext|>"
 """The end of a document in tokenizers trained here, GPT-2's and tiktoken's."""
 
@@ -204,11 +206,8 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 def _write(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # a link may have come with the folder
-    with part.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, ensure_ascii=False) + "\n")
-    os.replace(part, path)
+    with replacing(path) as file:
+        file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
 
 
 def _configured(path: Path) -> tuple[str | None, str | None]:

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, get_origin
 
-import platformdirs
 import torch
 
+from diffvision.files import user_cache
 from diffvision.ops.attention.problem import Problem
 
 VARIABLE = "DIFFVISION_TUNING"
@@ -215,15 +215,7 @@ def tuning_file() -> Path | None:
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() == "off":
         return None
-    return Path(os.path.expanduser(setting)) if setting else user_cache() / "tuning.json"
-
-
-def user_cache() -> Path:
-    """Return this package's folder in the user's cache; without a home folder, as in some containers, that of "/"."""
-    try:
-        return Path(platformdirs.user_cache_dir("diffvision"))
-    except RuntimeError:
-        return Path("/.cache/diffvision")
+    return Path(os.path.expanduser(setting)) if setting else user_cache("tuning.json")
 
 
 def entries_of(file: Path) -> list[dict[str, Any]]:

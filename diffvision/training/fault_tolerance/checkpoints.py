@@ -8,7 +8,6 @@ checkpoint, and how, is in `resume` and `run_state`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from diffvision.files import sha256
 from diffvision.training.fault_tolerance.content import malformed, opened, states_not_finite, weights_not_finite
 from diffvision.training.fault_tolerance.files import is_remote, sync_directory, tensor_bytes, unwritable, write_file
 from diffvision.training.fault_tolerance.records import (
@@ -191,8 +191,7 @@ def _fault(path: Path, record: Record) -> str:
         size = path.stat().st_size
         if size != record.bytes:
             return "is empty" if not size else f"has {size:,} bytes of the {record.bytes:,} that were saved"
-        with path.open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+        same = sha256(path) == record.sha256
     except OSError as error:  # a bad block, or no permission: an earlier checkpoint may be readable
         return f"cannot be read ({error.strerror or error})"
     return "" if same else "has other bytes than were saved (sha256)"

@@ -78,8 +78,8 @@ def test_a_flipped_bit_in_a_compressed_shard(corpus, source, tmp_path):
 
 def test_each_version_of_a_file_is_read_once(source, tmp_path, monkeypatch):
     reads = []
-    read = verify._read
-    monkeypatch.setattr(verify, "_read", lambda path, progress: reads.append(path.name) or read(path, progress))
+    read = verify.sha256
+    monkeypatch.setattr(verify, "sha256", lambda path, progress: reads.append(path.name) or read(path, progress))
     path = source / "000000.tar"
     beats = []
     first = sha256_of(path, lambda: beats.append(1))

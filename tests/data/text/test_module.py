@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.shards.sidecars import user_cache
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.files import user_cache
 
 DOCUMENTS = [f"document {n}: " + " ".join(f"word{n * k % 17}" for k in range(3 + n % 9)) for n in range(60)]
 
@@ -57,7 +57,7 @@ def test_text_is_tokenised_once_and_anew_when_it_changes(places, tmp_path):
     def made():
         data = TextData(str(tmp_path / "s"), 2, 16, tokenizer=str(places / "tokenizer.json"), num_workers=0)
         data.prepare_data()
-        return data, {p.name: p.stat().st_mtime_ns for p in (user_cache() / "tokens").iterdir() if p.is_dir()}
+        return data, {p.name: p.stat().st_mtime_ns for p in user_cache("tokens").iterdir() if p.is_dir()}
 
     data, first = made()
     assert len(first) == 1
@@ -152,7 +152,7 @@ def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path
     module = Recorder(vocab_size=279)
     with pytest.raises(ValueError, match="the model has vocab_size 279"):
         fit(module, data_of(places, source), tmp_path)
-    assert not (user_cache() / "tokens").exists()
+    assert not user_cache("tokens").exists()
     fit(padded := Recorder(vocab_size=320), data_of(places, source), tmp_path)
     assert padded.seen
 

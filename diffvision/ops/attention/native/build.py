@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from diffvision.ops.attention.tuned import user_cache
+from diffvision import files
 
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-std=c11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
@@ -32,7 +32,7 @@ INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 SECONDS = 60.0
-SCRATCH = ".kernel-"
+SCRATCH = ".kernel-"  # begins the names of folders to compile in
 DIGEST_BYTES = 32  # of a file's sha256, at its end
 MAX_BYTES = 2**24
 
@@ -139,24 +139,14 @@ def _compiled(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
 
 @contextmanager
 def _scratch(folder: Path | None) -> Iterator[Path]:
-    """Make a temporary folder within the cache's, where those of killed processes are removed, or in the system's."""
+    """Create a temporary folder within the cache's, where those of killed processes are removed, or in the system's."""
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
             yield Path(scratch)
         return
-    import fcntl
-
-    with ExitStack() as stack:
-        with suppress(OSError):  # without a lock what others left stays
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            lock = stack.enter_context(open(os.open(folder / ".lock", flags, 0o600), "rb"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in folder.glob(f"{SCRATCH}*"):
-                    shutil.rmtree(left, ignore_errors=True)
-            finally:  # shared with the others that compile now
-                fcntl.flock(lock, fcntl.LOCK_SH)
-        yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder)))
+    files.sweep(folder, SCRATCH)
+    with files.scratch(folder, SCRATCH, mode=0o700) as scratch_folder:
+        yield scratch_folder
 
 
 def _compiler() -> list[str] | str:
@@ -174,7 +164,7 @@ def _compiler() -> list[str] | str:
 
 def _folder() -> Path | None:
     """Return the cache's folder, made if need be; None if another user can change it, or it cannot be made."""
-    folder = Path(os.path.realpath(user_cache()), "kernels")
+    folder = Path(os.path.realpath(files.user_cache("kernels").parent), "kernels")
     places = [*reversed(folder.parents), folder]
     try:
         for place in places:
