@@ -57,7 +57,7 @@ def compare(
     from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.options import InferenceSettings
+    from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, listed
     from diffvision.opening import open_model
     from diffvision.tables import show

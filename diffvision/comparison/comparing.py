@@ -23,8 +23,9 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
+from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, RESAMPLES, difference
-from diffvision.evaluation.options import InferenceSettings, Options
+from diffvision.evaluation.options import Options
 from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model

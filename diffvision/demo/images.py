@@ -26,7 +26,7 @@ from diffvision.demo.pictures import shown
 from diffvision.demo.report import Run, comparison, of_model
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.options import InferenceSettings
+from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.evaluation.suite import evaluate
 

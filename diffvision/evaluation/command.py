@@ -70,7 +70,7 @@ def run(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
-    from diffvision.evaluation.options import InferenceSettings
+    from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, listed
     from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (

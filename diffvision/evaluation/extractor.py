@@ -17,7 +17,8 @@ from diffvision.data.images.decode import decode_image, to_rgb
 from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.options import InferenceSettings, Precision
+from diffvision.evaluation.inference import InferenceSettings
+from diffvision.evaluation.options import Precision
 from diffvision.models.files import FOLDER
 from diffvision.opening import Model, open_model
 

@@ -1,42 +1,12 @@
-"""The settings that all evaluations share: how models are run, and what is measured."""
+"""The settings that all evaluations share. The help of a command imports this module, and so nothing heavy may."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from torch import device
-
-    from diffvision.evaluation.blind import Blind
-    from diffvision.evaluation.cache import Cache
+from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What a model computes in."""
-
-
-@dataclass(frozen=True)
-class InferenceSettings:
-    """How a model is run over evaluation folders.
-
-    Args:
-        batch_size: images a batch and rank.
-        num_workers: processes that read and decode images.
-        device: where the model is; by default that of its parameters.
-        precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
-        progress: wraps an iterable in a progress bar, given also its description; None for silence.
-        cache: keeps features, so that an evaluation that was interrupted resumes.
-        blind: a language model that scores captions without the images, for composition and pairs.
-    """
-
-    batch_size: int = 64
-    num_workers: int = 0
-    device: device | str | None = None
-    precision: Precision = "fp32"
-    progress: Callable[[Any, str], Iterable] | None = None
-    cache: Cache | None = None
-    blind: Blind | None = None
 
 
 @dataclass(frozen=True)
