@@ -20,7 +20,7 @@ from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.training.module import TrainingModule
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule, without_decay
+from diffvision.training.optim import OptimizerSettings, param_groups, without_decay
 
 DEFAULT = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8)
 
@@ -176,27 +176,19 @@ class ClassificationModule(TrainingModule):
         """Return the probabilities of the classes, float [B, num_classes]."""
         return self(batch["image"]).float().softmax(dim=-1)
 
-    def configure_optimizers(self) -> Any:
-        """Return AdamW and its schedule."""
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trained parameters in groups, without decay for those that timm's model lists."""
         decay = self.settings.weight_decay
-        # timm models list parameters to exclude from weight decay (position embedding, class token).
+        # Such as the position embedding and the class token.
         undecayed = set(self.model.no_weight_decay()) if hasattr(self.model, "no_weight_decay") else set()
         if self.layer_decay is None:
-            groups = param_groups(self.model, decay, undecayed)
-        else:
-            from timm.optim import param_groups_layer_decay
+            return param_groups(self.model, decay, undecayed)
+        from timm.optim import param_groups_layer_decay
 
-            undecayed |= {name for name, p in self.model.named_parameters() if without_decay(name, p)}
-            groups = param_groups_layer_decay(
-                self.model, weight_decay=decay, no_weight_decay_list=undecayed, layer_decay=self.layer_decay
-            )
-        optimizer = adamw(groups, self.settings, self.trainer)
-        scheduler = schedule(optimizer, self.settings, self.trainer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the architecture before the weights are loaded."""
-        self.check_checkpoint(checkpoint)
+        undecayed |= {name for name, p in self.model.named_parameters() if without_decay(name, p)}
+        return param_groups_layer_decay(
+            self.model, weight_decay=decay, no_weight_decay_list=undecayed, layer_decay=self.layer_decay
+        )
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another architecture; `fit` calls it before it reads data."""

@@ -29,7 +29,7 @@ from diffvision.opening.images import refuse_code, without_warning_of_random_wei
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.fault_tolerance import spread
 from diffvision.training.module import TrainingModule
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
+from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import followed
 
 FEATURES = ("image_features", "text_features")
@@ -344,16 +344,6 @@ class ContrastiveModule(TrainingModule):
         text = batch.get("text")
         out = self(batch.get("image"), text if isinstance(text, Tensor) and text.ndim == 2 else None)
         return {name: out[name] for name in FEATURES if name in out}
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW and its schedule."""
-        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings, self.trainer)
-        scheduler = schedule(optimizer, self.settings, self.trainer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the architecture before the weights are loaded."""
-        self.check_checkpoint(checkpoint)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""

@@ -52,7 +52,17 @@ class EMA(EMAWeightAveraging):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
+        self._averaged_epoch = -1  # at whose end the averages were last updated
+        self._averages = False  # whether there are averages: since the beginning of the first fit
         self._swapped = False  # whether the module holds the averages, and the average model the training weights
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether a step or an epoch's end updates the averages; an epoch's end does so once."""
+        if epoch_idx is None:
+            return super().should_update(step_idx)
+        due = epoch_idx > self._averaged_epoch and super().should_update(epoch_idx=epoch_idx)
+        self._averaged_epoch = epoch_idx if due else self._averaged_epoch
+        return due
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make the averages before a fit; raise ValueError where the strategy shards the weights."""
@@ -64,11 +74,12 @@ class EMA(EMAWeightAveraging):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
+        self._averages = self._averages or stage == "fit"
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the averages into the module."""
         super().on_validation_epoch_start(trainer, pl_module)
-        self._swapped = lightning_internals.has_average(self)
+        self._swapped = self._averages
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap the training weights into the module."""
@@ -81,19 +92,18 @@ class EMA(EMAWeightAveraging):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the epoch of the last update."""
-        return super().state_dict() | {"latest_update_epoch": lightning_internals.get_last_averaged_epoch(self)}
+        return super().state_dict() | {"latest_update_epoch": self._averaged_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the step and the epoch of the last update."""
         super().load_state_dict(state_dict)
-        if "latest_update_epoch" in state_dict:
-            lightning_internals.set_last_averaged_epoch(self, state_dict["latest_update_epoch"])
+        self._averaged_epoch = state_dict.get("latest_update_epoch", self._averaged_epoch)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Restore the averages in a fit; elsewhere the module loads them, as they are the checkpoint's state_dict."""
-        if lightning_internals.has_average(self):
+        if self._averages:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_save_checkpoint(
@@ -101,6 +111,6 @@ class EMA(EMAWeightAveraging):
     ) -> None:
         """Save the averages as `state_dict` and the training weights as `current_model_state`."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._swapped and lightning_internals.has_average(self):
+        if self._swapped:
             trained, average = checkpoint["state_dict"], checkpoint["current_model_state"]
             checkpoint["state_dict"], checkpoint["current_model_state"] = average, trained

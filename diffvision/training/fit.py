@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
@@ -137,7 +136,7 @@ class SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
+class FitCLI(LightningCLI):
     """LightningCLI with any module and data module; the model's transforms, tokenizer and classes go to its data.
 
     The configuration alone says what a run is: unlike Lightning's, it is never overridden by hyper-parameters stored
@@ -169,28 +168,25 @@ class FitCLI(lightning_internals.CommandLineHooks, LightningCLI):
         return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate", "test")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Link a model's settings to its data's, and add what `fit` alone reads: others take the file that it saves."""
         for name in LINKED:
             parser.link_arguments(f"model.{name}", f"data.init_args.{name}", apply_on="instantiate")
-
-    def add_arguments_to_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> None:
-        """Add `--resume` and `--resume_ranks`.
-
-        The other subcommands take the configuration that a fit has saved, and ignore these two of its settings.
-        """
-        fit = subcommand == "fit"
-        resume = "resume from the newest valid checkpoint of the run's directory: auto (if there is one), must, never"
-        ranks = "any: resume from a checkpoint of another number of processes"
-        for name, kind, default, text in (("resume", Resume, "never", resume), ("resume_ranks", Ranks, "same", ranks)):
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text if fit else argparse.SUPPRESS)
+        parser.add_argument("--resume", type=Resume, default="never", help="fit: continue from the newest checkpoint")
+        parser.add_argument("--resume_ranks", type=Ranks, default="same", help="fit: any, from another number of ranks")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning's method warns whenever arguments come from a function call
         if "subcommand" in self.config:
-            _load_tensors_only(self.config[self.config["subcommand"]])
+            settings = self.config[self.config["subcommand"]]
+            _load_tensors_only(settings)
+            # Out of sight until `before_instantiate_classes`: Lightning would take settings from the checkpoint.
+            self.ckpt_path, settings["ckpt_path"] = settings["ckpt_path"], None
 
     def before_instantiate_classes(self) -> None:
         """Refuse impossible numbers, and take num_classes from the data where it is left open."""
         settings = self.config[self.subcommand] if self.subcommand else self.config
+        if self.subcommand:
+            settings["ckpt_path"] = self.ckpt_path
         _refuse_numbers(settings["trainer"])
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:

@@ -26,7 +26,7 @@ from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.module import TrainingModule
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups, schedule
+from diffvision.training.optim import OptimizerSettings
 
 # Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
@@ -198,7 +198,8 @@ class LanguageModule(TrainingModule):
         return loss, nll, (targets != IGNORED).sum()
 
     def on_train_start(self) -> None:
-        """Begin to count the predictions of a step."""
+        """Begin the schedule, and the count of a step's predictions."""
+        super().on_train_start()
         self._predictions = None
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
@@ -313,19 +314,9 @@ class LanguageModule(TrainingModule):
         with torch.inference_mode(False), torch.no_grad():
             yield
 
-    def configure_optimizers(self) -> Any:
-        """Return AdamW and its schedule."""
-        optimizer = adamw(param_groups(self.model, self.settings.weight_decay), self.settings, self.trainer)
-        scheduler = schedule(optimizer, self.settings, self.trainer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the configuration before the weights are loaded."""
-        self.check_checkpoint(checkpoint)
-
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""
-        path = getattr(lightning_internals.attached_trainer(self), "ckpt_path", None)
+        path = getattr(self.attached_trainer, "ckpt_path", None)
         name = str(path or "the checkpoint")
         self._check_configuration(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
         if KEY in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
-from diffvision.training.optim import OptimizerSettings, WarmupDecay
+from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.schedule import WarmupDecay
 
 # Warnings of other libraries about code that is not the user's.
 OTHERS = (
@@ -76,10 +78,35 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def lr(self, lr: float) -> None:
         self.settings = replace(self.settings, lr=lr)
         self.hparams["optimizer"] = plain(self.settings)
-        trainer = lightning_internals.attached_trainer(self)
-        for config in [] if trainer is None else trainer.lr_scheduler_configs:
-            if isinstance(config.scheduler, WarmupDecay):
-                config.scheduler.set_lr(lr)
+        for scheduler in self.schedules():
+            scheduler.set_lr(lr)
+
+    @property
+    def attached_trainer(self) -> pl.Trainer | None:
+        """The module's Trainer; None where it has none, or is in a loop of Fabric's."""
+        with suppress(RuntimeError):
+            return None if self.in_fabric else self.trainer
+        return None
+
+    def schedules(self) -> list[WarmupDecay]:
+        """Return the schedules of this module's optimizers; a subclass may have none."""
+        configs = [] if (trainer := self.attached_trainer) is None else trainer.lr_scheduler_configs
+        return [config.scheduler for config in configs if isinstance(config.scheduler, WarmupDecay)]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trained parameters in groups, each with its weight decay, for AdamW."""
+        return param_groups(self.model, self.settings.weight_decay)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW and its schedule."""
+        optimizer = adamw(self.parameter_groups(), self.settings, self.trainer)
+        scheduler = WarmupDecay(optimizer, self.settings, self.trainer.max_steps, self.trainer.max_epochs)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Begin the schedule, whose length the trainer knows by now; a subclass with this hook calls super()'s."""
+        for scheduler in self.schedules():
+            scheduler.begin(self.trainer)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
@@ -185,6 +212,14 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def fitting(self) -> bool:
         """Whether the trainer fits, rather than validates, tests or predicts."""
         return self.trainer.state.fn == TrainerFn.FITTING
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
+        raise NotImplementedError
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check the architecture before the weights are loaded."""
+        self.check_checkpoint(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save hyperparameters that need no other file of weights, because the checkpoint holds them."""

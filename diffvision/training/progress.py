@@ -18,6 +18,7 @@ from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.fault_tolerance import asking
+from diffvision.training.schedule import epoch_steps, run_steps
 from diffvision.training.terminal import CellScreen, Screen
 
 # Names of metrics on the line, the most important first. All others come last, under their full names.
@@ -374,7 +375,7 @@ def duration(seconds: float) -> str:
 
 def position(trainer: pl.Trainer, total: int | None) -> str:
     """Return how far a fit is: "epoch 2/6 step 120/786", without the totals where they are not known."""
-    steps = steps_per_epoch(trainer)
+    steps = epoch_steps(trainer, trainer.current_epoch)
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
     if steps and total is not None:
         epochs = math.ceil(total / steps)
@@ -382,19 +383,9 @@ def position(trainer: pl.Trainer, total: int | None) -> str:
     return f"{epoch} step {trainer.global_step}" + (f"/{total}" if total is not None else "")
 
 
-def steps_per_epoch(trainer: pl.Trainer) -> int | None:
-    """Return the optimizer steps of an epoch; None where the loader does not know its length."""
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
-
-
 def total_steps(trainer: pl.Trainer) -> int | None:
     """Return the steps of the whole run, in all its processes; None where neither steps nor epochs are limited."""
-    steps = steps_per_epoch(trainer)
-    limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
-    if steps is not None and trainer.max_epochs is not None and trainer.max_epochs > 0:
-        limits.append(trainer.max_epochs * steps)
-    return min(limits, default=None)
+    return run_steps(trainer, trainer.max_steps, trainer.max_epochs)
 
 
 def batches_of(trainer: pl.Trainer) -> Sequence[int | float]:

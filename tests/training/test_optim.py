@@ -1,25 +1,31 @@
 """Groups and schedule against hand-computed values."""
 
+import math
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
 from diffvision import nn as layers
-from diffvision.training.optim import (
-    OptimizerSettings,
-    WarmupDecay,
-    adamw,
-    param_groups,
-    schedule,
-)
+from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.schedule import WarmupDecay
 
 
-def trainer(batches: int | None = 10, **settings) -> pl.Trainer:
-    """A trainer whose loader has so many batches, or a number that it does not tell."""
+def trainer(batches: float = 10, **settings) -> pl.Trainer:
+    """A trainer whose epochs have this many batches."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     made = pl.Trainer(**quiet | {"max_epochs": 4} | settings)
-    made.fit_loop._data_source.instance = iter([]) if batches is None else range(batches)
+    made.fit_loop.max_batches = batches
+    return made
+
+
+def schedule(optimizer, settings: OptimizerSettings, trainer: pl.Trainer, state: dict | None = None) -> WarmupDecay:
+    """A schedule that has begun, after the state of another one was loaded."""
+    made = WarmupDecay(optimizer, settings, trainer.max_steps, trainer.max_epochs)
+    if state is not None:
+        made.load_state_dict(state)
+    made.begin(trainer)
     return made
 
 
@@ -77,16 +83,14 @@ def test_a_linear_decay_is_a_line():
     ("settings", "warmup", "total"),
     [
         ({"max_epochs": 4}, 10, 40),
-        ({"max_epochs": 4, "limit_train_batches": 3}, 3, 12),
-        ({"max_epochs": 4, "limit_train_batches": 0.5}, 5, 20),
         ({"max_epochs": 4, "accumulate_grad_batches": 4}, 3, 12),
         ({"max_epochs": 4, "max_steps": 25}, 10, 25),
         ({"max_epochs": -1, "max_steps": 25}, 10, 25),
         ({"max_epochs": 2}, 10, 20),
         ({"max_epochs": 1}, 1, 10),  # not longer than half of the run: a tenth of it
         ({"max_epochs": 1, "max_steps": 3}, 0, 3),
-        ({"batches": None, "max_epochs": -1, "max_steps": 50}, 5, 50),
-        ({"fast_dev_run": True}, 0, 1),
+        ({"batches": math.inf, "max_epochs": -1, "max_steps": 50}, 5, 50),
+        ({"batches": 1, "fast_dev_run": True}, 0, 1),
     ],
 )
 def test_lengths_come_from_the_configuration(settings, warmup, total):
@@ -106,9 +110,9 @@ def test_a_default_in_steps_shrinks_as_an_epoch_does_and_one_that_is_set_counts_
 def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
     optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
     with pytest.raises(ValueError, match="max_steps"):
-        schedule(optimizer, OptimizerSettings(), trainer(batches=None))
+        schedule(optimizer, OptimizerSettings(), trainer(batches=math.inf))
     with pytest.raises(ValueError, match="warmup_steps"):
-        schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(batches=None, max_steps=5))
+        schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(batches=math.inf, max_steps=5))
     with pytest.raises(ValueError, match="clip_norm is -1"):
         OptimizerSettings(clip_norm=-1.0)
     with pytest.raises(ValueError, match="max_skipped is -1"):
@@ -122,10 +126,10 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("setting", [{"warmup_epochs": 1}, {"warmup_steps": 10}, {}, {"default_warmup_steps": 9}])
 def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, caplog):
-    def make(epochs: int, **more) -> WarmupDecay:
+    def make(epochs: int, state: dict | None = None, **more) -> WarmupDecay:
         settings = OptimizerSettings(**setting | more)
         optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
-        return schedule(optimizer, settings, trainer(max_epochs=epochs))
+        return schedule(optimizer, settings, trainer(max_epochs=epochs), state)
 
     with caplog.at_level("INFO"):
         short = make(1)
@@ -134,12 +138,9 @@ def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, ca
     assert any("warm-up shortened to 1" in line for line in caplog.messages) == is_set
     extended = make(4)
     assert extended.warmup == (9 if "default_warmup_steps" in setting else 10)
-    extended.load_state_dict(short.state_dict())
-    assert extended.warmup == 1
-    changed = make(4, warmup_steps=3)
-    changed.load_state_dict(short.state_dict())
-    assert changed.warmup == 3
-    changed.load_state_dict({"last_epoch": 2})  # of an earlier version
+    assert make(4, short.state_dict()).warmup == 1
+    assert make(4, short.state_dict(), warmup_steps=3).warmup == 3
+    changed = make(4, {"last_epoch": 2}, warmup_steps=3)  # of an earlier version
     assert (changed.warmup, changed.last_epoch) == (3, 2)
 
 
@@ -147,19 +148,30 @@ def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuratio
     def make(**settings) -> tuple[torch.optim.Optimizer, WarmupDecay]:
         chosen = OptimizerSettings(warmup_steps=2, **settings)
         optimizer = adamw(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
-        return optimizer, schedule(optimizer, chosen, trainer())
+        return optimizer, WarmupDecay(optimizer, chosen, -1, 4)
 
     old, old_schedule = make(lr=1.0, weight_decay=0.1)
+    old_schedule.begin(trainer())
     for _ in range(5):
         old.step()
         old_schedule.step()
     new, new_schedule = make(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
     new.load_state_dict(old.state_dict())
     new_schedule.load_state_dict(old_schedule.state_dict())
+    new_schedule.begin(trainer())
     assert new.param_groups[1]["lr"] == pytest.approx(old.param_groups[1]["lr"] / 2)
     assert new.param_groups[1]["weight_decay"] == 0.3
     assert new.param_groups[0]["weight_decay"] == 0.0
     assert new.param_groups[1]["betas"] == (0.8, 0.9)
+
+
+def test_a_schedule_that_has_not_begun_is_one_error():
+    settings = OptimizerSettings()
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    scheduler = WarmupDecay(optimizer, settings, 5, None)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="on_train_start"):
+        scheduler.step()
 
 
 def test_layer_scale_multiplies_the_rate():

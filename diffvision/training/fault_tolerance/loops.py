@@ -109,11 +109,11 @@ def resume(trainer: pl.Trainer, at: Moment) -> None:
     First come the checkpoint callbacks that were still to be called when another one saved.
     """
     if at == "epoch":
-        lightning_internals.begin_epoch(trainer)
+        trainer.fit_loop.epoch_loop.restarting = False  # the next epoch begins as one that was not interrupted
         return
     if at == "step":
         _call_checkpoint_callbacks(trainer)
-    if lightning_internals.is_training_done(trainer):
+    if is_at_last_step(trainer) or lightning_internals.is_last_batch(trainer):
         lightning_internals.end_epoch(trainer)
     if at in ("step", "validation") and lightning_internals.is_validation_due(trainer):
         lightning_internals.restart_validation(trainer)

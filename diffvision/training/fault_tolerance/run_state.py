@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -78,6 +78,7 @@ class RunState(pl.Callback):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = settings or {}
         self._run: dict[str, Any] | None = None  # of the checkpoint that was loaded
+        self._loader_states: list[Any] = []
         self._before_validation: tuple[Any, Any] | None = None  # generators, and the batches validated before
         self._warned = False
         self._beginning = ExitStack()
@@ -178,6 +179,7 @@ class RunState(pl.Callback):
             raise ValueError(f"cannot resume from {trainer.ckpt_path}: it was taken {run['unfinished']}")
         if "place" in run:
             state = checkpoint["loops"]["fit_loop"]
+            self._loader_states = state.get("combined_loader", [])
             self._run = run = run | {"place": loops.recorded(state, run["place"])}
             loops.settle(state, run["place"])
 
@@ -217,7 +219,10 @@ class RunState(pl.Callback):
             return
         _resume_callbacks(trainer)
         self._warn(trainer, run)
-        _check_data(trainer)
+        loader = trainer.train_dataloader
+        # By its state our loader checks its data, and Lightning loads none at an epoch's end.
+        if not trainer.fit_loop.restarting and isinstance(loader, ShardLoader) and self._loader_states:
+            loader.load_state_dict(self._loader_states[0])
         if "place" not in run:
             return
         states = run["random"]
@@ -311,14 +316,6 @@ def _resume_callbacks(trainer: pl.Trainer) -> None:
             rank_zero_warn(
                 f"resumed from {trainer.ckpt_path}: StochasticWeightAveraging does not resume exactly; EMA does"
             )
-
-
-def _check_data(trainer: pl.Trainer) -> None:
-    """Load the state of our loader, by which it checks its data: Lightning loads none at an epoch's end."""
-    loader = trainer.train_dataloader
-    states = lightning_internals.loader_states(trainer)
-    if isinstance(loader, ShardLoader) and states:
-        loader.load_state_dict(cast(Any, states[0]))
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
