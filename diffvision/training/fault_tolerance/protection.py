@@ -1,6 +1,51 @@
-"""The one function that protects a fit: it connects all that this package does to a trainer.
+"""The one function that protects a fit, and what happens in such a fit between two batches.
 
-Each part is in a module of this package.
+A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `in_order`, then
+that of the module; a hook that is not named here is empty.
+
+    the loader's next batch
+    as_read                     TrainingModule    a dictionary, checked
+    on_train_batch_start        EvenRanks         the last batch of any rank is the last of all
+                                StepGuard         note the batch
+    training_step               TrainingModule    the loss; ContrastiveModule makes its step here
+    on_before_backward          StepGuard         a loss that is not finite makes every gradient NaN, on all ranks
+    on_after_backward           LanguageModule    divide by the step's predictions
+    on_before_optimizer_step    StepGuard         clip the gradient, or skip the step
+    the optimizer's step, and the schedule's
+    on_train_batch_end          ProgressLine      redraw the line
+                                EMA               update the averages
+                                Throughput        samples per second
+                                LambdaMonitor     lambda of each layer
+                                DataReport        count the batch
+                                Preemption        the ranks agree on signals: save, end
+                                StepGuard         forget the batch
+                                ModelCheckpoint   save, on the steps that it was told
+    the loggers write the step's metrics
+
+Where a validation is due it follows, and every save calls these:
+
+    on_validation_start         ProgressLine      time the validation
+                                RunSummary        note the metrics before it
+                                RunState          keep the random generators
+                                Preemption        count how often ranks ask for signals
+    on_validation_epoch_start   EMA               the averages go into the module
+                                TrainingModule    begin the sums
+    on_validation_batch_start   ProgressLine      redraw the line
+                                Preemption        the ranks agree on signals: save, end
+    validation_step             TrainingModule    evaluate, or add to the sums
+    on_validation_epoch_end     EMA               the training weights come back
+                                TrainingModule    log the metrics
+    on_validation_end           ProgressLine      show the metrics
+                                Throughput        leave out the time
+                                RunSummary        note the metrics
+                                RunState          forget the random generators
+                                ModelCheckpoint   save the best and the last
+
+    on_save_checkpoint          EMA               both sets of weights
+                                DataReport        what was counted of the epoch
+                                RunSummary        names of the metrics
+                                RunState          random generators, settings, the moment between two hooks
+                                TrainingModule    what rebuilds the model
 """
 
 from __future__ import annotations

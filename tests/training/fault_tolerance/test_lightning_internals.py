@@ -77,7 +77,7 @@ def test_at_most_thirty_private_names_are_used_and_each_is_listed_with_the_promi
             used |= (found - own) & theirs
     used -= TORCHS
     for hook in (lightning_internals.BatchHook, TrainingModule, FitCLI):
-        base = next(cls for cls in hook.__mro__ + (pl.LightningModule,) if cls.__module__.startswith("lightning."))
+        base = next(cls for cls in (*hook.__mro__, pl.LightningModule) if cls.__module__.startswith("lightning."))
         used |= {name for name in vars(hook) if name in theirs and hasattr(base, name)}
     listed = {name for path in lightning_internals.NAMES for name in re.findall(r"(?<!\w)_\w+", path)}
     assert used == listed

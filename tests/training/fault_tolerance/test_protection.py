@@ -1,17 +1,23 @@
 """`protect` around the fit of a script: what it adds to a trainer, and that a stopped run resumes."""
 
+import re
+from collections import defaultdict
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import Profiler
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from diffvision.training import fault_tolerance
-from diffvision.training.fault_tolerance import protect
+from diffvision.training import EMA, ClassificationModule, DataReport, LambdaMonitor, Throughput, fault_tolerance
+from diffvision.training.fault_tolerance import protect, protection
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
+from diffvision.training.progress import ProgressLine
+from diffvision.training.summary import RunSummary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -141,3 +147,54 @@ def test_no_last_state_is_left_where_none_is_wanted(tmp_path, settings):
     with protect(trainer, module):
         trainer.fit(module, DataLoader(torch.ones(8, 3)))
     assert not [*tmp_path.rglob("*.ckpt")]
+
+
+class Recorder(Profiler):
+    """Notes the hooks that Lightning calls, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def start(self, action_name):
+        self.calls.append(action_name)
+
+    def stop(self, action_name):
+        pass
+
+
+def hooks_between_two_batches(trainer, module, calls) -> dict[str, list[str]]:
+    """By hook, the classes of the callbacks and the module that have it, in the order of their calls."""
+    first, second = [place for place, call in enumerate(calls) if call.endswith("train_dataloader_next")][1:3]
+    callbacks = {type(callback).__name__: type(callback) for callback in trainer.callbacks}
+    order = defaultdict(list)
+    for call in calls[first:second]:
+        match = re.match(r"\[(Callback|LightningModule)\](\w+).*\.(on_\w+)$", call, re.S)
+        if match is None:
+            continue
+        owner, name, hook = match.groups()
+        cls = callbacks[name] if owner == "Callback" else type(module)
+        plain = getattr(pl.Callback if owner == "Callback" else pl.LightningModule, hook)
+        name = "TrainingModule" if owner == "LightningModule" else name
+        if getattr(cls, hook) is not plain and name not in order[hook]:
+            order[hook].append(name)
+    return {hook: names for hook, names in order.items() if names}
+
+
+def test_what_happens_between_two_batches_is_as_written_down(tmp_path):
+    module, recorder = ClassificationModule("diff_vit_debug", num_classes=3), Recorder()
+    loader = DataLoader(TensorDataset(torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])), batch_size=2)
+    saver = ModelCheckpoint(tmp_path / "kept", "last", every_n_train_steps=1)
+    best = ModelCheckpoint(tmp_path / "kept", "best", monitor="val/acc1", save_on_train_epoch_end=False)
+    callbacks = [ProgressLine(), best, saver, EMA(), Throughput(), LambdaMonitor(), DataReport(), RunSummary()]
+    settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "val_check_interval": 2, "max_epochs": 1}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, profiler=recorder, **settings)
+    with protect(trainer, module):
+        trainer.fit(module, loader, loader)
+    written, hook = defaultdict(list), ""
+    for line in protection.__doc__.splitlines():
+        if match := re.match(r" {4}(\w*) +([A-Z]\w+) {2,}", line):
+            hook = match[1] or hook
+            written[hook].append(match[2])
+    del written["as_read"], written["training_step"], written["validation_step"], written["on_after_backward"]
+    assert hooks_between_two_batches(trainer, module, recorder.calls) == written
