@@ -98,30 +98,38 @@ class ProgressLine(ProgressBar):
         if self._screen is not None or self._step != trainer.global_step:
             self._show(trainer, metrics=True)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Clear the line."""
-        self._end()
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Clear the line."""
-        self._end()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Clear the line."""
-        self._end()
+    on_train_end = on_exception = teardown
 
     # --- evaluations ---
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure the validation."""
+        """Begin to measure the evaluation."""
         self._begin()
         self._clock.validation_started()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Show how much of the validation is done, if it is time."""
-        self._evaluating(trainer, batch, batch_idx, dataloader_idx, batches_of(trainer))
+        """Show how much of the evaluation is done, if it is time."""
+        batches = batches_of(trainer)
+        total = sum(batches)
+        self._doing = "evaluating"
+        if isinstance(batch, EvaluationFolder):
+            self._doing += f" {batch.task}/{batch.name}"
+            self._within = 0.0
+        else:
+            self._within = (sum(batches[:dataloader_idx]) + batch_idx) / total if math.isfinite(total) else 0.0
+        if self._waited():
+            self._show(trainer)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the metrics of the validation."""
@@ -131,41 +139,6 @@ class ProgressLine(ProgressBar):
             if trainer.state.fn == "fit":
                 self._show(trainer, metrics=True)
                 self._step = trainer.global_step
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure the test."""
-        self._begin()
-        self._clock.validation_started()
-
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Show how much of the test is done, if it is time."""
-        self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_test_batches)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure the prediction."""
-        self._begin()
-        self._clock.validation_started()
-
-    def on_predict_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Show how much of the prediction is done, if it is time."""
-        self._evaluating(trainer, batch, batch_idx, dataloader_idx, trainer.num_predict_batches)
-
-    def _evaluating(
-        self, trainer: pl.Trainer, batch: Any, index: int, loader: int, batches: Sequence[int | float]
-    ) -> None:
-        total = sum(batches)
-        self._doing = "evaluating"
-        if isinstance(batch, EvaluationFolder):
-            self._doing += f" {batch.task}/{batch.name}"
-            self._within = 0.0
-        else:
-            self._within = (sum(batches[:loader]) + index) / total if math.isfinite(total) else 0.0
-        if self._waited():
-            self._show(trainer)
 
     def evaluated(self, share: float, what: str) -> None:
         """Note how much of one evaluation is done.
@@ -186,11 +159,6 @@ class ProgressLine(ProgressBar):
             self._screen = Screen.opened() or CellScreen.opened()
         if self._screen is None:
             self._shown = time.monotonic()  # a short evaluation needs no line
-
-    def _end(self) -> None:
-        if self._screen is not None:
-            self._screen.close()
-            self._screen = None
 
     def _waited(self) -> bool:
         return time.monotonic() - self._shown >= (self.seconds if self._screen is None else REDRAWN)
@@ -389,7 +357,11 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def batches_of(trainer: pl.Trainer) -> Sequence[int | float]:
-    """Return the numbers of batches of the current validation, by loader."""
+    """Return the numbers of batches of the current evaluation, by loader."""
+    if trainer.testing:
+        return trainer.num_test_batches
+    if trainer.predicting:
+        return trainer.num_predict_batches
     return trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
 
 

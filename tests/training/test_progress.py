@@ -211,6 +211,8 @@ def test_plain_lines_now_and_then(monkeypatch, capsys):
         log_every_n_steps=2,
         state=SimpleNamespace(fn="fit"),
         sanity_checking=False,
+        testing=False,
+        predicting=False,
         progress_bar_metrics={"train/loss": 2.0},
         callbacks=[],
         is_global_zero=True,

@@ -70,7 +70,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             path.parent.mkdir(parents=True, exist_ok=True)
             size, digest = write_file(temporary, lambda file: torch.save(checkpoint, file))
             _refuse_objects(temporary, path)
-            self._put_in_place(temporary, path, describe(checkpoint, path, size, digest))
+            self._put_in_place(temporary, path, describe(checkpoint, size, digest))
         except OSError as error:
             raise unwritable(error, path, needed=tensor_bytes(checkpoint)) from error
         finally:

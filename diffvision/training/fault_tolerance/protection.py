@@ -1,7 +1,7 @@
 """The one function that protects a fit, and what happens in such a fit between two batches.
 
-A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `in_order`, then
-that of the module; a hook that is not named here is empty.
+A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `in_order`,
+then that of the module; a hook that is not named here is empty.
 
     the loader's next batch
     as_read                     TrainingModule    a dictionary, checked
@@ -131,6 +131,7 @@ def in_order(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
 
     News of a failure come first. The last state is saved before other callbacks change it. The state is restored after
     all others have begun, and before checkpoints are saved. Signals are acted on when the others are done with a step.
+    Lightning moves ModelCheckpoints behind them all.
     """
     savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]

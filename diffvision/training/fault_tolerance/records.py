@@ -5,7 +5,6 @@ Checkpoints themselves are written in `checkpoints` and opened in `content`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -30,29 +29,17 @@ class Record:
     """What is written next to a checkpoint.
 
     Attributes:
-        file: name of the checkpoint.
-        bytes: its length.
+        bytes: length of the checkpoint.
         sha256: of these bytes.
         step: optimizer steps that it has made.
-        epoch: index of its epoch.
         resumable: it holds the optimizers' states, and was taken between two steps; one of weights alone does not.
-        world_size: processes that trained; None where the trainer did not say.
-        model: name of the model, where its module says one.
-        optimizers: names of their classes.
-        keys_sha256: digest of the names and shapes of the state_dict.
         saved: seconds since 1970.
     """
 
-    file: str
     bytes: int
     sha256: str
     step: int
-    epoch: int
     resumable: bool
-    world_size: int | None
-    model: str | None
-    optimizers: list[str]
-    keys_sha256: str
     saved: float
 
 
@@ -62,28 +49,15 @@ def record_path(path: str | Path) -> Path:
     return path.with_name(path.name + RECORD)
 
 
-def describe(checkpoint: dict[str, Any], path: Path, size: int, digest: str) -> Record:
+def describe(checkpoint: dict[str, Any], size: int, digest: str) -> Record:
     """Return the record of a checkpoint that is being saved."""
-    run, described = checkpoint.get(RUN_KEY, {}), checkpoint.get("diffvision")
     return Record(
-        file=path.name,
         bytes=size,
         sha256=digest,
         step=checkpoint.get("global_step", 0),
-        epoch=checkpoint.get("epoch", 0),
-        resumable="optimizer_states" in checkpoint and not run.get("unfinished"),
-        world_size=run.get("world_size"),
-        model=described.get("model") if isinstance(described, dict) else None,
-        optimizers=run.get("optimizers", []),
-        keys_sha256=keys_digest(checkpoint.get("state_dict", {})),
+        resumable="optimizer_states" in checkpoint and not checkpoint.get(RUN_KEY, {}).get("unfinished"),
         saved=time.time(),
     )
-
-
-def keys_digest(state: dict[str, Any]) -> str:
-    """Return a digest of the names and shapes of a state_dict."""
-    lines = sorted(f"{name} {list(getattr(value, 'shape', []))}" for name, value in state.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def write_records(path: Path, records: list[Record]) -> None:
@@ -115,7 +89,7 @@ def read_records(path: Path) -> list[Record]:
         raise DamagedCheckpoint(
             f"has a record of schema {str(schema)[:20]}, not {SCHEMA}: use its version of diffvision"
         )
-    layout = {"schema": int, "records": [get_type_hints(Record) | {"optimizers": [str]}]}
+    layout = {"schema": int, "records": [get_type_hints(Record)]}
     if fault := misfit(content, layout) or ("" if content["records"] else "records in it is empty"):
         raise DamagedCheckpoint(f"has an unreadable record {name} next to it: {fault}")
     fields = Record.__dataclass_fields__

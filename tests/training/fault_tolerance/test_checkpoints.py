@@ -214,8 +214,6 @@ def believed(path):
         ({"sha256": 0}, "sha256 .*is of type int"),
         ({"saved": "now"}, "saved .*is of type str"),
         ({"resumable": "yes"}, "resumable .*is of type str"),
-        ({"world_size": [1]}, r"world_size in an item of records .*is of type list, not int \| None"),
-        ({"optimizers": ["AdamW", 1]}, "an item of optimizers in an item of records .*is of type int, not str"),
         (None, "an item of records in its content has no step"),
         ([], "records in it is empty"),
         ("x", "records .*is of type str, not list"),
@@ -365,15 +363,11 @@ def test_weights_alone_directories_and_links_are_no_checkpoints_to_resume(tmp_pa
     assert not (tmp_path / "sharded.ckpt").exists()
 
 
-def test_a_record_tells_what_is_in_a_checkpoint(tmp_path):
-    run = {"world_size": 2, "optimizers": ["AdamW"]}
-    IO.save_checkpoint(content(7) | {"diffvision_run": run, "diffvision": {"model": "m"}}, tmp_path / "a.ckpt")
+def test_a_record_tells_what_a_run_resumes_from(tmp_path):
+    IO.save_checkpoint(content(7), tmp_path / "a.ckpt")
     record = verify(tmp_path / "a.ckpt")
-    assert (record.file, record.step, record.world_size, record.model) == ("a.ckpt", 7, 2, "m")
-    assert record.optimizers == ["AdamW"]
+    assert (record.step, record.resumable) == (7, True)
     assert record.bytes == (tmp_path / "a.ckpt").stat().st_size
-    assert record.keys_sha256 == records.keys_digest(content(1)["state_dict"])
-    assert record.keys_sha256 != records.keys_digest({"weight": torch.zeros(2)})
     assert (tmp_path / "a.ckpt").stat().st_mode == (tmp_path / "a.ckpt.json").stat().st_mode
 
 
@@ -480,7 +474,5 @@ def test_every_checkpoint_of_our_modules_is_plain_and_recorded(name, tmp_path):
     for path in checkpoints_in(tmp_path):
         stored, record = torch.load(path, weights_only=True), verify(path)
         assert stored["state_dict"].keys() == module.state_dict().keys()
-        assert (record.step, record.world_size, record.optimizers) == (stored["global_step"], 1, ["AdamW"])
-        assert record.model == module.name
-        assert record.keys_sha256 == records.keys_digest(module.state_dict())
+        assert record.step == stored["global_step"]
     assert newest_valid([tmp_path])[0] is not None
