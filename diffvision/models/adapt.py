@@ -6,7 +6,6 @@ Layers are replaced in place; timm builds such a model again by the name in `ada
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -172,9 +171,11 @@ def _bert(module: nn.Module) -> Any:
 
     transformers, which may be missing, is imported there, and is imported already where there is such a module.
     """
-    origins = {kind.__module__ for kind in type(module).__mro__}
-    is_bert = "transformers.models.bert.modeling_bert" in origins
-    return importlib.import_module("diffvision.models.bert") if is_bert else None
+    if not any(kind.__module__ == "transformers.models.bert.modeling_bert" for kind in type(module).__mro__):
+        return None
+    from diffvision.models import bert
+
+    return bert
 
 
 def _attention_slots(model: nn.Module) -> Iterator[_Slot]:

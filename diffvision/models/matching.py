@@ -1,4 +1,4 @@
-"""`diffvision match`: the differential settings that match a Transformer, by arithmetic, so that nothing is built.
+"""`diffvision match`: the differential settings that match a Transformer, by arithmetic, so that torch is not imported.
 
 A layer is a `diffvision.nn.transformer.DecoderBlock`: attention, SwiGLU of three matrices and two RMSNorms, no biases.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 _LIMIT = 1 << 24  # largest value that is counted, as of a configuration
 # Signal heads per noise head, the best first: those of the paper's models (arXiv 2510.06949), then others.
@@ -16,7 +17,7 @@ _RATIOS = (4, 3, 2, 5)
 
 @dataclass(frozen=True)
 class Matched:
-    """One of the four models: the settings of its layers, and what they cost.
+    """One of the models: the settings of its layers, and what they cost.
 
     Attributes:
         variant: key of `diffvision.nn.ATTENTION`.
@@ -64,14 +65,18 @@ class _Shape:
     def value_dim(self) -> int:
         return self.head_dim * (2 if self.variant in ("v1", "gda") else 1)
 
+    @property
+    def key_dim(self) -> int:
+        """D times the keys per key/value head: V1 and "gda" have two, V2 one."""
+        return self.value_dim
+
     def queries(self) -> int:
         """Return the queries of D that the query projection makes of a token."""
         return self.heads + self.heads // self.ratio if self.ratio else self.heads * self.maps
 
     def matrices(self, width: int) -> int:
         """Return the numbers of the projections, which multiply every token."""
-        # The keys of a key/value head are together as wide as its value: V1 and "gda" have two, V2 one.
-        rows = self.queries() * self.head_dim + self.kv_heads * 2 * self.value_dim
+        rows = self.queries() * self.head_dim + self.kv_heads * (self.key_dim + self.value_dim)
         lambdas = self.heads if self.variant == "v2" else 0
         return width * (rows + self.heads * self.value_dim + lambdas)
 
@@ -84,6 +89,31 @@ class _Shape:
         return 2 * length * self.heads * (self.maps * self.head_dim + self.value_dim)
 
 
+@dataclass(frozen=True)
+class _Built(_Shape):
+    """The sizes of any variant's attention, counted from its layer."""
+
+    layer: Any = None
+
+    @property
+    def maps(self) -> int:
+        return self.layer.query_maps
+
+    @property
+    def value_dim(self) -> int:
+        return self.layer.value_dim
+
+    @property
+    def key_dim(self) -> int:
+        return self.layer.key_maps * self.head_dim
+
+    def matrices(self, width: int) -> int:
+        return sum(weight.numel() for weight in self.layer.parameters() if weight.ndim > 1)
+
+    def parameters(self, width: int) -> int:
+        return sum(weight.numel() for weight in self.layer.parameters())
+
+
 def matched(
     heads: int,
     head_dim: int,
@@ -94,8 +124,11 @@ def matched(
     vocab: int = 0,
     length: int = 2048,
     signal_ratio: int | None = None,
+    variant: str | None = None,
 ) -> list[Matched]:
     """Return the Transformer of these sizes and the V1, V2 and grouped models that match it, in this order.
+
+    A further variant is the last one, with the settings that its class takes by default.
 
     V1 halves heads and key/value heads and keeps their size. Where one of the numbers is odd, it keeps both and halves
     the size. V2 keeps all three. Grouped attention has V1's heads, and no more key/value heads than noise heads. The
@@ -111,6 +144,7 @@ def matched(
         vocab: rows of the embedding; 0 for none.
         length: tokens that a token attends to.
         signal_ratio: signal heads a noise head; one of 4, 3, 2 and 5 that divides V1's heads if None.
+        variant: a further variant, key of `diffvision.nn.ATTENTION`.
 
     Raises:
         ValueError: sizes do not fit together.
@@ -125,7 +159,9 @@ def matched(
     plain = _Shape("standard", heads, kv_heads, head_dim)
     v1 = _v1(plain)
     target = plain.parameters(width)
-    shapes = (plain, v1, dataclasses.replace(plain, variant="v2"), _grouped(v1, signal_ratio))
+    shapes = [plain, v1, dataclasses.replace(plain, variant="v2"), _grouped(v1, signal_ratio)]
+    if variant is not None:
+        shapes.append(_built(variant, plain, v1, width))
     counted = []
     for shape in shapes:
         narrowed = mlp - round((shape.parameters(width) - target) / (3 * width))
@@ -148,7 +184,7 @@ def matched(
                 layer,
                 layers * layer + width + vocab * width,
                 2 * products + layers * shape.attention_flops(length),
-                2 * layers * shape.kv_heads * 2 * shape.value_dim,
+                2 * layers * shape.kv_heads * (shape.key_dim + shape.value_dim),
             )
         )
     return counted
@@ -165,6 +201,7 @@ def match(
     vocab: int = 0,
     length: int = 2048,
     signal_ratio: int | None = None,
+    variant: str | None = None,
 ) -> None:
     """Print the V1, V2 and grouped settings that match a Transformer, with parameters, FLOPs and cache.
 
@@ -178,6 +215,7 @@ def match(
         vocab: rows of the embedding, which is the output projection too; 0 for none.
         length: tokens that a token attends to, for the FLOPs.
         signal_ratio: signal heads a noise head of the grouped model; 4, 3, 2 or 5 by default, whichever fits.
+        variant: a further variant to match, key of `diffvision.nn.ATTENTION`, which imports torch.
 
     Raises:
         ValueError: sizes do not fit together.
@@ -186,8 +224,8 @@ def match(
 
     from diffvision.tables import show
 
-    models = matched(heads, head_dim, width, kv_heads, mlp, layers, vocab, length, signal_ratio)
-    table = Table("", *(_NAMES[model.variant] for model in models), box=None)
+    models = matched(heads, head_dim, width, kv_heads, mlp, layers, vocab, length, signal_ratio, variant)
+    table = Table("", *(_NAMES.get(model.variant, model.variant) for model in models), box=None)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, label in _ROWS.items():
@@ -251,6 +289,18 @@ def _grouped(v1: _Shape, ratio: int | None) -> _Shape:
             f"{', '.join(map(str, divisors))}"
         )
     return _Shape("gda", v1.heads, math.gcd(v1.kv_heads, v1.heads // ratio), v1.head_dim, ratio)
+
+
+def _built(variant: str, plain: _Shape, v1: _Shape, width: int) -> _Built:
+    from diffvision.nn import ATTENTION, build_attention
+
+    if variant not in ATTENTION:
+        raise ValueError(f"variant is {variant!r}: choose one of {', '.join(ATTENTION)}")
+    like = v1 if ATTENTION[variant].value_maps == 2 else plain
+    layer = build_attention(
+        variant, width, like.heads, like.kv_heads, head_dim=like.head_dim, proj_bias=False, device="meta"
+    )
+    return _Built(variant, like.heads, like.kv_heads, like.head_dim, layer=layer)
 
 
 def _usual_mlp(width: int) -> int:

@@ -10,7 +10,7 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     dint_vit_<shape>     DINT: V1 whose rows sum to 1                               dint_vit_base_patch16_224
     vca_vit_<shape>      Visual-Contrast Attention: plain heads, a narrower MLP     vca_vit_base_patch16_224
 
-`diff_vit_base` and its siblings are short for the shapes of `ALIASES`. There is a plain twin for each CLIP tower and
+`ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
 Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
@@ -248,15 +248,6 @@ SHAPES = {
     "so150m_patch16_reg4_gap_256": Shape("so150m", 16, 256, 0.95, _SO_REG4),
     "so150m_patch16_reg4_gap_384": Shape("so150m", 16, 384, 1.0, _SO_REG4),
 }
-ALIASES = {
-    "tiny": "tiny_patch16_224",
-    "small": "small_patch16_224",
-    "base": "base_patch16_224",
-    "large": "large_patch16_224",
-    "huge": "huge_patch14_224",
-    "so150m": "so150m_patch16_224",
-}
-
 # Image towers as DiffCLIP's (arXiv 2503.06626 and its code): no norm before the blocks, LayerNorm's eps 1e-5, and one
 # lambda_init for all layers, which variants without one do not read.
 _CLIP = {"norm_layer": partial(LayerNorm, eps=1e-5), "lambda_init": 0.8}
@@ -321,27 +312,46 @@ def _contrast(shape: Shape) -> Shape:
     return shape._replace(settings={**(shape.settings or {}), **settings})
 
 
+_ALL = SHAPES | CLIP_SHAPES
 MODELS = {
-    **{f"diff_vit_{name}": Model("v1", shape) for name, shape in {**SHAPES, **CLIP_SHAPES}.items()},
-    **{f"diffv2_vit_{name}": Model("v2", shape) for name, shape in {**SHAPES, **CLIP_SHAPES}.items()},
+    **{f"diff_vit_{name}": Model("v1", shape) for name, shape in _ALL.items()},
+    **{f"diffv2_vit_{name}": Model("v2", shape) for name, shape in _ALL.items()},
     **{f"plain_vit_{name}": Model("standard", shape) for name, shape in CLIP_SHAPES.items()},
     **{
         f"gda_vit_{name}": Model(
             "gda", shape._replace(settings={**(shape.settings or {}), "signal_ratio": GROUPED[name]})
         )
-        for name, shape in {**SHAPES, **CLIP_SHAPES}.items()
+        for name, shape in _ALL.items()
         if name in GROUPED
     },
-    **{f"dint_vit_{name}": Model("v1_dint", {**SHAPES, **CLIP_SHAPES}[name]) for name in SHAPES_OF_BOTH},
-    **{f"vca_vit_{name}": Model("vca", _contrast({**SHAPES, **CLIP_SHAPES}[name])) for name in SHAPES_OF_BOTH},
+    **{f"dint_vit_{name}": Model("v1_dint", _ALL[name]) for name in SHAPES_OF_BOTH},
+    **{f"vca_vit_{name}": Model("vca", _contrast(_ALL[name])) for name in SHAPES_OF_BOTH},
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
     "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
     "diff_vit_debug_clip_lambda02": Model("v1", Shape("debug", 8, 32, 1.0, _CLIP_DEBUG_02)),
-    **{f"diff_vit_{alias}": Model("v1", SHAPES[name]) for alias, name in ALIASES.items()},
-    **{f"diffv2_vit_{alias}": Model("v2", SHAPES[name]) for alias, name in ALIASES.items()},
-    **{f"dint_vit_{alias}": Model("v1_dint", SHAPES[ALIASES[alias]]) for alias in ("tiny", "small", "base")},
-    **{f"vca_vit_{alias}": Model("vca", _contrast(SHAPES[ALIASES[alias]])) for alias in ("tiny", "small", "base")},
 }
+
+ALIASES = {
+    "diff_vit_tiny": "diff_vit_tiny_patch16_224",
+    "diff_vit_small": "diff_vit_small_patch16_224",
+    "diff_vit_base": "diff_vit_base_patch16_224",
+    "diff_vit_large": "diff_vit_large_patch16_224",
+    "diff_vit_huge": "diff_vit_huge_patch14_224",
+    "diff_vit_so150m": "diff_vit_so150m_patch16_224",
+    "diffv2_vit_tiny": "diffv2_vit_tiny_patch16_224",
+    "diffv2_vit_small": "diffv2_vit_small_patch16_224",
+    "diffv2_vit_base": "diffv2_vit_base_patch16_224",
+    "diffv2_vit_large": "diffv2_vit_large_patch16_224",
+    "diffv2_vit_huge": "diffv2_vit_huge_patch14_224",
+    "diffv2_vit_so150m": "diffv2_vit_so150m_patch16_224",
+    "dint_vit_tiny": "dint_vit_tiny_patch16_224",
+    "dint_vit_small": "dint_vit_small_patch16_224",
+    "dint_vit_base": "dint_vit_base_patch16_224",
+    "vca_vit_tiny": "vca_vit_tiny_patch16_224",
+    "vca_vit_small": "vca_vit_small_patch16_224",
+    "vca_vit_base": "vca_vit_base_patch16_224",
+}
+MODELS |= {short: MODELS[name] for short, name in ALIASES.items()}
 
 
 def model_names() -> list[str]:

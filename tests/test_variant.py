@@ -1,0 +1,196 @@
+"""A variant is one file: no module above `nn` names its class, and a variant of a test goes through all of them."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import timm
+import torch
+from torch import nn
+
+import diffvision
+from diffvision.analysis import layer_lambdas, layer_maps
+from diffvision.cli import main
+from diffvision.comparison import compare
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.models import language
+from diffvision.models.matching import matched
+from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, attention, build_attention, settings_of
+from diffvision.ops import diff_attention
+
+PACKAGE = Path(diffvision.__file__).parent
+TEXT = "the cat sat on the mat and the dog saw it. "
+
+
+class MixedAttention(AttentionLayer):
+    """A weighted mean of two maps over one key: its rows sum to 1, and its weight is learned for each head."""
+
+    variant, query_maps, key_maps, value_maps = "mixed", 2, 1, 1
+    telling_weight, new_parameters = "gate", ("gate", "q_proj")
+
+    def __init__(self, dim, num_heads, num_kv_heads=None, *, start: float = 1.0, **settings):
+        self.start = start
+        super().__init__(dim, num_heads, num_kv_heads, **settings)
+
+    def add_parameters(self, dim, made):
+        self.gate = nn.Parameter(torch.empty(self.num_heads, **made))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gate, self.start)
+
+    def _first(self):
+        return self.gate.float().sigmoid()[None, :, None, None]
+
+    def compute_lambda(self, x=None):
+        return 1 - 1 / self._first()
+
+    def attend(self, inputs):
+        x, q, k, v, mask, is_causal, _ = inputs
+        settings = {"causal": is_causal, "mask": mask, "dropout": self._dropout()}
+        return (self._first() * diff_attention(q, k, v, self.compute_lambda(x), **settings)).to(v.dtype)
+
+    def combine(self, maps, lam, inputs):
+        one, two = maps.unbind(2)
+        return self._first() * one + (1 - self._first()) * two
+
+    @classmethod
+    def from_standard(cls, layer, *, depth):
+        new = cls._with_parts_of(layer, layer.num_heads, layer.num_kv_heads)
+        with torch.no_grad():
+            for name, value in layer.q_proj.named_parameters():
+                shape = (-1, 2, -1, *value.shape[1:])
+                twice = value.unflatten(0, (layer.num_heads, 1, layer.head_dim)).expand(shape)
+                getattr(new.q_proj, name).copy_(twice.flatten(0, 2))
+        return new
+
+
+@pytest.fixture(autouse=True)
+def mixed(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "mixed", MixedAttention)
+
+
+def train_step(model, loss):
+    loss.backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".attn." in name)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_new_variant_in_timm():
+    torch.manual_seed(0)
+    model = timm.create_model("plain_vit_debug", variant_by_layer="4*mixed", num_classes=3)
+    assert {layer.variant for layer in model.modules() if isinstance(layer, AttentionLayer)} == {"mixed"}
+    images = torch.randn(2, 3, 32, 32)
+    train_step(model, model(images).square().mean())
+    model.eval()
+    lambdas = layer_lambdas(model)
+    assert len(lambdas) == 4
+    for layer in layer_maps(model, images[0]):
+        torch.testing.assert_close(layer.applied.sum(-1), torch.ones_like(layer.applied[..., 0]))
+        assert layer.lam.mean().item() == pytest.approx(lambdas[layer.name])
+    adapted = diffvision.adapt(timm.create_model("plain_vit_debug"), "mixed", only_new=True)
+    assert type(adapted.blocks[0].attn) is MixedAttention
+    assert adapted.blocks[0].attn.gate.requires_grad
+    assert not adapted.blocks[0].attn.v_proj.weight.requires_grad
+
+
+def test_a_new_variant_in_clip():
+    config = open_clip.get_model_config("DiffCLIP-debug")
+    config["text_cfg"] |= {"block_type": "diffvision:mixed:start=0.5", "heads": 4}
+    config["vision_cfg"]["timm_model_name"] = "plain_vit_debug_clip"
+    model = open_clip.CLIP(**config)
+    assert {type(block.attn) for block in model.transformer.resblocks} == {MixedAttention}
+    text = torch.randint(1, config["text_cfg"]["vocab_size"], (2, model.context_length))
+    image = torch.randn(2, 3, 32, 32)
+    train_step(model, (model.encode_image(image) @ model.encode_text(text).T).square().mean())
+    with pytest.raises(ValueError, match="'depth=1' is no setting of 'mixed'"):
+        open_clip.CLIP(**config | {"text_cfg": config["text_cfg"] | {"block_type": "diffvision:mixed:depth=1"}})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("variant")
+    tokenizer = train_tokenizer([TEXT * 30], 300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION, "mixed", MixedAttention)
+        model = language.create("transformer-debug", variant="mixed", vocab_size=300, max_length=64)
+        tokens = torch.randint(300, (2, 24))
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        train_step(model, loss)
+        language.save(model, folder / "mixed", tokenizer)
+    language.save(language.create("diff-debug", vocab_size=300, max_length=64), folder / "diff", tokenizer)
+    (folder / "text.txt").write_text(TEXT * 40)
+    return folder
+
+
+@torch.no_grad()
+def test_a_new_variant_decodes_with_a_cache(folders):
+    model = language.load(folders / "mixed")
+    tokens = torch.randint(300, (2, 12))
+    whole = model.hidden(tokens)
+    cache = model.new_cache(2, 12)
+    parts = [model.hidden(tokens[:, index : index + 1], cache=cache) for index in range(12)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
+    given = ["--text", "the cat sat on the mat", "--output", str(tmp_path / "page")]
+    assert main(["inspect", str(folders / "mixed"), *given]) == 0
+    layers = json.loads((tmp_path / "page" / "statistics.json").read_text())
+    assert "lambda" in json.dumps(layers)
+    models = [str(folders / "mixed"), str(folders / "diff")]
+    comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
+    assert len(comparison.contestants) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_new_variant_is_exported(folders, tmp_path):
+    assert main(["export", str(folders / "mixed"), str(tmp_path / "onnx"), "--to", "onnx"]) == 0
+    assert main(["export", str(folders / "mixed"), str(tmp_path / "int8"), "--to", "int8"]) == 0
+    assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 0
+
+
+def test_a_new_variant_is_matched():
+    *_, one = matched(8, 32, variant="mixed")
+    layer = build_attention("mixed", 256, 8, head_dim=32, proj_bias=False)
+    assert (one.variant, one.num_heads) == ("mixed", 8)
+    assert one.attention == sum(parameter.numel() for parameter in layer.parameters())
+    with pytest.raises(ValueError, match="variant is 'mixd'"):
+        matched(8, 32, variant="mixd")
+
+
+def test_signatures_list_all_settings():
+    base = inspect.signature(AttentionLayer).parameters
+    passed_on = {name for name, one in base.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert attention.AttentionSettings.__annotations__.keys() == passed_on - {"head_norm"}
+    for layer in (*ATTENTION.values(), MixedAttention):
+        assert settings_of(layer) >= base.keys()
+    assert "start" in settings_of(MixedAttention)
+    with pytest.raises(TypeError, match="heds"):
+        MixedAttention(64, 2, heds=3)
+
+
+def test_no_module_above_names_a_variants_class():
+    names = {layer.__name__ for layer in (*ATTENTION.values(), *GRID_ATTENTION.values())}
+    lines = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] not in ("nn", "lab"):
+            lines += [f"{path.relative_to(PACKAGE)}:{line}" for line in _named(ast.parse(path.read_text()), names)]
+    assert len(lines) <= 8, lines
+
+
+def _named(tree, names):
+    """Return the lines that name one of our classes: its import from `diffvision.nn`, and each use."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [alias for node in imports if (node.module or "").startswith("diffvision.nn") for alias in node.names]
+    known = {alias.asname or alias.name for alias in ours if alias.name in names}
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in known]
+    uses += [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("nn.") and node.attr in names
+    ]
+    return sorted({node.lineno for node in uses} | {alias.lineno for alias in ours if alias.name in names})
