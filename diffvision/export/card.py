@@ -1,72 +1,47 @@
 """The model card of a folder: README.md and pictures, written from the model and, if there is one, its training run.
 
-huggingface_hub's ModelCard is not used: it fills a Jinja template and asks the Hub to validate it, while cards are
-written offline here.
+Its text is in `templates/README.md`. huggingface_hub's ModelCard is not used: it asks the Hub to validate the card, and
+cards are written offline here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import platform
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 from torch import nn
 
 from diffvision import __version__
 from diffvision.analysis.figures import lambda_curves, png, run_curves
 from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.export.citations import bibtex
 from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
 from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2
 from diffvision.models.language import LanguageModel
-from diffvision.nn import AttentionLayer
 from diffvision.opening import Model
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
-LOAD = {
-    "open_clip": """import diffvision, open_clip, torch
-from PIL import Image
-
-name = "local-dir:."  # this folder; "hf-hub:OWNER/NAME" once it is on the Hub
-model, _, preprocess = open_clip.create_model_and_transforms(name)
-tokenizer = open_clip.get_tokenizer(name)
-image, text = preprocess(Image.open("image.jpg"))[None], tokenizer(["a photo of a cat", "a photo of a dog"])
-with torch.no_grad():
-    image, text = model.eval().encode_image(image, normalize=True), model.encode_text(text, normalize=True)
-print((model.logit_scale.exp() * image @ text.T).softmax(-1))""",
-    "timm": """import diffvision, timm, torch
-from PIL import Image
-
-name = "local-dir:."  # this folder; "hf-hub:OWNER/NAME" once it is on the Hub
-model = timm.create_model(name, pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-with torch.no_grad():
-    logits = model(transform(Image.open("image.jpg").convert("RGB"))[None])
-print(logits.softmax(-1).topk(min(5, model.num_classes)))""",
-    "language": """import diffvision.models.language.transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = "."  # this folder, or OWNER/NAME once it is on the Hub
-model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-text = tokenizer("import", return_tensors="pt", return_token_type_ids=False)
-print(tokenizer.decode(model.generate(**text, max_new_tokens=20)[0]))""",
+_PACKAGES = {"open_clip": ("open_clip_torch", "timm"), "timm": ("timm",), "language": ("transformers",)}
+_PAPERS = {
+    "v2": "ye2026differential",
+    "gda": "lim2025grouped",
+    "v1_dint": "cang2025dint",
+    "vca": "pu2025linear",
+    "dex": "kong2025understanding",
 }
-
-
-_LOAD_ALONE = """import diffvision.models.language.transformers
-import torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder, which has no tokenizer
-print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=20))"""
+"""A variant's own paper, an entry of `templates/sources.bib`."""
 
 
 def write_card(folder: Path, model: Model, license: str | None = None) -> None:
@@ -96,25 +71,39 @@ def model_card(
     """
     history = history or History()
     towers = attention_layers(model.module)
+    kinds = variants(towers)
     head: dict[str, Any] = {"library_name": LIBRARY[model.host], "pipeline_tag": TASK[model.host]}
-    head["tags"] = ["diffvision", *(["differential-attention"] if variants(towers) - {"standard"} else [])]
+    head["tags"] = ["diffvision", *(["differential-attention"] if kinds - {"standard"} else [])]
     if license is not None:
         head["license"] = license
-    sections = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {text(model.name)}",
-        describe(model, towers),
-        *_average(model),
-        *_origin(model),
-        _load(model, towers),
-        *_results(history, pictures),
-        *_lambda(model.module, pictures),
-        *_data(history),
-        *_training(history),
-        _versions(model),
-        *_citations(model, towers),
-    ]
-    return "\n\n".join(sections) + "\n"
+    origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
+    evaluated = [history.setting("data", "init_args", name) for name in ("evaluations", "evaluation")]
+    metrics, step = history.results()
+    card = _template().render(
+        head=yaml.safe_dump(head, sort_keys=False),
+        name=model.name,
+        description=describe(model, towers),
+        is_average=bool(model.average_note),
+        origin=(origin or "").splitlines(),
+        host=model.host,
+        library=LIBRARY[model.host],
+        has_our_layers=bool(towers),
+        has_tokenizer=model.tokenizer is not None,
+        loads_by_code=isinstance(model.module, LanguageModel) and is_llama_with_v2(model.module.config),
+        metrics=metrics,
+        step=step,
+        records=history.records,
+        pictures=pictures,
+        lambdas=_lambdas(model.module),
+        train=history.setting("data", "init_args", "train"),
+        account=", ".join(f"{count:,} {what}" for what, count in history.account().items()),
+        evaluated=[[given] if isinstance(given, str) else given for given in evaluated if given],
+        training=_training(history),
+        config=yaml.safe_dump(history.config, sort_keys=False),
+        versions=_versions(model),
+        sources=bibtex(kinds, model.name, model.host),
+    )
+    return card.rstrip("\n") + "\n"
 
 
 def draw(history: History) -> dict[str, bytes]:
@@ -128,100 +117,18 @@ def draw(history: History) -> dict[str, bytes]:
     return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
 
 
-# ---- sections ------------------------------------------------------------------------------------------------------
-
-
-def _origin(model: Model) -> Iterator[str]:
-    """Return what the weights of a language model were made of, where that is recorded with them."""
-    if model.host == "language" and model.weights and (origin := language.origin_of(model.weights)):
-        yield "## Made from\n\n" + "\n\n".join(text(line) for line in origin.splitlines())
-
-
-def _average(model: Model) -> Iterator[str]:
-    """Return a sentence where the weights are not those that the optimizer stepped on."""
-    if model.average_note:
-        yield "The weights are a moving average of those of training (EMA)."
-
-
-def _load(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
-    """Return the section with the code that loads the model; a model without our layers needs no diffvision."""
-    needs = "This folder is all that is needed."
-    code = LOAD[model.host]
-    if towers:
-        needs = (
-            f"{LIBRARY[model.host]} knows the architecture after the import of the package diffvision, which fetches "
-            "nothing and runs no code of this repository."
-        )
-    else:
-        code = code.replace("import diffvision, ", "import ")
-    if model.host == "language" and model.tokenizer is None:
-        code = _LOAD_ALONE
-    if isinstance(model.module, LanguageModel) and is_llama_with_v2(model.module.config):
-        needs += (
-            " Without that package `trust_remote_code=True` loads it by the one file of code that is here, which needs "
-            "torch and transformers alone."
-        )
-    return f"## Load it\n\n{needs}\n\n```python\n{code}\n```"
-
-
-def _results(history: History, pictures: Mapping[str, bytes]) -> Iterator[str]:
-    metrics, step = history.results()
-    if metrics:
-        rows = "\n".join(f"| {text(name)} | {_number(value)} |" for name, value in metrics.items())
-        yield f"## Results\n\nThe run's validation after {step:,} steps:\n\n| metric | value |\n|---|---:|\n{rows}"
-    if history.records:
-        rows = "\n".join(
-            f"| {text(record.get('task'))} | {text(record.get('dataset'))} | {text(name)} | {_number(value)} |"
-            for record in history.records
-            for name, value in record["metrics"].items()
-            if isinstance(value, int | float)
-        )
-        head = "" if metrics else "## Results\n\n"
-        yield f"{head}`diffvision evaluate`:\n\n| task | dataset | metric | value |\n|---|---|---|---:|\n{rows}"
-    if "loss.png" in pictures:
-        yield ("" if metrics or history.records else "## Results\n\n") + "![The run's curves](loss.png)"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:,.0f}" if value == int(value) and abs(value) > 1 else f"{value:.4f}"
-
-
-def _lambda(model: nn.Module, pictures: Mapping[str, bytes]) -> Iterator[str]:
+def _lambdas(model: nn.Module) -> dict[str, float]:
     try:
-        now = layer_lambdas(model)
+        return layer_lambdas(model)
     except ValueError:  # it depends on the token
-        now = {}
-    if not now and "lambda.png" not in pictures:
-        return
-    yield "## Lambda\n\nThe weight of the second attention map, which is subtracted from the first, by layer."
-    if "lambda.png" in pictures:
-        yield "![Lambda by layer over the run's steps](lambda.png)"
-    if now:
-        rows = "\n".join(f"| {text(name)} | {_number(value)} |" for name, value in now.items())
-        yield f"| layer | lambda |\n|---|---:|\n{rows}"
+        return {}
 
 
-def _data(history: History) -> Iterator[str]:
-    train = history.setting("data", "init_args", "train")
-    if train is None:
-        return
-    sentences = [f"Trained on {code(train)}."]
-    if account := history.account():
-        counts = ", ".join(f"{count:,} {what}" for what, count in account.items())
-        sentences.append(f"Samples, summed over the epochs: {counts}.")
-    for name in ("evaluations", "evaluation"):
-        if given := history.setting("data", "init_args", name):
-            folders = [given] if isinstance(given, str) else given
-            sentences.append("Evaluated on " + ", ".join(map(code, folders)) + ".")
-    yield "## Data\n\n" + " ".join(sentences)
-
-
-def _training(history: History) -> Iterator[str]:
+def _training(history: History) -> dict[str, Any]:
+    """Return the rows of the table of settings; empty without a configuration."""
     if not history.config:
-        return
-    rows = {
+        return {}
+    return {
         "model": history.setting("model", "init_args", "model"),
         "started from": history.setting("model", "init_args", "pretrained"),
         "optimizer": _listed(history.setting("model", "init_args", "optimizer")),
@@ -232,13 +139,6 @@ def _training(history: History) -> Iterator[str]:
         "averaged weights (EMA)": _listed(history.callback("EMA")),
         "seed": history.setting("seed_everything"),
     }
-    table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items() if value is not None)
-    whole = yaml.safe_dump(history.config, sort_keys=False)
-    marks = fence(whole)
-    yield (
-        f"## Training\n\n| | |\n|---|---|\n{table}\n\n<details><summary>The whole configuration, for `diffvision fit "
-        f"--config`</summary>\n\n{marks}yaml\n{whole}{marks}\n\n</details>"
-    )
 
 
 def _listed(settings: Any) -> str | None:
@@ -248,12 +148,45 @@ def _listed(settings: Any) -> str | None:
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
 
 
-def _versions(model: Model) -> str:
-    packages = {"open_clip": ["open_clip_torch", "timm"], "timm": ["timm"], "language": ["transformers"]}[model.host]
-    versions = [f"diffvision {__version__}", *(f"{name} {version(name)}" for name in ["torch", *packages])]
-    return f"## Versions\n\nWritten with {', '.join(versions)}, Python {platform.python_version()}."
+def _versions(model: Model) -> list[str]:
+    packages = [f"{name} {version(name)}" for name in ("torch", *_PACKAGES[model.host])]
+    return [f"diffvision {__version__}", *packages, f"Python {platform.python_version()}"]
 
 
-def _citations(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> Iterator[str]:
-    if entries := bibtex(variants(towers), model.name, model.host):
-        yield f"## Sources\n\n```bibtex\n{entries}\n```"
+def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
+    """Return the entries for a model.
+
+    Args:
+        kinds: keys of `diffvision.nn.ATTENTION`, or "vca", that its layers are of.
+        name: of the model at its host.
+        host: open_clip, timm or language.
+    """
+    file = resources.files("diffvision.export") / "templates" / "sources.bib"
+    entries = re.findall(r"(@\w+{(\w+),.*?\n})", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    known = {key: entry for entry, key in entries}
+    keys: list[str] = []
+    for variant in kinds:
+        if variant != "standard":
+            keys += ["ye2025differential", *([_PAPERS[variant]] if variant in _PAPERS else [])]
+    if host == "open_clip":
+        keys += ["hammoud2025diffclip"] if keys and "diffclip" in name.lower() else []
+        keys.append("radford2021learning")
+    if host == "timm" and "vit" in name:
+        keys.append("dosovitskiy2021image")
+    return "\n\n".join(known[key] for key in dict.fromkeys(keys))
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    # It writes Markdown: names and values pass through `text` or `code`, which escape them for it.
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("diffvision.export"), undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"text": text, "code": code, "fence": fence, "number": _number}
+    return environment.get_template("README.md")
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if value == int(value) and abs(value) > 1 else f"{value:.4f}"

@@ -14,8 +14,7 @@ from PIL import Image
 
 from diffvision import adapt
 from diffvision.analysis.curves import Curve
-from diffvision.export.card import LOAD, attention_layers, model_card, write_card
-from diffvision.export.citations import bibtex
+from diffvision.export.card import attention_layers, bibtex, model_card, write_card
 from diffvision.export.finite import open_finite
 from diffvision.export.history import History, published, read_history
 from diffvision.opening import Model
@@ -81,13 +80,13 @@ def test_models_of_others():
     assert "differential" not in text.partition("## Versions")[0].replace("library", "")
     adapt(model, "v2")
     text = model_card(source)
+    assert "import diffvision, timm" in text
     assert "| attention | v2, 4 layers of 4 heads of 16 |" in text
     assert "ye2026differential" in text
     assert "| layer | lambda |" not in text  # it depends on the token
     plain = Model("test_vit", "timm", timm.create_model("test_vit"), {"num_classes": 1000}, preprocess=kept)
     assert not attention_layers(plain.module)
     assert "import diffvision" not in model_card(plain)
-    assert "import diffvision" in LOAD["timm"]
 
 
 def test_what_is_published():
