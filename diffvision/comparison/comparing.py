@@ -30,6 +30,7 @@ from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
+from diffvision.opening.runs import setting
 
 
 def compare_models(
@@ -153,8 +154,8 @@ def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str,
             curves = read_metrics(entry.run) if entry.run is not None else {}
         except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
             continue
-        size = entry.setting("data", "init_args", "batch_size")
-        batches = entry.setting("trainer", "accumulate_grad_batches") or 1
+        size = setting(entry.config, "data.init_args.batch_size")
+        batches = setting(entry.config, "trainer.accumulate_grad_batches") or 1
         timed = over_seconds(curves, size * batches) if isinstance(size, int) else {}
         for kept, of_run in ((over_steps, curves), (over_time, timed)):
             for name, curve in of_run.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.opening import best_checkpoint, labelled, run_in
-from diffvision.opening.runs import run_config
+from diffvision.opening.runs import run_config, setting
 from diffvision.opening.weights import run_of
 
 # Settings that do not change which model a run trains.
@@ -40,24 +40,17 @@ class Entry:
     run: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
-    def setting(self, *path: str) -> Any:
-        """Return the value of the run's configuration at a path of keys, or None."""
-        value: Any = self.config
-        for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
-
     @property
     def seed(self) -> Any:
         """The seeds of the run: of everything, and of its data."""
-        return self.setting("seed_everything"), self.setting("data", "init_args", "seed")
+        return setting(self.config, "seed_everything"), setting(self.config, "data.init_args.seed")
 
     @property
     def label(self) -> str:
         """The label as given, or the model's name in the run, or the last part of the path."""
         if self.given_label is not None:
             return self.given_label
-        trained = self.setting("model", "init_args", "model")
+        trained = setting(self.config, "model.init_args.model")
         return labelled(trained if isinstance(trained, str) else self.spec)[0]
 
 

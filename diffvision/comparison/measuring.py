@@ -24,6 +24,7 @@ from diffvision.evaluation.prompts import prompts_of
 from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.suite import check_prompts, expand, measure, plan
 from diffvision.opening import Model
+from diffvision.opening.runs import setting
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
 _SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
@@ -38,8 +39,8 @@ def data_of(entries: Sequence[Entry]) -> list[str]:
     """
     named: dict[str, None] = {}
     for entry in entries:
-        for setting in ("evaluations", "evaluation"):
-            given = entry.setting("data", "init_args", setting) or []
+        for name in ("evaluations", "evaluation"):
+            given = setting(entry.config, f"data.init_args.{name}") or []
             named |= {path: None for path in ([given] if isinstance(given, str) else given) if isinstance(path, str)}
     if not named:
         raise ValueError("no data to compare on: the models' runs name no evaluation data; give --data FOLDERS")
@@ -120,7 +121,7 @@ def read_text(model: Model, data: Sequence[str]) -> Documents:
 
 def shared_window(models: Sequence[Model], entries: Sequence[Entry]) -> int:
     """Return how many tokens all models read at a time: the least that one was trained with or can read."""
-    trained = [entry.setting("data", "init_args", "length") for entry in entries]
+    trained = [setting(entry.config, "data.init_args.length") for entry in entries]
     lengths = [length for length in (*trained, *(model.max_length for model in models)) if isinstance(length, int)]
     return min([WINDOW, *lengths])
 

@@ -150,11 +150,9 @@ def _sources(planned: Any, split: str) -> list[str]:
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:
     """Warn where a folder is, by the configuration of the model's run, what the model was trained on."""
     from diffvision.data.images.folders import ImageEvaluationFolder
-    from diffvision.opening.runs import run_config
+    from diffvision.opening.runs import run_config, setting
 
-    data = run_config(model.run).get("data")
-    settings = data.get("init_args") if isinstance(data, dict) else None
-    train = settings.get("train") if isinstance(settings, dict) else None
+    train = setting(run_config(model.run), "data.init_args.train")
     trained = {os.path.realpath(path) for path in (train if isinstance(train, list) else [train]) if path}
     for folder, _ in planned:
         is_images = isinstance(folder, ImageEvaluationFolder)

@@ -30,6 +30,7 @@ from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2
 from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
+from diffvision.opening.runs import setting
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
@@ -77,7 +78,7 @@ def model_card(
     if license is not None:
         head["license"] = license
     origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
-    evaluated = [history.setting("data", "init_args", name) for name in ("evaluations", "evaluation")]
+    evaluated = [setting(history.config, f"data.init_args.{name}") for name in ("evaluations", "evaluation")]
     metrics, step = history.results()
     card = _template().render(
         head=yaml.safe_dump(head, sort_keys=False),
@@ -95,7 +96,7 @@ def model_card(
         records=history.records,
         pictures=pictures,
         lambdas=_lambdas(model.module),
-        train=history.setting("data", "init_args", "train"),
+        train=setting(history.config, "data.init_args.train"),
         account=", ".join(f"{count:,} {what}" for what, count in history.account().items()),
         evaluated=[[given] if isinstance(given, str) else given for given in evaluated if given],
         training=_training(history),
@@ -129,15 +130,15 @@ def _training(history: History) -> dict[str, Any]:
     if not history.config:
         return {}
     return {
-        "model": history.setting("model", "init_args", "model"),
-        "started from": history.setting("model", "init_args", "pretrained"),
-        "optimizer": _listed(history.setting("model", "init_args", "optimizer")),
-        "batch size": history.setting("data", "init_args", "batch_size"),
-        "epochs": history.setting("trainer", "max_epochs"),
+        "model": setting(history.config, "model.init_args.model"),
+        "started from": setting(history.config, "model.init_args.pretrained"),
+        "optimizer": _listed(setting(history.config, "model.init_args.optimizer")),
+        "batch size": setting(history.config, "data.init_args.batch_size"),
+        "epochs": setting(history.config, "trainer.max_epochs"),
         "steps": history.step,
-        "precision": history.setting("trainer", "precision"),
+        "precision": setting(history.config, "trainer.precision"),
         "averaged weights (EMA)": _listed(history.callback("EMA")),
-        "seed": history.setting("seed_everything"),
+        "seed": setting(history.config, "seed_everything"),
     }
 
 

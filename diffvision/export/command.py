@@ -1,7 +1,7 @@
 """The commands `diffvision export` and `diffvision adapt`; formats are written in `formats`, `adapted` and others."""
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from diffvision.models.names import Method
 
@@ -36,20 +36,18 @@ def export(
         FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are new
             or not finite, the format does not support it, or the destination exists.
     """
-    from diffvision.export.extras import check_installed
+    from diffvision.export.formats import DEFAULTS, FORMATS, Options, check_installed
     from diffvision.models.files import check_free, written_whole
 
     target = Path(destination)
-    if to is not None and to not in get_args(To):
-        raise ValueError(f"to is {to!r}: choose one of {', '.join(get_args(To))}")
+    if to is not None and to not in FORMATS:
+        raise ValueError(f"to is {to!r}: choose one of {', '.join(FORMATS)}")
     check_free(target)
     if to is not None:
         check_installed(to)  # before PyTorch is imported and the model is loaded
     if tokenizer is not None and not Path(tokenizer).exists():
         raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
     from diffvision.export.finite import open_finite
-    from diffvision.export.formats import DEFAULTS, FORMATS
-    from diffvision.export.options import Options
 
     opened = open_finite(model, checkpoint)
     name = to or DEFAULTS[opened.host]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from diffvision.models import int8
+from diffvision.models.convert import state
 from diffvision.opening import Model, open_ours
 
 
@@ -27,19 +25,4 @@ def check_finite(model: Model, spec: str | Path) -> None:
     if model.weights is None:
         raise ValueError(f"{spec} has new weights: give --checkpoint, a file of weights or a tag of pretrained ones")
     int8.refuse(model.module.state_dict(), model.weights)
-    refuse_not_finite(model.module, model.weights)
-
-
-def refuse_not_finite(module: nn.Module, what: str) -> None:
-    """Raise a ValueError if weights are NaN or infinite; float16 is infinite above 65,504."""
-    wrong = {
-        name: value
-        for name, value in module.state_dict().items()
-        if value.is_floating_point() and not torch.isfinite(value).all()
-    }
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise ValueError(
-            f"{len(wrong)} tensors of {what} are not finite, the first {name} ({value.dtype}): a run that diverged, or "
-            "values above half precision's 65,504; take an earlier checkpoint, or save the weights in float32"
-        )
+    state.check_finite(model.module.state_dict(), model.weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -10,19 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors.torch import save_file
 from torch import nn
 
-from diffvision.bounded_yaml import load_yaml
 from diffvision.data.images.folders import find_folders, lines_of
 from diffvision.export.card import write_card
-from diffvision.export.finite import refuse_not_finite
-from diffvision.export.options import Options
+from diffvision.export.formats import Options
 from diffvision.models.architecture import metadata
 from diffvision.models.convert import layouts
+from diffvision.models.convert.state import check_finite
 from diffvision.models.files import check_free, written_whole
 from diffvision.opening import Model
+from diffvision.opening.runs import run_config, setting
 
 OPEN_CLIP = (layouts.CONFIG, layouts.WEIGHTS)
 TIMM = ("config.json", "model.safetensors")
@@ -58,7 +56,7 @@ def save_folder(
     """
     target = Path(directory)
     check_free(target)
-    refuse_not_finite(model, type(model).__name__)
+    check_finite(model.state_dict(), type(model).__name__)
     with written_whole(target) as made:
         made.mkdir()
         if hasattr(model, "visual"):
@@ -83,34 +81,22 @@ def write_timm(model: Model, destination: Path, options: Options) -> None:
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
     """Write a language model in the format "huggingface"."""
-    write = hugging_face_classes().write
-    write(model.module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
+    from diffvision.models.language import transformers
+
+    module: Any = model.module
+    transformers.write(module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
-
-
-def hugging_face_classes() -> Any:
-    """Return `diffvision.models.language.transformers`; raise a ValueError if a package that it needs is missing."""
-    try:
-        return importlib.import_module("diffvision.models.language.transformers")
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("diffvision"):
-            raise
-        raise ValueError(f"huggingface needs {error.name}: pip install 'diffvision[hf]'") from None
 
 
 def _labels(model: Model) -> dict[str, Any]:
     """Return timm's label_names, from the evaluation data of the run, if it still exists and has as many classes."""
     if model.run is None:
         return {}
-    try:
-        config = load_yaml((model.run / "config.yaml").read_text(encoding="utf-8"))
-        folder = config["data"]["init_args"]["evaluation"]
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, LookupError, TypeError):
-        return {}
-    names = lines_of(Path(str(folder)) / "classnames.txt")
-    if not names:
-        with suppress(ValueError):  # the path has shards, or no longer exists
-            names = [name for evaluated in find_folders(str(folder)) for name in evaluated.classnames]
+    names: list[str] = []
+    with suppress(ValueError):  # the configuration cannot be read, or the path has shards or no longer exists
+        folder = str(setting(run_config(model.run), "data.init_args.evaluation"))
+        names = lines_of(Path(folder) / "classnames.txt")
+        names = names or [name for evaluated in find_folders(folder) for name in evaluated.classnames]
     return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 
 

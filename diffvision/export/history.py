@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.bounded_yaml import load_yaml
 from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.opening.runs import run_config, setting
 from diffvision.training.fault_tolerance import record_path
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
@@ -40,16 +38,9 @@ class History:
     step: int | None = None
     records: tuple[dict[str, Any], ...] = ()
 
-    def setting(self, *path: str) -> Any:
-        """Return the value of the configuration at a path of keys, or None."""
-        value: Any = self.config
-        for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
-
     def callback(self, name: str) -> dict[str, Any] | None:
         """Return the settings of the run's callback of that class, or None."""
-        for callback in self.setting("trainer", "callbacks") or []:
+        for callback in setting(self.config, "trainer.callbacks") or []:
             if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == name:
                 return callback.get("init_args") or {}
         return None
@@ -77,15 +68,14 @@ class History:
 def read_history(run: Path, checkpoint: Path) -> History:
     """Read a run's directory, for one of its checkpoints. What is missing or unreadable is left out."""
     try:
-        config = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        config = None
+        config = run_config(run)
+    except ValueError:
+        config = {}
     try:
         curves = read_metrics(run)
     except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
         curves = {}
-    published_config = published(config) if isinstance(config, dict) else {}
-    return History(published_config, curves, _step(checkpoint), tuple(_records(run)))
+    return History(published(config), curves, _step(checkpoint), tuple(_records(run)))
 
 
 def published(value: Any, name: str = "") -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from diffvision.export.options import Options
+from diffvision.export.formats import Options
 from diffvision.models import int8, language
 from diffvision.models.architecture import metadata
 from diffvision.opening import Model

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from diffvision.export.extras import check_installed
+from diffvision.export.formats import Options, check_installed
 from diffvision.export.graphs import Graph, graphs
-from diffvision.export.options import Options
 from diffvision.export.program import export_program
 from diffvision.opening import Model
 

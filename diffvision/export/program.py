@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.export import Dim, ExportedProgram
 
+from diffvision.export.formats import Options
 from diffvision.export.graphs import Graph, graphs
-from diffvision.export.options import Options
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 from diffvision.ops import attention_backend

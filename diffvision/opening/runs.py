@@ -85,6 +85,13 @@ def run_config(run: Path | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def setting(config: Any, name: str) -> Any:
+    """Return the value of a configuration at a dotted name, such as "data.init_args.train"; None if it has none."""
+    for key in name.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
 def _is_run(path: Path) -> bool:
     return (path / RUN_CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
 
