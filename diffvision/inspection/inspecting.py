@@ -6,21 +6,21 @@ Measuring is in `measurements`, drawing in `page`.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffvision.analysis.capture import check_attention
 from diffvision.analysis.maps import image_trunk
+from diffvision.analysis.page import html_page
 from diffvision.inspection import inputs
 from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
-from diffvision.inspection.page import page, sections
+from diffvision.inspection.page import draw
 from diffvision.inspection.summary import as_json
 from diffvision.opening import Model, labelled, open_model
 from diffvision.opening.model import KINDS
+from diffvision.progress import bar
 
 MOST = 8  # pictures, and captions or texts
 
@@ -49,34 +49,31 @@ def inspect_models(
     transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
                               if one.transform} for one in models}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
-    with _progress() as watch:
-        measurements = {
-            one.name: list(_measurements(one, pictures, by_title, transformed[one.name], watch)) for one in models
-        }
-        drawn = sections(measurements, transformed, by_title, lambda: watch("figures"))
+    measurements = {one.name: _measure(one, pictures, by_title, transformed[one.name]) for one in models}
+    sections, files = draw(measurements, transformed, by_title)
     title = " and ".join(one.name for one in models)
-    files = {f"{figure.name}.png": figure.png() for section in drawn for figure in section.figures}
-    files["index.html"] = page(f"Inside of {title}", _lead(models), _NOTE, drawn).encode()
-    write(folder, files, as_json(measurements))
-    print(f"{folder / 'index.html'}: {title}; {len(files) - 1} pictures and statistics.json next to it")
+    page = html_page(f"Inside of {title}", _lead(models), sections, "Written by `diffvision inspect`.")
+    write(folder, {**files, "index.html": page.encode()}, as_json(measurements))
+    print(f"{folder / 'index.html'}: {title}; {len(files)} pictures and statistics.json next to it")
 
 
-def _measurements(
+def _measure(
     model: Model,
     pictures: Sequence[inputs.Picture],
     passages: Mapping[str, inputs.Passage],
     transformed: Mapping[str, inputs.TransformedPicture],
-    watch: Callable[[str], None],
-) -> Iterator[Measurement]:
-    def layer() -> None:
-        watch(model.name)
-
-    for picture in pictures:
-        captions = [passages[name] for name in picture.captions or passages] if model.tokenizer is not None else []
-        yield measure_image(model.module, transformed[picture.name], picture.name, captions, layer)
-    for passage in passages.values():
-        measure = measure_text if model.transform is None else measure_caption
-        yield measure(model.module, passage, layer)
+) -> list[Measurement]:
+    measurements = []
+    with bar(f"inspecting {model.name}", len(pictures) + len(passages)) as advance:
+        for picture in pictures:
+            captions = [passages[name] for name in picture.captions or passages] if model.tokenizer is not None else []
+            measurements.append(measure_image(model.module, transformed[picture.name], picture.name, captions))
+            advance(1)
+        for passage in passages.values():
+            measure = measure_text if model.transform is None else measure_caption
+            measurements.append(measure(model.module, passage))
+            advance(1)
+    return measurements
 
 
 # ---- the models ----------------------------------------------------------------------------------------------------
@@ -196,30 +193,3 @@ def _lead(models: Sequence[Model]) -> str:
         for one in models
     ]
     return "; ".join(kinds) + "."
-
-
-_NOTE = (
-    "Means over layers and heads. “Difference” is what multiplies the values in differential layers, map 1 − λ map 2; "
-    "“attention” is the one map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of "
-    "their sum. In brackets: map 1, map 2. All numbers by head are in statistics.json."
-)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress: in a terminal on one changing line, elsewhere on one line per model."""
-    from rich.console import Console
-
-    console, last = Console(file=sys.stderr, force_jupyter=False), [""]
-    with console.status("reading") as status:
-        count = [0]
-
-        def watch(what: str) -> None:
-            count[0] = count[0] + 1 if what == last[0] else 1
-            if console.is_terminal:
-                status.update(f"{what}: {'layer' if what != 'figures' else 'section'} {count[0]}")
-            elif what != last[0]:
-                console.print(f"inspecting: {what}")
-            last[0] = what
-
-        yield watch

@@ -5,7 +5,7 @@ Inputs are made in `inputs`; means over several inputs are in `summary`, picture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Measurement:
 
 
 def measure_image(
-    model: nn.Module, picture: TransformedPicture, title: str, captions: Iterable[Passage], watch: Callable[[], None]
+    model: nn.Module, picture: TransformedPicture, title: str, captions: Iterable[Passage]
 ) -> Measurement:
     """Measure an image tower on an image.
 
@@ -84,7 +84,6 @@ def measure_image(
         picture: the image as the model gets it.
         title: name of the image.
         captions: texts to show the relevance of.
-        watch: called after each layer.
     """
     trunk: Any = image_trunk(model)
     device = next(model.parameters()).device
@@ -98,7 +97,7 @@ def measure_image(
         sink=torch.cat([torch.ones(prefix), torch.zeros(count)]),
         noise=noise,
     )
-    layers = [_measured(layer, focus, (rows, columns), watch) for layer in opened_layers(model, {"image": image[None]})]
+    layers = [_measured(layer, focus, (rows, columns)) for layer in opened_layers(model, {"image": image[None]})]
     relevance = {}
     for passage in captions:
         (grid,), (cosine,) = caption_relevance(model, image, passage.tokens[None].to(device))
@@ -106,21 +105,21 @@ def measure_image(
     return Measurement("image", title, layers, (rows, columns), relevance)
 
 
-def measure_caption(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Measurement:
+def measure_caption(model: nn.Module, passage: Passage) -> Measurement:
     """Measure a text tower on a caption; padding is left out where the tower is causal."""
     tokens = passage.tokens[None].to(next(model.parameters()).device)
     layers = [
-        _measured(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None, watch)
+        _measured(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None)
         for layer in opened_layers(model, {"text": tokens})
     ]
     return Measurement("caption", passage.name, layers)
 
 
-def measure_text(model: nn.Module, passage: Passage, watch: Callable[[], None]) -> Measurement:
+def measure_text(model: nn.Module, passage: Passage) -> Measurement:
     """Measure a language model on a text."""
     tokens = passage.tokens[None].to(next(model.parameters()).device)
     focus = _text_focus(passage)
-    layers = [_measured(layer, focus, None, watch) for layer in opened_layers(model, {"tokens": tokens})]
+    layers = [_measured(layer, focus, None) for layer in opened_layers(model, {"tokens": tokens})]
     return Measurement("text", passage.name, layers)
 
 
@@ -135,9 +134,7 @@ def _text_focus(passage: Passage) -> Focus:
     return Focus(readers=slice(count - 1, count), keys=slice(None), sink=sink, noise=noise)
 
 
-def _measured(
-    layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None, watch: Callable[[], None]
-) -> LayerMeasurement:
+def _measured(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
     applied = layer.applied
     kinds = {"attention": applied}
     if layer.lam is not None:
@@ -155,7 +152,6 @@ def _measured(
         whole = {kind: maps.mean(dim=0) for kind, maps in kinds.items()}
         size = min(THUMBNAIL, applied.shape[-1])
         heads = {kind: F.adaptive_avg_pool2d(maps[None], size)[0] for kind, maps in kinds.items()}
-    watch()
     return LayerMeasurement(layer.name, numbers, read, whole, heads)
 
 

@@ -6,7 +6,6 @@ The figures themselves are drawn in `analysis.figures`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,121 +30,79 @@ from diffvision.inspection.summary import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HEADS = "By head: "
+NOTE = (
+    "Means over layers and heads. “Difference” is what multiplies the values in differential layers, map 1 − λ map 2; "
+    "“attention” is the one map of standard layers. Entropy, sinks and noise are of a row's magnitudes, as shares of "
+    "their sum. In brackets: map 1, map 2. All numbers by head are in statistics.json."
+)
+
+Files = dict[str, bytes]
+"""PNG files by name."""
 
 
-@dataclass
-class PageFigure:
-    """A figure of the page, which is also written as a file.
-
-    Attributes:
-        name: of the file, without .png.
-        caption: a sentence on what is seen.
-        figure: the figure.
-        folded: the title of the part of the page that is folded until it is clicked; empty if the figure is not in one.
-    """
-
-    name: str
-    caption: str
-    figure: Figure
-    folded: str = ""
-
-    def png(self) -> bytes:
-        """Return the figure as a PNG file's bytes; its layout is kept for the page."""
-        picture = png(self.figure)
-        self.figure.set_layout_engine("none")
-        return picture
-
-
-@dataclass
-class Section:
-    """A heading with figures; the numbers are in a table at the end of the page."""
-
-    title: str
-    numbers: LayerNumbers | None = None
-    figures: list[PageFigure] = field(default_factory=list)
-
-
-def sections(
+def draw(
     measurements: Measurements,
     pictures: Mapping[str, Mapping[str, TransformedPicture]],
     passages: Mapping[str, Passage],
-    watch: Callable[[], None],
-) -> list[Section]:
-    """Draw all figures of some models' measurements.
+) -> tuple[list[html.Section], Files]:
+    """Return the page's sections (pictures, curves over the layers, tables of all numbers) and the pictures as files.
 
     Args:
         measurements: by model; all models have the same inputs.
         pictures: by model and title, the images as each model gets them.
         passages: by title, the captions or texts.
-        watch: called after each section.
     """
-    drawn = []
+    files: Files = {}
+    sections, tables = [], []
     first = next(iter(measurements.values()))
     for index, one in enumerate(first):
         of_input = {model: inputs[index] for model, inputs in measurements.items()}
         name = f"{one.tower}-{1 + sum(other.tower == one.tower for other in first[:index])}"
         if one.tower == "image":
-            drawn.append(_image(name, of_input, {model: images[one.title] for model, images in pictures.items()}))
+            images = {model: by_title[one.title] for model, by_title in pictures.items()}
+            sections.append(_image(files, name, of_input, images))
         else:
-            drawn.append(_text(name, of_input, passages[one.title]))
-        watch()
-    for tower in TOWERS:
+            sections.append(_text(files, name, of_input, passages[one.title]))
+    for tower, title in TOWERS.items():
         if any(one.tower == tower for inputs in measurements.values() for one in inputs):
-            drawn.append(_numbers(measurements, tower))
-            watch()
-    return drawn
-
-
-def page(title: str, lead: str, note: str, drawn: Sequence[Section]) -> str:
-    """Return one HTML page: pictures first, then numbers over the layers, and tables of all numbers at the end.
-
-    Args:
-        title: of the page.
-        lead: which models are shown.
-        note: what the numbers are, above the tables.
-        drawn: as `sections` returns them.
-    """
-    shown = [html.Section(section.title, _parts(section)) for section in drawn]
-    tables = [part for section in drawn if section.numbers is not None for part in _table(section)]
+            numbers = mean_numbers(measurements, tower)
+            count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
+            sections.append(_curves(files, tower, numbers, count))
+            tables.append(_table(f"{title}, layer by layer", numbers))
     if tables:
-        shown.append(html.Section("All numbers", [html.Text(note), *tables]))
-    return html.html_page(title, lead, shown, "Written by `diffvision inspect`.")
+        sections.append(html.Section("All numbers", [html.Text(NOTE), *tables]))
+    return sections, files
 
 
-def _parts(section: Section) -> list[html.Part]:
-    pictures = {figure.name: html.Picture(figure.figure, figure.caption, figure.caption) for figure in section.figures}
-    parts: list[html.Part] = [pictures[figure.name] for figure in section.figures if not figure.folded]
-    for title in dict.fromkeys(figure.folded for figure in section.figures if figure.folded):
-        parts.append(html.Folded(title, [pictures[f.name] for f in section.figures if f.folded == title]))
-    return parts
+def _picture(files: Files, name: str, figure: Figure, caption: str) -> html.Picture:
+    """Return a figure for the page, and keep it as a file of that name too."""
+    files[f"{name}.png"] = png(figure)
+    figure.set_layout_engine("none")  # the page has the file's layout
+    return html.Picture(figure, caption, caption)
 
 
-def _table(section: Section) -> list[html.Part]:
-    assert section.numbers is not None
-    models = list(dict.fromkeys(model for kinds in section.numbers.values() for model in kinds))
-    rows = [
-        [title, *(cells.get(model, "–") for model in models), says] for title, says, cells in table(section.numbers)
-    ]
-    return [html.Table([section.title, *models, ""], rows, models=models)]
+def _table(title: str, numbers: LayerNumbers) -> html.Table:
+    models = list(dict.fromkeys(model for kinds in numbers.values() for model in kinds))
+    rows = [[name, *(cells.get(model, "–") for model in models), says] for name, says, cells in table(numbers)]
+    return html.Table([title, *models, ""], rows, models=models)
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
-def _numbers(measurements: Measurements, tower: str) -> Section:
-    numbers = mean_numbers(measurements, tower)
-    count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
+def _curves(files: Files, tower: str, numbers: LayerNumbers, count: int) -> html.Section:
     over = f"mean over {count} inputs" if count > 1 else "of one input"
     caption = f"How the maps change from layer to layer, {over}: lines are means over heads, dots are heads."
-    figures = [PageFigure(f"layers-{tower}", caption, layer_panels(number_panels(numbers)))]
+    parts: list[html.Part] = [_picture(files, f"layers-{tower}", layer_panels(number_panels(numbers)), caption)]
     if norms := norm_panels(numbers):
         caption = "How large a head's output is before and after the head norm and the factor: its root mean square."
-        figures.append(PageFigure(f"norm-{tower}", caption, layer_panels(norms)))
-    return Section(f"{TOWERS[tower]}, layer by layer", numbers, figures)
+        parts.append(_picture(files, f"norm-{tower}", layer_panels(norms), caption))
+    return html.Section(f"{TOWERS[tower]}, layer by layer", parts)
 
 
-def _image(name: str, models: Mapping[str, Measurement], pictures: Mapping[str, TransformedPicture]) -> Section:
+def _image(
+    files: Files, name: str, models: Mapping[str, Measurement], pictures: Mapping[str, TransformedPicture]
+) -> html.Section:
     first = next(iter(models.values()))
     picture = next(iter(pictures.values()))
     compared = {
@@ -160,32 +117,33 @@ def _image(name: str, models: Mapping[str, Measurement], pictures: Mapping[str, 
         "Where the last layer looks on the image, mean over heads: dark is zero, bright is high, blue is below zero."
     )
     caption += " The white line is the object." if region is not None else ""
-    figures = [PageFigure(name, caption, compared_models(picture.shown, compared, region))]
+    parts: list[html.Part] = [_picture(files, name, compared_models(picture.shown, compared, region), caption)]
     if first.relevance:
         caption = "What the cosine of image and caption depends on, to first order: gradient-weighted attention."
-        figures.append(PageFigure(f"{name}-captions", caption, relevance_panels(picture.shown, compared)))
+        parts.append(_picture(files, f"{name}-captions", relevance_panels(picture.shown, compared), caption))
     blocks = _by_layer(models, lambda layer: {kind: maps.mean(0) for kind, maps in layer.heads.items()})
-    figures.append(_layers(name, models, blocks))
-    return Section(f"Image: {first.title}", None, figures + _by_head(name, models))
+    parts += [_layers(files, name, models, blocks), *_by_head(files, name, models)]
+    return html.Section(f"Image: {first.title}", parts)
 
 
-def _text(name: str, models: Mapping[str, Measurement], passage: Passage) -> Section:
+def _text(files: Files, name: str, models: Mapping[str, Measurement], passage: Passage) -> html.Section:
     reads = {
         model: {kind: rows.mean(0).numpy()[: len(passage.words)] for kind, rows in one.layers[-1].read.items()}
         for model, one in models.items()
     }
     caption = "What the last token reads in the last layer, mean over heads"
     caption += "; the answer's words are bold." if passage.answer else "."
-    figures = [PageFigure(name, caption, text_strips(passage.words, reads, passage.answer))]
-    figures.append(_layers(name, models, _by_layer(models, lambda layer: layer.whole)))
+    parts: list[html.Part] = [_picture(files, name, text_strips(passage.words, reads, passage.answer), caption)]
+    blocks = _by_layer(models, lambda layer: layer.whole)
+    parts += [_layers(files, name, models, blocks), *_by_head(files, name, models)]
     tower = TOWERS[next(iter(models.values())).tower]
-    return Section(f"{tower}: {_short(passage.name)}", None, figures + _by_head(name, models))
+    return html.Section(f"{tower}: {_short(passage.name)}", parts)
 
 
-def _layers(name: str, models: Mapping[str, Measurement], blocks: list[Block]) -> PageFigure:
+def _layers(files: Files, name: str, models: Mapping[str, Measurement], blocks: list[Block]) -> html.Picture:
     deepest = max(len(one.layers) for one in models.values())
     caption = "The same for every layer, mean over heads, from the first layer to the last."
-    return PageFigure(f"{name}-layers", caption, mosaic(blocks, list(map(str, range(deepest))), "layer"))
+    return _picture(files, f"{name}-layers", mosaic(blocks, list(map(str, range(deepest))), "layer"), caption)
 
 
 def _by_layer(
@@ -201,20 +159,22 @@ def _by_layer(
     return blocks
 
 
-def _by_head(name: str, models: Mapping[str, Measurement]) -> list[PageFigure]:
-    """Draw one picture per model and kind of map: rows are heads, columns layers."""
-    figures = []
+def _by_head(files: Files, name: str, models: Mapping[str, Measurement]) -> list[html.Folded]:
+    """Return for each model one picture per kind of map: rows are heads, columns layers."""
+    folded = []
     for number, (model, one) in enumerate(models.items(), start=1):
+        pictures = []
         for kind in _kinds([layer.heads for layer in one.layers]):
             layers = [list(layer.heads.get(kind, ())) for layer in one.layers]
             heads = max(map(len, layers))
             blank = np.full_like(next(iter(one.layers[0].heads.values()))[0].numpy(), np.nan)
             cells = [[maps[i].numpy() if i < len(maps) else blank for maps in layers] for i in range(heads)]
             block = Block(f"{model}: {kind}", cells, [f"head {head}" for head in range(heads)])
-            picture = mosaic([block], list(map(str, range(len(one.layers)))), "layer")
+            figure = mosaic([block], list(map(str, range(len(one.layers)))), "layer")
             file = f"{name}-heads-{number}-{kind.replace(' ', '-')}"
-            figures.append(PageFigure(file, f"The {kind} of every head of {model}.", picture, f"{_HEADS}{model}"))
-    return figures
+            pictures.append(_picture(files, file, figure, f"The {kind} of every head of {model}."))
+        folded.append(html.Folded(f"By head: {model}", pictures))
+    return folded
 
 
 def _kinds(layers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -110,12 +110,12 @@ def test_a_pair_of_models_of_images_and_texts(pair):
 
 def test_only_an_earlier_inspection_is_replaced(pair, tmp_path, monkeypatch):
     before = {file.name: file.read_bytes() for file in pair.iterdir()}
-    monkeypatch.setattr(inspecting, "sections", lambda *_: 1 / 0)
+    monkeypatch.setattr(inspecting, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         inspect(model="diff_vit_debug", output=str(pair))
     assert {file.name: file.read_bytes() for file in pair.iterdir()} == before  # what fails leaves it
     assert [file.name for file in pair.parent.iterdir()] == ["pair"]
-    monkeypatch.setattr(inspecting, "sections", lambda *_: [])
+    monkeypatch.setattr(inspecting, "draw", lambda *_: ([], {}))
     inspect(model="diff_vit_debug", output=str(pair))
     assert sorted(file.name for file in pair.iterdir()) == ["index.html", "statistics.json"]
     (pair.parent / "link").symlink_to("pair")
