@@ -19,7 +19,12 @@ MODELS = ("model", "models", "versus", "blind")
 """Parameters that take models."""
 PATHS = ("data", "source", "images", "image", "demonstrations", "queries", "prompts")
 """Parameters that take files or folders."""
-LEAST = {"batch_size": 1, "num_workers": 0, "rounds": 0, "max_tokens": 1, "tokens": 1}
+LEAST = {
+    **dict.fromkeys(
+        ("batch_size", "copies", "documents", "evaluated", "max_tokens", "per_shard", "steps", "tokens"), 1
+    ),
+    **dict.fromkeys(("num_workers", "rounds", "seed"), 0),
+}
 """A parameter -> its least value."""
 TASKS = {
     "evaluate": ("diffvision.evaluation.suite", "EVALUATIONS", "GROUPS"),

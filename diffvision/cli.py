@@ -65,6 +65,7 @@ COMMANDS = {
 TABLES = ("models", "match", "tune", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
+MAKE = "data make"
 JSON = "--json"
 TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config clip/debug.yaml",
@@ -93,7 +94,28 @@ def main(argv: list[str] | None = None) -> int:
     name = " ".join(argv[:words])
     if name not in COMMANDS:
         return _no_command(name)
+    if name == MAKE:
+        return _make(argv[words:])
     return _reported(lambda: _command(name, argv[words:]))
+
+
+def _make(argv: list[str]) -> int:
+    from textwrap import fill
+
+    from diffvision.data.made import datasets
+    from diffvision.mistakes import see_help
+    from diffvision.signatures import read_signature
+
+    if argv and argv[0] not in ("-h", "--help"):
+        return _reported(lambda: _command(f"{MAKE} {argv[0]}", argv[1:]))
+    if argv:
+        print(f"usage: diffvision {MAKE} DATASET DIRECTORY [options]\n")
+        for name, function in datasets().items():
+            summary, *_ = read_signature(function)[1].splitlines() or [""]
+            print(fill(f"  {name:<15} {summary}", 80, subsequent_indent=" " * 18))
+        return 0
+    print(f"diffvision: error: {see_help(f'{MAKE} needs a dataset', f'diffvision {MAKE}')}", file=sys.stderr)
+    return 2
 
 
 def _train(argv: list[str]) -> int:
@@ -167,8 +189,20 @@ def _command(name: str, args: list[str]) -> Any:
         return auto_cli(_checked(name, command), args=limited, as_positional=True, **about)
 
 
+def command_names() -> list[str]:
+    """Return the names of all commands, `data make` once for each dataset."""
+    from diffvision.data.made import datasets
+
+    made = [f"{MAKE} {name}" for name in datasets()]
+    return [one for name in COMMANDS for one in (made if name == MAKE else [name])]
+
+
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function of a command."""
+    """Return the function of a command; of `data make NAME`, that of the dataset."""
+    if name.startswith(f"{MAKE} "):
+        from diffvision.data.make import make_command
+
+        return make_command(name.removeprefix(f"{MAKE} "))
     module, function, _ = COMMANDS[name]
     return getattr(importlib.import_module(module), function)
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from diffvision.cli import COMMANDS, JSON, TABLES, TRAINER_COMMANDS, function_of
+from diffvision.cli import COMMANDS, JSON, MAKE, TABLES, TRAINER_COMMANDS, command_names, function_of
+from diffvision.data.made import datasets
 from diffvision.signatures import list_choices, parameter_types, read_settings
 from diffvision.training.recipes import recipes
 from diffvision.training.settings import CLASSES, known
@@ -28,10 +29,13 @@ _diffvision() {
     [[ ${COMP_WORDS[COMP_CWORD]} == "=" ]] && before=$((COMP_CWORD - 1))
     local option=${COMP_WORDS[before]} first=2
     if [[ $command == data && $COMP_CWORD -gt 1 ]]; then command="data ${COMP_WORDS[2]}" first=3; fi
+    if [[ $command == "data make" && $COMP_CWORD -gt 3 ]]; then command="data make ${COMP_WORDS[3]}" first=4; fi
     if [[ $COMP_CWORD -eq 1 ]]; then
         words="@COMMANDS@"
     elif [[ $COMP_CWORD -eq 2 && ${COMP_WORDS[1]} == data ]]; then
         words="@DATA@"
+    elif [[ $COMP_CWORD -eq 3 && $command == "data make" ]]; then
+        words="@DATASETS@"
     elif [[ $option == -* && $current != -* ]]; then
         case "$command $option" in
 @VALUES@
@@ -64,7 +68,7 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
     Args:
         shell: bash, zsh or fish. The first lines of the script say where to write it.
     """
-    commands = {name: options(name) for name in [*TRAINER_COMMANDS, *COMMANDS]}
+    commands = {name: options(name) for name in [*TRAINER_COMMANDS, *command_names()]}
     print(_write_fish(commands) if shell == "fish" else (ZSH if shell == "zsh" else "") + _write_bash(commands), end="")
 
 
@@ -75,12 +79,7 @@ def options(command: str) -> dict[str, list[str]]:
     """
     if command in TRAINER_COMMANDS:
         return _list_trainer_options(command)
-    every = dict(_list_options(function_of(command)))
-    if command == "data make":
-        from diffvision.data.made import MADE
-
-        every[""] = list(MADE)
-    return every | ({JSON: []} if command in TABLES else {})
+    return dict(_list_options(function_of(command))) | ({JSON: []} if command in TABLES else {})
 
 
 def takes_several(command: str) -> bool:
@@ -125,11 +124,12 @@ def _list_models() -> list[str]:
 
 
 def _write_bash(commands: dict[str, dict[str, list[str]]]) -> str:
-    of_data = [name.removeprefix("data ") for name in commands if name.startswith("data ")]
+    of_data = dict.fromkeys(name.split()[1] for name in commands if name.startswith("data "))
     first = dict.fromkeys([*(name.partition(" ")[0] for name in commands), "run", "--help", "--version"])
     cases = {
         "COMMANDS": " ".join(first),
         "DATA": " ".join(of_data),
+        "DATASETS": " ".join(datasets()),
         "SEVERAL": " ".join(name for name in commands if takes_several(name)),
         "VALUES": "\n".join(
             f'        "{name} {option}") words="{" ".join(values)}" ;;'
@@ -161,10 +161,11 @@ def _write_fish(commands: dict[str, dict[str, list[str]]]) -> str:
     names = {name.partition(" ")[0] for name in commands} | {"run"}
     known = " ".join(sorted(names))
     summaries = TRAINER_COMMANDS | {name: row.summary for name, row in COMMANDS.items()}
-    for name, of_command in commands.items():
+    for name, of_command in ({MAKE: dict[str, list[str]]()} | commands).items():
         words = name.split()
-        before = f"not __fish_seen_subcommand_from {known}" if len(words) == 1 else "__fish_seen_subcommand_from data"
-        summary = summaries[name].replace("'", "")
+        above = f"__fish_seen_subcommand_from {' '.join(words[-2:-1])}"
+        before = f"not __fish_seen_subcommand_from {known}" if len(words) == 1 else above
+        summary = summaries.get(name, "write this dataset").replace("'", "")
         lines.append(f"complete -c diffvision -f -n '{before}' -a {words[-1]} -d '{summary}'")
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
         for option, values in of_command.items():

@@ -1,13 +1,14 @@
 """Signatures read from source: settings and their types, without the seconds that importing their modules takes."""
 
 import ast
+import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, SimpleNamespace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from diffvision.plugins import entry_points
 
@@ -55,13 +56,43 @@ def read_names(module: str, table: str = "__all__") -> list[str]:
     return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
+def read_signature(path: str) -> tuple[inspect.Signature, str]:
+    """Return the signature and the docstring of a function; all parameters but the first are keywords.
+
+    Args:
+        path: "module:name", as of an entry point. Defaults must be plain values or constants of its module.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    module, _, name = path.partition(":")
+    found = _find_definition(module, name)
+    if found is None or not isinstance(found[1], ast.FunctionDef):
+        raise ValueError(f"there is no function {path}: correct the entry point, or install its package again")
+    arguments = found[1].args
+    every = [*arguments.args, *arguments.kwonlyargs]
+    without = len(arguments.args) - len(arguments.defaults)
+    defaults = [*[None] * without, *arguments.defaults, *arguments.kw_defaults]
+    kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * (len(every) - 1)]
+    parameters = [
+        inspect.Parameter(
+            one.arg,
+            kind,
+            default=inspect.Parameter.empty if default is None else _read_literal(default, module),
+            annotation=_read_annotation(one.annotation, module),
+        )
+        for one, kind, default in zip(every, kinds, defaults, strict=True)
+    ]
+    return inspect.Signature(parameters), ast.get_docstring(found[1]) or ""
+
+
 def read_type(path: str) -> Any:
     """Return the type of that name, such as "diffvision.training.fault_tolerance.Resume", or Any."""
     module, _, name = path.rpartition(".")
     return _keep_plain(_Names(module)[name])
 
 
-def _read_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[str, Any]]:
+def _read_class(module: str, node: ast.ClassDef | ast.FunctionDef | ast.expr) -> Iterator[tuple[str, Any]]:
     if not isinstance(node, ast.ClassDef):
         return
     for statement in node.body:
@@ -77,6 +108,13 @@ def _read_class(module: str, node: ast.ClassDef | ast.expr) -> Iterator[tuple[st
         nested = _find_definition(module, annotation.id) if isinstance(annotation, ast.Name) else None
         if nested is not None:
             yield from ((f"{name}.{inner}", kind) for inner, kind in _read_class(*nested))
+
+
+def _read_literal(value: ast.expr, module: str) -> Any:
+    """Return a plain value, which may be a constant of the module."""
+    if isinstance(value, ast.Name) and (found := _find_definition(module, value.id)):
+        value = cast(ast.expr, found[1])
+    return ast.literal_eval(value)
 
 
 def _read_annotation(annotation: ast.expr | None, module: str) -> Any:
@@ -113,10 +151,10 @@ class _Names(dict[str, Any]):
         return Any if found is None or not isinstance(found[1], ast.expr) else _read_annotation(found[1], found[0])
 
 
-def _find_definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
-    """Return the module that defines a name, and its class or value there; imports of the same package are followed."""
+def _find_definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef | ast.expr] | None:
+    """Return the module that defines a name, and its class, function or value; imports of its package are followed."""
     for node in _statements(module):
-        if isinstance(node, ast.ClassDef) and node.name == name:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return module, node
         if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
             return module, node.value
@@ -132,10 +170,13 @@ def _statements(module: str) -> list[ast.stmt]:
     """Return the statements of a module's source, and those of its `if TYPE_CHECKING`; none where it has no file."""
     package, _, rest = module.partition(".")
     spec = find_spec(package) if package else None
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None or not (spec.submodule_search_locations or spec.origin):
         return []
-    path = Path(spec.submodule_search_locations[0], *rest.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if spec.submodule_search_locations:
+        path = Path(spec.submodule_search_locations[0], *rest.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    else:  # a module that is no package
+        file = Path(spec.origin or "")
     if not file.is_file():
         return []
     body = ast.parse(file.read_bytes()).body

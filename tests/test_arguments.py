@@ -28,7 +28,7 @@ for line in json.load(sys.stdin):
 print(json.dumps(answers))
 """
 CLIP = "fit --config clip/debug.yaml"
-HELP = [f"{name} --help" for name in [*cli.COMMANDS, *cli.TRAINER_COMMANDS]]
+HELP = [f"{name} --help" for name in ["data make", *cli.command_names(), *cli.TRAINER_COMMANDS]]
 SCRIPTS = ["completion bash", "completion zsh", "completion fish"]
 MISTAKES = {  # a command line, and what its error names
     "fit": "--config",
@@ -72,7 +72,9 @@ MISTAKES = {  # a command line, and what its error names
     "tune --device cudda": "cudda",
     "tune --model nomodel --batch 1": "nomodel",
     "data make nothing out": "nothing",
-    "data make digits out --per_shard x": "per_shard is 'x'",
+    "data make digits out --per_shard x": "--per_shard",
+    "data make digits out --copies x": "copies is 'x'",
+    "data make digits out --copies 0": "copies is 0",
     "data make folder out --source nowhere": "nowhere",
     "data check nowhere": "nowhere",
     "data stats --bogus x": "--bogus",

@@ -17,12 +17,25 @@ def test_help_names_every_command(capsys):
     assert capsys.readouterr().out == f"diffvision {__version__}\n"
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", cli.command_names())
 def test_every_command_explains_its_arguments(name, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*name.split(), "--help"])
     assert stopped.value.code == 0
     assert f"usage: diffvision {name}" in capsys.readouterr().out
+
+
+def test_data_make_lists_the_datasets(capsys):
+    assert cli.main(["data", "make", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in ("digits", "folder", "pope", "text"))
+    assert cli.main(["data", "make"]) == 2
+    assert "needs a dataset; see diffvision data make --help" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["data", "make", "digits", "--help"])
+    printed = capsys.readouterr().out
+    assert "--copies" in printed
+    assert "--scenes" not in printed
 
 
 def test_an_unknown_command_is_named(capsys):
@@ -47,7 +60,7 @@ def test_bad_input_is_one_line(capsys, tmp_path):
 
 
 def test_ctrl_c_is_one_line(capsys, tmp_path, monkeypatch):
-    def stopped(directory):
+    def stopped(directory, **options):
         (tmp_path / "out").mkdir()
         raise KeyboardInterrupt
 
@@ -89,7 +102,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
         ),
         ("data make mmpv new", 1, "there are digits, "),
         ("data make mmpv new", 1, "; did you mean mmvp?"),
-        ("data make digits new --seed -1", 1, "seed is -1: it must be at least 0"),
+        ("data make digits new --seed -1", 1, "seed is -1: give 0 or more"),
         ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),
         ("evaluate --model CLIP-debug --data .", 1, "give the model first, without --model: diffvision evaluate MODEL"),
         ("inspect --model=CLIP-debug --output new", 1, "give the model first, without --model: diffvision inspect"),

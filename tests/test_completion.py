@@ -31,6 +31,7 @@ def script(tmp_path_factory):
         ("ev", ["evaluate", "evaluate-language"]),
         ("data ch", ["check"]),
         ("data make digit", ["digits", "digit-scenes"]),
+        ("data make digits out --cop", ["--copies"]),
         ("evaluate CLIP-d", ["CLIP-debug"]),
         ("evaluate CLIP-debug CLIP-d", ["CLIP-debug"]),
         ("compare runs/a CLIP-debug CLIP-d", ["CLIP-debug"]),
@@ -63,7 +64,7 @@ def test_what_a_tab_offers(script, line, words):
 
 
 def test_every_command_has_its_options():
-    for name in [*cli.COMMANDS, *cli.TRAINER_COMMANDS]:
+    for name in [*cli.command_names(), *cli.TRAINER_COMMANDS]:
         words = options(name)
         assert all(word == "" or word.startswith("--") for word in words)
         assert words, name
@@ -79,6 +80,7 @@ def test_other_shells(capsys):
     assert (
         "complete -c diffvision -n '__fish_seen_subcommand_from evaluate' -l precision -x -a 'fp32 bf16 fp16'" in fish
     )
-    assert "from data; and __fish_seen_subcommand_from make' -f -a 'digits " in fish
+    assert "-f -n '__fish_seen_subcommand_from make' -a digits " in fish
+    assert "from make; and __fish_seen_subcommand_from digits' -l copies" in fish
     assert "-n '__fish_seen_subcommand_from evaluate' -a '" in fish  # and files
     assert cli.main(["completion", "tcsh"]) == 2

@@ -91,6 +91,21 @@ print(*model(torch.rand(2, *model.default_cfg["input_size"])).shape)
     assert run(tmp_path, program).split() == ["2", "3"]
 
 
+def test_dataset_of_a_plugin_is_made_with_its_own_options(tmp_path):
+    install(tmp_path)
+    program = """
+import sys
+from diffvision.cli import main
+assert main(["data", "make", "--help"]) == 0
+assert main(["data", "make", "squares", "out", "--side", "3"]) == 2
+assert "tiny_plugin" not in sys.modules
+assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
+"""
+    printed = run(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n{program}")
+    assert "squares         Write nothing but a note." in printed
+    assert (tmp_path / "out/squares.txt").read_text() == "3"
+
+
 def test_task_of_a_plugin_runs_in_evaluate_where_it_is_named(tmp_path):
     install(tmp_path)
     program = """

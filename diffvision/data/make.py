@@ -1,29 +1,16 @@
 """The commands `data make`, `check`, `stats`, `tokenizer` and `tokenize`: they print what is computed elsewhere."""
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.made import MADE
+from diffvision.data.made import datasets
 from diffvision.data.shards.sample import BadSource
 from diffvision.mistakes import did_you_mean
 from diffvision.progress import track
+from diffvision.signatures import read_signature
 from diffvision.tables import show
-
-_LEAST = {
-    "copies": 1,
-    "documents": 1,
-    "words": 1,
-    "scenes": 1,
-    "evaluated": 1,
-    "steps": 1,
-    "distractors": 0,
-    "highest": 1,
-    "seed": 0,
-    "per_shard": 1,
-    "num_workers": 0,
-}
-"""The least value of each number that `make` takes; some datasets need more."""
 
 __all__ = ["check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
 
@@ -35,143 +22,51 @@ def write_manifest(directory: str | Path) -> None:
     writer.write_manifest(directory)
 
 
-def make(
-    name: str,
-    directory: str,
-    source: str | None = None,
-    images: str | None = None,
-    captions: str | None = None,
-    columns: dict[str, str] | None = None,
-    split: str | None = None,
-    templates: list[str] | None = None,
-    copies: int | None = None,
-    documents: int | None = None,
-    words: int | None = None,
-    scenes: int | None = None,
-    evaluated: int | None = None,
-    steps: int | None = None,
-    distractors: int | None = None,
-    highest: int | None = None,
-    seed: int | None = None,
-    per_shard: int | None = None,
-    num_workers: int | None = None,
-) -> int:
-    """Write a dataset as WebDataset shards with a manifest, or as JSON lines (arithmetic).
+def make(name: str, directory: str | Path, **options: Any) -> int:
+    """Write a dataset as WebDataset shards with a manifest (`arithmetic`: as JSON lines), and print what it has.
 
     Args:
-        name: digits, digit-scenes, fashion, fashion-scenes, emoji, openclipart, tuxpaint (for tests only), stdlib
-            (text: the running Python's library), text (English from packages), recall (synthetic text: needles and
-            mappings to mix into training text), arithmetic (worded problems with distracting sentences, as prompts and
-            responses to fine-tune on); folder to pack your images as training shards, or evaluation to pack
-            them as an evaluation folder (zero-shot of those with labels, retrieval of those with captions); mmvp,
-            sugarcrepe, aro, winoground, ohd-caps and pope: published evaluations, from the files that you have.
+        name: of the dataset, in `diffvision.data.made.datasets()`.
         directory: the folder to write; it must have no shards yet.
-        source: for folder and evaluation: a folder of images (with x.txt next to x.jpg, or with a folder for each
-            class), a table (.csv, .tsv, .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face
-            datasets saved, or torchvision:NAME:ROOT. For text: a folder of unpacked packages, NAME=PATH for one of
-            them, or NAME for one that is installed; several with commas (gcide=packages,python-doc,stdlib). For the
-            others: the folder of the dataset's files.
-        images: for a published evaluation: the folder of its images, where they are not in the source.
-        captions: for folder and evaluation: the table of a folder of images, with captions or labels.
-        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
-        split: for folder: train, validation or test, of a source that has splits; train by default.
-        templates: for evaluation: zero-shot prompts with {c} where the class name belongs.
-        copies: for digits and digit-scenes: images made of each training digit.
-        documents: for recall: how many. For arithmetic: training problems; 100,000 by default.
-        words: for recall: the most words of a document with needles.
-        scenes: for fashion-scenes: training images; 55,000 by default.
-        evaluated: for fashion-scenes: images of each split for evaluation; 2,000 by default. For arithmetic: test
-            problems of each number of steps and distractors, and a tenth of the validation problems; 100 by default.
-        steps: for arithmetic: the most lines of a solution in training; the test has up to 3 more. 5 by default.
-        distractors: for arithmetic: the most distracting sentences in training; the test has up to four times as many.
-            4 by default.
-        highest: for arithmetic: the largest number; 999 by default.
-        seed: determines all random choices in made datasets; 0 by default.
-        per_shard: for folder and evaluation: samples a shard; 10,000 by default.
-        num_workers: for folder and evaluation: processes; 2 by default.
+        options: of the dataset; `diffvision data make NAME --help` has them.
+
+    Raises:
+        ValueError: there is no such dataset, or an option or the source cannot be used.
     """
-    settings: dict[str, Any] = {
-        "source": source,
-        "images": images,
-        "captions": captions,
-        "columns": columns,
-        "split": split,
-        "templates": templates,
-        "copies": copies,
-        "documents": documents,
-        "words": words,
-        "scenes": scenes,
-        "evaluated": evaluated,
-        "steps": steps,
-        "distractors": distractors,
-        "highest": highest,
-        "seed": seed,
-        "per_shard": per_shard,
-        "num_workers": num_workers,
-    }
-    given = {setting: value for setting, value in settings.items() if value is not None}
-    if name not in MADE:
-        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(MADE)}{did_you_mean(name, MADE)}")
-    dataset = MADE[name]
-    for setting in sorted(given.keys() & _LEAST.keys()):
-        if given[setting] < _LEAST[setting]:
-            raise ValueError(f"{setting} is {given[setting]}: it must be at least {_LEAST[setting]}")
-    for setting in sorted(given.keys() - dataset.settings):
-        others = ", ".join(other for other, made in MADE.items() if setting in made.settings)
-        raise ValueError(f"make {name} has no setting {setting}: leave it out, or make one of {others}")
-    if dataset.source and source is None:
-        raise ValueError(f"make {name} needs --source: {dataset.source}")
-    module, _, function = dataset.function.partition(":")
     try:
-        made = getattr(importlib.import_module(module), function)(directory, **given)
+        written = _function(name)(directory, **options)
     except BadSource as error:
-        raise ValueError(f"{error}; make {name} takes as --source {dataset.source}" if source else error) from None
+        raise ValueError(f"{error}; see diffvision data make {name} --help for its source") from None
     except KeyboardInterrupt:
         incomplete = f"; {directory} is incomplete: remove it and make it again" if Path(directory).exists() else ""
         raise KeyboardInterrupt(f"interrupted{incomplete}") from None
-    print(f"made {name} in {Path(directory)}" + (f": {made}" if made else ""))
+    print(f"made {name} in {Path(directory)}" + (f": {written}" if written else ""))
     return 0
 
 
-def pack_folder(
-    directory: str,
-    source: str,
-    captions: str | None = None,
-    columns: dict[str, str] | None = None,
-    split: str | None = None,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
-) -> str:
-    """Pack images as training shards, with the arguments of `make`; return what was packed."""
-    from diffvision.data.images.packing import pack
-    from diffvision.data.images.sources import find_images
-
-    images = find_images(source, split, table=captions, columns=columns)
-    packed = pack(
-        images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers
-    ).summary()
-    packed += f"\n  of {images.described}"
-    if images.caption_key != "txt":
-        packed += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
-    return packed
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = find_dataset(name).partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
-def pack_evaluation(
-    directory: str,
-    source: str,
-    captions: str | None = None,
-    columns: dict[str, str] | None = None,
-    templates: list[str] | None = None,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
-) -> str:
-    """Pack images as an evaluation folder, with the arguments of `make`; return what was packed."""
-    from diffvision.data.images import packing
-    from diffvision.data.images.folders import ImageEvaluationFolder
+def find_dataset(name: str) -> str:
+    """Return "module:function" of a dataset; raise ValueError where there is none of that name."""
+    every = datasets()
+    if name not in every:
+        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(every)}{did_you_mean(name, every)}")
+    return every[name]
 
-    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
-    splits = packing.pack_evaluation(folder, directory, templates, per_shard=per_shard, num_workers=num_workers)
-    return "\n".join([folder.task, *(f"{split}: {packed.summary()}" for split, packed in splits.items())])
+
+def make_command(name: str) -> Callable[..., int]:
+    """Return `make` of one dataset, with the signature and the help of its function, whose module is not imported."""
+
+    def command(directory: str | Path, **options: Any) -> int:
+        return make(name, directory, **options)
+
+    signature, command.__doc__ = read_signature(find_dataset(name))
+    command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+    vars(command)["__signature__"] = signature
+    return command
 
 
 def check(

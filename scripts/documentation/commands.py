@@ -5,7 +5,6 @@ python scripts/documentation/commands.py    # prints the page
 
 from __future__ import annotations
 
-import importlib
 import re
 from argparse import SUPPRESS, Action, ArgumentParser
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from jsonargparse import auto_cli, capture_parser
 
 from diffvision.allow import Parser
-from diffvision.cli import COMMANDS, RUN, TABLES, TRAINER_COMMANDS
+from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of
 from diffvision.training.fit import FitCLI
 
 PAGE = "reference/commands.md"
@@ -24,6 +23,10 @@ parsers when the site is built. Every command also takes `--config FILE` (its op
 `--print_config`, and `--allow PREFIX`
 ([which classes a configuration may name](../guides/reliability.md#your-own-classes)).
 Of those that print a table (TABLES), `--json` prints the numbers instead.
+"""
+MAKE_HEAD = f"""## {MAKE}
+
+Each dataset has its own options. `diffvision {MAKE} --help` lists all datasets, with those of installed packages.
 """
 LEFT_OUT = {"help", "config", "print_config"}
 
@@ -49,8 +52,7 @@ def fit_parser() -> ArgumentParser:
 
 def command_parser(name: str) -> ArgumentParser:
     """Return the parser of one of the other commands."""
-    command = COMMANDS[name]
-    function = getattr(importlib.import_module(command.module), command.function)
+    function = function_of(name)
     make = lambda: auto_cli(function, args=[], as_positional=True, parser_class=Parser)  # noqa: E731
     return capture_parser(make)
 
@@ -62,7 +64,10 @@ def page() -> str:
     parts += [_command("fit", TRAINER_COMMANDS["fit"], fit, FIT)]
     for name in ("validate", "test"):
         parts.append(f"## {name}\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS[name]}.\n")
-    parts += [_command(name, row.summary, command_parser(name)) for name, row in COMMANDS.items()]
+    for name in command_names():
+        if name.startswith(f"{MAKE} ") and MAKE_HEAD not in parts:
+            parts.append(MAKE_HEAD)
+        parts.append(_command(name, "", command_parser(name)))
     parts.append(f"## run\n\n{_sentence(RUN)} See [other people's programs](../guides/programs.md).\n")
     return "\n".join(parts)
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
 from diffvision.data.images.folders import ImageEvaluationFolder, in_order
 from diffvision.data.images.image_set import ImageCollection
+from diffvision.data.images.sources import find_images
 from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
@@ -86,6 +87,63 @@ def pack(
     if images.classnames:
         write_lines(directory / "classnames.txt", images.classnames)
     return total
+
+
+def make_folder(
+    directory: str | Path,
+    source: str | Path,
+    captions: str | None = None,
+    columns: dict[str, str] | None = None,
+    split: str | None = None,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> str:
+    """Write your images as training shards.
+
+    Args:
+        directory: the folder to write; it must have no shards yet.
+        source: a folder of images (with x.txt next to x.jpg, or with a folder for each class), a table (.csv, .tsv,
+            .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face datasets saved, or
+            torchvision:NAME:ROOT.
+        captions: the table of a folder of images, with captions or labels.
+        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
+        split: train, validation or test, of a source that has splits; train by default.
+        per_shard: samples per shard.
+        num_workers: processes.
+    """
+    images = find_images(source, split, table=captions, columns=columns)
+    packed = pack(
+        images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers
+    ).summary()
+    packed += f"\n  of {images.described}"
+    if images.caption_key != "txt":
+        packed += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
+    return packed
+
+
+def make_evaluation(
+    directory: str | Path,
+    source: str | Path,
+    captions: str | None = None,
+    columns: dict[str, str] | None = None,
+    templates: list[str] | None = None,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> str:
+    """Write your images as an evaluation folder: zero-shot of those with labels, retrieval of those with captions.
+
+    Args:
+        directory: the folder to write; it must have no shards yet.
+        source: as `diffvision data make folder` takes it.
+        captions: the table of a folder of images, with captions or labels.
+        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
+        templates: zero-shot prompts with {c} where the class name belongs.
+        per_shard: samples per shard.
+        num_workers: processes.
+    """
+    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
+    splits = pack_evaluation(folder, directory, templates, per_shard=per_shard, num_workers=num_workers)
+    return "\n".join([folder.task, *(f"{split}: {packed.summary()}" for split, packed in splits.items())])
 
 
 def pack_evaluation(

@@ -39,7 +39,9 @@ class Corpus:
 
 
 def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corpus:
-    """Write text shards `train` and `validation`.
+    """Write the source of Python's standard library and the prose of `help()` as text shards.
+
+    `train` and `validation` are shards of documents.
 
     Args:
         directory: the folder to write.

@@ -19,7 +19,9 @@ _PLAIN_FRACTION = 0.25  # share of training captions without colours
 
 
 def make_digit_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) -> None:
-    """Write the dataset: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
+    """Write scenes of one to three handwritten digits among clutter, with captions.
+
+    `train` are shards; `zero_shot`, `retrieval` and `composition` are evaluation folders.
 
     Args:
         directory: the folder to write.

@@ -73,7 +73,9 @@ def load_split() -> tuple[Drawings, Drawings]:
 def make_digits(
     directory: str | Path, *, copies: int = 6, digit_only: float = DIGIT_ONLY_FRACTION, seed: int = 0
 ) -> None:
-    """Write the dataset: `train` shards, and evaluation folders `zero_shot`, `retrieval` and `composition`.
+    """Write handwritten digits in colours, with captions.
+
+    `train` are shards; `zero_shot`, `retrieval` and `composition` are evaluation folders.
 
     Args:
         directory: the folder to write.

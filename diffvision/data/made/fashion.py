@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from diffvision.data.made import MADE
 from diffvision.data.made.drawings import Drawings, png, with_article
 from diffvision.data.shards.writer import (
     Sample,
@@ -51,15 +50,16 @@ class Garments(Drawings):
         return (4 * grey).clip(0, 1), 0.6 + 0.4 * grey.clip(0, 1)
 
 
-def make_fashion(directory: str | Path, source: str, *, seed: int = 0) -> str:
-    """Write the dataset: `train` shards with labels and captions, and the evaluation folder `zero_shot`.
+def make_fashion(directory: str | Path, source: str | Path, *, seed: int = 0) -> str:
+    """Write Fashion-MNIST with labels and captions.
 
-    The folder has the splits train (the same images), validation and test.
+    `train` are shards; the evaluation folder `zero_shot` has the splits train (the same images), validation and test.
 
     Args:
         directory: the folder to write.
-        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), torchvision's root, or a
-            folder that Hugging Face datasets saved.
+        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), such as
+            /usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`; torchvision's ROOT after
+            datasets.FashionMNIST(ROOT, download=True); or a folder that Hugging Face datasets saved.
         seed: determines the order of the training images and their captions.
 
     Returns:
@@ -117,7 +117,9 @@ def _read_files(root: Path) -> tuple[Garments, ...]:
                 _garments(read_idx(images, _IMAGES, 3), read_idx(labels, _LABELS, 1), labels)
                 for images, labels in (train, test)
             )
-    raise ValueError(f"{root} has not the four files {', '.join(names)} (nor .gz): give {MADE['fashion'].source}")
+    raise ValueError(
+        f"{root} has not the four files {', '.join(names)} (nor .gz): see diffvision data make fashion --help"
+    )
 
 
 def _read_saved(root: Path) -> tuple[Garments, ...]:
@@ -153,7 +155,7 @@ def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
     if len(labels) == _TRAIN and zlib.crc32(labels.astype(np.uint8).tobytes()) != _TRAIN_CRC:
         raise ValueError(
             f"{path} has {_TRAIN:,} labels that are not Fashion-MNIST's (MNIST and others come in files of the same "
-            f"names): give {MADE['fashion'].source}"
+            f"names): see diffvision data make fashion --help"
         )
     if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
         raise ValueError(

@@ -27,7 +27,6 @@ from diffvision.data.shards.writer import (
 )
 from diffvision.progress import track
 
-SCENES, EVALUATED = 55_000, 2_000
 SWAPS: dict[str, dict[str, bool]] = {  # the arguments of Scene.swapped
     "swapped colours": {"colours": True, "kinds": False},
     "swapped objects": {"colours": False, "kinds": True},
@@ -40,8 +39,6 @@ COLOUR_TEMPLATES = tuple(f"a picture with a {{c}} {word}" for word in WORDS)
 BACKGROUND_TEMPLATES = tuple(f"a picture with {with_article(word)}, on a {{c}} background" for word in WORDS)
 """For zero-shot classification; none of them is a caption of training."""
 
-_PLAIN_FRACTION = 0.25  # share of training captions without the garments' colours
-_BACKGROUND_FRACTION = 0.5  # share of training captions with that of the background
 _GROUP_FRACTION = 0.2  # share of training scenes whose garments are all of one kind and colour
 _NUMBERS = {2: "two", 3: "three"}
 _PLURALS = {"dress": "dresses"}
@@ -67,17 +64,18 @@ class Group(Scene):
 
 def make_fashion_scenes(
     directory: str | Path,
-    source: str,
+    source: str | Path,
     *,
-    scenes: int = SCENES,
-    evaluated: int = EVALUATED,
-    plain: float = _PLAIN_FRACTION,
-    background: float = _BACKGROUND_FRACTION,
+    scenes: int = 55_000,
+    evaluated: int = 2_000,
+    plain: float = 0.25,
+    background: float = 0.5,
     seed: int = 0,
 ) -> str:
-    """Write the dataset: `train` shards, and evaluation folders with the splits validation and test.
+    """Write scenes of one to three coloured garments of Fashion-MNIST, with captions and what they show.
 
-    The folders: `zero_shot`, `zero_shot-colour` and `zero_shot-background` (the same images of one garment, and a split
+    `train` are shards. The evaluation folders, each with the splits validation and test:
+    `zero_shot`, `zero_shot-colour` and `zero_shot-background` (the same images of one garment, and a split
     train for probes), `retrieval`, `retrieval-colour` (a caption for each kind, colour and background), `composition`,
     `pairs` and `objects`.
 

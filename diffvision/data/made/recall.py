@@ -10,14 +10,14 @@ from pathlib import Path
 from diffvision.data.made import mapping_text, needle_text
 from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
 
-DOCUMENTS = 60_000
-WORDS = 140
 LEAST_WORDS = 12
 _PER_SHARD = 4000
 
 
-def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = WORDS, seed: int = 0) -> str:
-    """Write text shards: three documents with needles for each with a mapping; return their number of characters.
+def make_recall(directory: str | Path, documents: int = 60_000, words: int = 140, seed: int = 0) -> str:
+    """Write synthetic text of facts to retrieve and made-up names, to mix into training text.
+
+    There are three documents with needles for each with a mapping; the result is their number of characters.
 
     Args:
         directory: the folder to write; it must have no shards yet.
@@ -46,7 +46,7 @@ def make_recall(directory: str | Path, documents: int = DOCUMENTS, words: int = 
     return f"{characters:,} characters"
 
 
-def recall_documents(count: int, words: int = WORDS, seed: int = 0) -> Iterator[str]:
+def recall_documents(count: int, words: int = 140, seed: int = 0) -> Iterator[str]:
     """Yield the documents, every fourth with a mapping; arguments as `make_recall`."""
     mappings = mapping_text.training_documents(count // 4, seed=seed)
     needles = needle_text.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)

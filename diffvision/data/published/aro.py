@@ -55,11 +55,14 @@ _LAYOUT = (
 
 
 def make_aro(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write the evaluation folders `vg-relation`, `vg-attribution`, `coco-order` and `flickr30k-order`.
+    """Write ARO: relations, attributes and the order of words, each as an evaluation folder.
+
+    They are `vg-relation`, `vg-attribution`, `coco-order` and `flickr30k-order`.
 
     Args:
         directory: the folder to write.
-        source: the folder with some of the four files, and images/ for the first two.
+        source: the folder with some of the four files, and images/ for the first two: what VG_Relation and
+            VG_Attribution of mertyg/vision-language-models-are-bows download.
         images: another folder of images, such as the one that holds COCO's val2014 or flickr30k-images.
 
     Returns:

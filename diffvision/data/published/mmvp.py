@@ -33,11 +33,12 @@ _LAYOUT = 'MMVP-VLM is a folder with Questions.csv (number, type, statement) and
 
 
 def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write the evaluation folder `pairs`.
+    """Write MMVP-VLM, pairs of images in nine visual patterns, as the evaluation folder `pairs`.
 
     Args:
         directory: the folder to write.
-        source: the folder of MMVP-VLM, with Questions.csv.
+        source: the folder with Questions.csv, such as that of
+            `hf download MMVP/MMVP_VLM --repo-type dataset --local-dir FOLDER`.
         images: the folder that holds a folder of images for each pattern; by default the one in `source`.
 
     Returns:

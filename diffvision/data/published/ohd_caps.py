@@ -32,11 +32,14 @@ _LAYOUT = "OHD-Caps' folder data/OHD-Caps/test has coco_out_label.json, flickr_o
 
 
 def make_ohd_caps(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write the evaluation folders `composition` and `ohd-caps-by-kind`.
+    """Write OHD-Caps, captions against ones that name absent objects.
+
+    The evaluation folders are `composition` and `ohd-caps-by-kind`.
 
     Args:
         directory: the folder to write.
-        source: the repository, or its folder data/OHD-Caps/test; with the files of one collection only, or of several.
+        source: the repository Yufang-Liu/clip_hallucination of GitHub, or its folder
+            data/OHD-Caps/test; with the files of one collection only, or of several.
         images: the folder that holds the collections' images, in folders of any names; by default `source`.
 
     Returns:

@@ -23,11 +23,11 @@ _LAYOUT = "POPE's folder output/coco has coco_pope_random.json, coco_pope_popula
 
 
 def make_pope(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write an evaluation folder for each file of questions, such as `coco-pope-random`.
+    """Write POPE's questions for CLIP-like models, an evaluation folder per file, such as `coco-pope-random`.
 
     Args:
         directory: the folder to write.
-        source: the folder of the files, or POPE's repository, whose questions on COCO are taken.
+        source: the folder of the files, or the repository RUCAIBox/POPE of GitHub, whose questions on COCO are taken.
         images: the folder of the images, COCO's val2014; by default they are looked for in `source`.
 
     Returns:

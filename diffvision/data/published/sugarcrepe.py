@@ -16,11 +16,11 @@ _LAYOUT = f"SugarCrepe's folder data has {', '.join(f'{kind}.json' for kind in K
 
 
 def make_sugarcrepe(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write the evaluation folder `composition`.
+    """Write SugarCrepe, captions of COCO against wrong ones, as the evaluation folder `composition`.
 
     Args:
         directory: the folder to write.
-        source: SugarCrepe's repository, or its folder data.
+        source: the repository RAIVNLab/sugar-crepe of GitHub, or its folder data.
         images: COCO's val2017; by default it is looked for in `source`.
 
     Returns:

@@ -29,11 +29,12 @@ _LAYOUT = "Winoground is a folder with examples.jsonl and images/ (images.zip, u
 
 
 def make_winoground(directory: str | Path, source: str | Path, images: str | Path | None = None) -> str:
-    """Write the evaluation folder `pairs`.
+    """Write Winoground, pairs of images and captions of the same words, as the evaluation folder `pairs`.
 
     Args:
         directory: the folder to write.
-        source: the folder of examples.jsonl or of the .parquet files, or the one above it.
+        source: the folder of examples.jsonl or of the .parquet files, or the one above it. Ask for access, then
+            `hf download facebook/winoground --repo-type dataset --local-dir FOLDER`.
         images: the folder with the images of images.zip; by default it is looked for in `source`.
 
     Returns:

@@ -13,21 +13,22 @@ from diffvision.data.shards.writer import write_about, write_lines
 from diffvision.lab.datasets.arithmetic_text import LEAST_HIGHEST, MOST_PEOPLE, all_names, compose
 from diffvision.progress import track
 
-PROBLEMS, EVALUATED = 100_000, 100
-STEPS, MORE_STEPS, DISTRACTORS, HIGHEST = 5, 3, 4, 999
+MORE_STEPS = 3
 Row = dict[str, Any]
 
 
 def make_arithmetic(
     directory: str | Path,
-    documents: int = PROBLEMS,
-    steps: int = STEPS,
-    distractors: int = DISTRACTORS,
-    highest: int = HIGHEST,
-    evaluated: int = EVALUATED,
+    documents: int = 100_000,
+    steps: int = 5,
+    distractors: int = 4,
+    highest: int = 999,
+    evaluated: int = 100,
     seed: int = 0,
 ) -> str:
-    """Write train.jsonl, validation.jsonl and test.jsonl; return how many problems each has.
+    """Write worded arithmetic problems with distracting sentences, as rows of prompt and response.
+
+    They are train.jsonl, validation.jsonl and test.jsonl.
 
     A row is {"id", "prompt", "response", "answer", "steps", "distractors"}. Training has 1 to `steps` steps and 0 to
     `distractors` distracting sentences, and validation is like it. The test has as many problems of each of 1 to

@@ -39,15 +39,17 @@ Pictures = Mapping[str, bytes]
 
 
 def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
-    """Write `train` shards, and evaluation folders `zero_shot`, `zero_shot-subcategories`, `retrieval` and `pairs`.
+    """Write emoji in several styles with their names, one style for tests only.
 
-    These have the splits `test`, in the unseen style, and `validation`; `zero_shot-subcategories` also `train`. Where
+    `train` are shards; `zero_shot`, `zero_shot-subcategories`, `retrieval` and `pairs` are evaluation folders
+    with the splits `test`, in the unseen style, and `validation`; `zero_shot-subcategories` also has `train`. Where
     OpenMoji is given there is `retrieval-sketch`, of its outlines.
 
     Args:
         directory: the folder to write.
         source: a folder that holds folders emoji-datasource-google, emoji-datasource-twitter and, if wanted, openmoji:
-            the unpacked packages; or a folder with node_modules that holds them.
+            the unpacked packages; or a folder with node_modules that holds them: FOLDER after `npm install
+            --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter openmoji`.
         seed: determines the order of training samples and which variants are paired.
 
     Raises:

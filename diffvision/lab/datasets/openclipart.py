@@ -72,9 +72,10 @@ class Drawing:
 
 
 def make_openclipart(directory: str | Path, source: str | Path, seed: int = 0) -> str:
-    """Write `train` shards, and evaluation folders `retrieval` (by title) and `zero_shot` (by the folders' names).
+    """Write the drawings of Openclipart with their titles and tags.
 
-    Both have the splits `test` and `validation`, of titles that are not trained on; `zero_shot` also `train`.
+    `train` are shards; `retrieval` (by title) and `zero_shot` (by the folders' names) are evaluation folders
+    with the splits `test` and `validation`, of titles that are not trained on; `zero_shot` also has `train`.
 
     Args:
         directory: the folder to write.

@@ -150,7 +150,9 @@ class _Counts:
 
 
 def make_text(directory: str | Path, source: str) -> str:
-    """Write text shards `train` and `validation`, and about.json with the licences; return documents and bytes.
+    """Write English from packages as plain text: dictionaries, handbooks and manuals.
+
+    `train` and `validation` are shards of documents, and about.json has the licences.
 
     A dictionary's document is a word with all its meanings. A document's split follows from its name, without that of
     its source: a word is in the same split in all dictionaries, a module in the same as in `stdlib`. Texts that were
@@ -159,7 +161,9 @@ def make_text(directory: str | Path, source: str) -> str:
     Args:
         directory: the folder to write.
         source: items with commas between them: a folder, for all that is known in it; NAME=PATH, for one source; or
-            NAME, for one that is installed. "stdlib" is the library of the running Python.
+            NAME, for one that is installed. "stdlib" is the library of the running Python. A folder is what this
+            makes: `apt-get download dict-gcide wordnet-base python3.11-doc linux-doc-6.1 && for d in *.deb; do dpkg-deb
+            -x $d packages; done`.
 
     Raises:
         ValueError: the directory has shards already, or a source is not known or not there.

@@ -19,11 +19,11 @@ _LEFT_OUT = ("symbols", "alphabets")
 
 
 def make_tuxpaint(directory: str | Path, source: str | Path) -> str:
-    """Write the evaluation folder `retrieval`.
+    """Write stamps of Tux Paint with their captions as the evaluation folder `retrieval`, for tests only.
 
     Args:
         directory: the folder to write.
-        source: the folder in which the Debian package tuxpaint-stamps-default is unpacked; / if it is installed.
+        source: the folder where `dpkg-deb -x` unpacked the package tuxpaint-stamps-default, or / where it is installed.
 
     Raises:
         ValueError: the package is not there, or the directory has shards already.

@@ -3,10 +3,12 @@
 import io
 import json
 import random
+import re
 
 import pytest
 from PIL import Image
 
+from diffvision.cli import main
 from diffvision.data.check import check_shards
 from diffvision.data.images.packing import pack
 from diffvision.data.images.sources import find_images
@@ -149,11 +151,24 @@ def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
         pack_folder(images, whole)
 
 
-@pytest.mark.parametrize("name", ["digits", "arithmetic", "folder"])
-@pytest.mark.parametrize("setting", ["copies", "documents", "steps", "distractors", "seed", "per_shard", "num_workers"])
-def test_numbers_out_of_range_are_named_with_their_limit(name, setting, tmp_path):
-    with pytest.raises(ValueError, match=f"{setting} is -1: it must be at least [01]"):
-        make(name, str(tmp_path / "out"), source="x", **{setting: -1})
+@pytest.mark.parametrize(
+    "words",
+    [
+        "digits copies",
+        "digits seed",
+        "recall documents",
+        "arithmetic steps",
+        "arithmetic distractors",
+        "folder per_shard",
+        "folder num_workers",
+    ],
+)
+def test_numbers_out_of_range_are_named_with_their_limit(words, images, tmp_path, capsys):
+    name, setting = words.split()
+    source = ["--source", str(images)] if name == "folder" else []
+    assert main(["data", "make", name, str(tmp_path / "out"), f"--{setting}", "-1", *source]) == 1
+    assert re.search(rf"{setting} is -1: (give|it must be at least) [01]", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("per_shard", [0, -1])
@@ -168,8 +183,8 @@ def test_the_command(images, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "8 samples, left out 5" in printed
     assert "2 x missing caption, first" in printed
-    with pytest.raises(ValueError, match="needs --source"):
-        make("folder", str(tmp_path / "out2"))
+    assert main(["data", "make", "folder", str(tmp_path / "out2")]) == 2
+    assert "are required: --source" in capsys.readouterr().err
     with pytest.raises(
         ValueError,
         match="no dataset is called 'cifar'",

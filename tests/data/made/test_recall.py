@@ -35,6 +35,6 @@ def test_bad_settings_are_named(tmp_path, capsys):
         make_recall(tmp_path, documents=3)
     with pytest.raises(ValueError, match="words is 5: it must be at least 12"):
         make_recall(tmp_path, words=5)
-    assert main(["data", "make", "recall", str(tmp_path), "--copies", "2"]) == 1
-    assert "make recall has no setting copies" in capsys.readouterr().err
+    assert main(["data", "make", "recall", str(tmp_path), "--copies", "2"]) == 2
+    assert "unrecognized arguments: --copies 2" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -359,10 +359,8 @@ def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, nam
     with pytest.raises(ValueError, match=r"has (no|none|neither) .*: .* folder") as error:
         MAKERS[name](tmp_path / "made", tmp_path / "empty")
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=f"there is no folder .*; make {name}"):
+    with pytest.raises(ValueError, match=f"there is no folder .*make {name} --help"):
         make.make(name, str(tmp_path / "made"), source=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=f"make {name} needs --source: "):
-        make.make(name, str(tmp_path / "made"))
     assert not (tmp_path / "made").exists()
 
 

@@ -87,7 +87,6 @@ def test_sources_are_named_with_or_without_a_path(packages, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (None, "make text needs --source: a folder of unpacked packages .*apt-get download"),
         ("gcide=EMPTY", "source gcide is not in .*apt-get install dict-gcide"),
         ("EMPTY", "has no source of text that is known; .*apt-get download dict-gcide"),
         ("gcid=EMPTY", "no source of text is called 'gcid': there are gcide, "),
@@ -99,7 +98,7 @@ def test_sources_are_named_with_or_without_a_path(packages, tmp_path, monkeypatc
 def test_what_is_not_there_is_answered_with_how_to_get_it(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=message):
-        make.make("text", str(tmp_path / "out"), source=source and source.replace("EMPTY", str(tmp_path / "empty")))
+        make.make("text", str(tmp_path / "out"), source=source.replace("EMPTY", str(tmp_path / "empty")))
     assert not (tmp_path / "out").exists()
 
 
