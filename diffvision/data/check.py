@@ -3,6 +3,7 @@
 The commands are in `make`.
 """
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,13 +34,12 @@ from diffvision.data.images.samples import (
     label_key,
     label_key_of,
 )
-from diffvision.data.shards.expected import RENAME
-from diffvision.data.shards.index import ShardIndex, correct_sidecars, scan
-from diffvision.data.shards.reader import ShardMembers
+from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, scan
+from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.sample import BadSample, SampleKind
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.documents import TextMember, check_document
+from diffvision.data.text.documents import MAX_LINES_BYTES, TextMember, check_document
 from diffvision.data.text.tokens import MEMBER, check_tokens
 from diffvision.files import sha256
 from diffvision.progress import track
@@ -148,15 +148,15 @@ class _Reading:
     kind: SampleKind | None = None
     text: TextMember | None = None  # of a language corpus
 
-    def check(self, members: ShardMembers, shard: Shard) -> None:
+    def check(self, reader: ShardReader, row: int) -> None:
         """Raise BadSample where a sample cannot be used."""
         if self.kind is not None:
-            self.kind.decode(members)
+            self.kind.decode(reader.read(row))
         elif self.name in _LANGUAGE:
-            _read_language(members, members.types(), self.name, shard)
+            _read_language(reader, row, reader.index.members(row), self.name)
         else:
             assert self.text is not None
-            for document in self.text.documents(members):
+            for document in self.text.documents(reader.read(row)):
                 if isinstance(document, BadSample):
                     raise document
 
@@ -278,7 +278,7 @@ def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
         OSError: it cannot be read, fetched or unpacked.
     """
     samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # not counted here: it may be damaged
-    with samples.reader(0).held() as path:
+    with samples.reader(0).hold() as path:
         index = scan(path)
         problems = correct_sidecars(path, index)
     if shard.samples is None:
@@ -315,7 +315,7 @@ def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: S
     result.samples = len(samples)
     for row in range(len(samples)):
         try:
-            reading.check(samples.reader(0).members(row), samples.shards[0])
+            reading.check(samples.reader(0), row)
             result.good += 1
         except BadSample as reason:
             result.bad[str(reason)] += 1
@@ -353,13 +353,13 @@ def _language(index: ShardIndex) -> str:
     return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
 
 
-def _read_language(members: ShardMembers, types: list[str], kind: str, shard: Shard) -> list[int]:
+def _read_language(reader: ShardReader, row: int, names: list[str], kind: str) -> list[int]:
     """Return the characters of each text member, or the tokens of the array."""
-    if not types:
+    if not names:
         raise BadSample(f"missing {kind}")
     if kind == "tokens":
-        return [check_tokens(members.read(MEMBER, members.size(MEMBER) or 0), shard)]
-    return [check_document(members, name) for name in types]
+        return [check_tokens(reader.read_member(row, MEMBER, sys.maxsize), reader.shard)]
+    return [check_document(reader.read_member(row, name, MAX_LINES_BYTES), name) for name in names]
 
 
 def _no_tensor(image: Image) -> Tensor:
@@ -374,34 +374,34 @@ def _no_tokens(captions: list[str]) -> Tensor:
 def _measure(shard: Shard) -> ShardStats:
     index, _, samples = _opened(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
-    with samples.reader(0).held() as path:
+    with samples.reader(0).hold() as path:
         stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
     for row in range(0 if index.dotted else len(index)):
-        members = samples.reader(0).members(row)
-        for name in members.types():
+        reader = samples.reader(0)
+        for name in index.members(row):
             stats.members[name] += 1
             try:
                 if kind := _language(index):
                     (stats.tokens if kind == "tokens" else stats.texts).extend(
-                        _read_language(members, [name], kind, shard)
+                        _read_language(reader, row, [name], kind)
                     )
                     continue
-                _measure_member(stats, members, name)
+                _measure_member(stats, name, reader.read_member(row, name, MAX_IMAGE_BYTES))
             except BadSample:
                 stats.members[f"{name} (unreadable)"] += 1
     return stats
 
 
-def _measure_member(stats: ShardStats, members: ShardMembers, name: str) -> None:
+def _measure_member(stats: ShardStats, name: str, data: bytes) -> None:
     kind = name.rpartition(".")[2]
     if kind in IMAGE_KEYS:
-        image = open_image(members.read(name, MAX_IMAGE_BYTES))
+        image = open_image(data)
         stats.sizes[image.size] += 1
         stats.modes[f"{image.format} {image.mode}"] += 1
     elif kind == "txt":
-        stats.caption_lengths += [len(line) for line in CaptionMember(name, max_chars=1 << 20).all(members)]
+        stats.caption_lengths += [len(line) for line in CaptionMember(name, max_chars=1 << 20).all({name: data})]
     elif kind == "cls":
-        stats.labels[decode_label(members.read(name, 64))] += 1
+        stats.labels[decode_label(data[:64])] += 1
 
 
 def check_tables(results: list[ShardCheck], source: Source) -> Group:

@@ -12,7 +12,7 @@ from diffvision.data import CaptionMember, ImageMember, ImageText, Limits, Shard
 from diffvision.data.images.module import to_float
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import shard_index
-from diffvision.data.shards.verify import sha256_of
+from diffvision.data.shards.sidecars import sha256_of
 from diffvision.data.shards.writer import write_manifest, write_tar
 
 pytestmark = pytest.mark.faults

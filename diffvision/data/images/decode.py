@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from PIL import Image, ImageOps
 
+from diffvision.data.shards.index import MEMBER_TYPES
 from diffvision.data.shards.sample import BadSample
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
@@ -26,7 +27,7 @@ MAX_ELONGATION = 5000
 without a bound, a few hundred bytes could ask for hundreds of gigabytes."""
 MAX_SCANS = 500
 """Of a JPEG: progressive ones have about ten. Each goes over the whole image: a megabyte of them takes minutes."""
-MAX_IMAGE_BYTES = 128 << 20
+MAX_IMAGE_BYTES = MEMBER_TYPES["jpg"]
 _ORIENTATION = 0x0112  # in EXIF
 MAX_CAPTION = 1000
 """Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
@@ -51,6 +52,8 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open an image and read only its header: its format and size are known and allowed."""
     if not data:
         raise BadSample("empty image")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise BadSample("image too large")
     with _pil_errors():
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     if image.format != "PNG" and data.count(b"\xff\xda") > MAX_SCANS:
@@ -170,6 +173,8 @@ def json_record(data: bytes) -> dict[str, Any]:
     Raises:
         BadSample: the JSON is damaged.
     """
+    if len(data) > MAX_JSON_BYTES:
+        raise BadSample("JSON too large")
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):

@@ -144,8 +144,8 @@ class ImageSet:
         return len(self.images)
 
     def members(self, sample: SampleId) -> Members:
-        """Return the members of one sample."""
-        return _ImageMembers(self.images, sample[1])
+        """Return the members of one sample; its image is a `jpg`, whatever its format, which decoding detects."""
+        return {"jpg": self.images.read(sample[1]), **self.images.texts(sample[1])}
 
     def describe(self, sample: SampleId) -> str:
         """Return "source: name" of a sample, for reports."""
@@ -163,28 +163,3 @@ class ImageSet:
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """Do nothing, for nothing is fetched."""
-
-
-class _ImageMembers:
-    """One image as the members of a sample; its type is `jpg` for every format, because decoding detects the format."""
-
-    def __init__(self, images: ImageCollection, row: int) -> None:
-        self._images, self._row = images, row
-        self._texts = images.texts(row)
-        self._data: bytes | None = None
-
-    def size(self, member_type: str) -> int | None:
-        if member_type == "jpg":
-            return len(self._read())
-        return len(self._texts[member_type]) if member_type in self._texts else None
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        return (self._read() if member_type == "jpg" else self._texts[member_type])[:at_most]
-
-    def names(self) -> list[str]:
-        return sorted(["jpg", *self._texts])
-
-    def _read(self) -> bytes:
-        if self._data is None:
-            self._data = self._images.read(self._row)
-        return self._data

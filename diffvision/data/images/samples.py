@@ -16,7 +16,6 @@ from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBa
 from diffvision.data.images.captions import text_only
 from diffvision.data.images.decode import (
     MAX_CAPTION,
-    MAX_IMAGE_BYTES,
     MAX_JSON_BYTES,
     MAX_PIXELS,
     clean_caption,
@@ -54,7 +53,7 @@ def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> 
         setting: the name of the setting.
         types: the types that the setting takes.
     """
-    names = members.names()
+    names = sorted(members)
     listed = ", ".join([*names[:_LISTED], *["..."] * (len(names) > _LISTED)]) or "no members"
     if others := [name for name in names if name.rpartition(".")[2] in types]:
         rename = ", or rename the members: a key ends at the first dot" if all("." in name for name in others) else ""
@@ -64,12 +63,12 @@ def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> 
 
 def caption_key(members: Members) -> str | None:
     """Return the key of a sample's caption: its text, else the field of its JSON with a caption's name; else None."""
-    return "txt" if members.size("txt") is not None else _json_key(members, CAPTION_NAMES, is_caption)
+    return "txt" if "txt" in members else _json_key(members, CAPTION_NAMES, is_caption)
 
 
 def label_key(members: Members) -> str | None:
     """Return the key of a sample's class: `cls`, else the field of its JSON with a label's name; else None."""
-    return "cls" if members.size("cls") is not None else _json_key(members, LABEL_NAMES, lambda v: v is not None)
+    return "cls" if "cls" in members else _json_key(members, LABEL_NAMES, lambda v: v is not None)
 
 
 def caption_key_of(source: ShardSet | ImageSet) -> str:
@@ -88,11 +87,11 @@ def _most_common(source: ShardSet, key_of: Callable[[Members], str | None]) -> s
 
 
 def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
-    size = members.size("json")
-    if size is None or size > MAX_JSON_BYTES:
+    data = members.get("json")
+    if data is None or len(data) > MAX_JSON_BYTES:
         return None
     try:
-        record = json_record(members.read("json", size))
+        record = json_record(data)
     except BadSample:
         return None
     return next((f"json:{name}" for name in names if fits(record.get(name))), None)
@@ -110,10 +109,8 @@ class ImageMember:
 
     def __call__(self, members: Members) -> Tensor:
         for key in self.keys:
-            if (size := members.size(key)) is not None:
-                if size > MAX_IMAGE_BYTES:
-                    raise BadSample("image too large")
-                return self.transform(decode_image(members.read(key, size), self.max_pixels))
+            if (data := members.get(key)) is not None:
+                return self.transform(decode_image(data, self.max_pixels))
         raise missing("image", members, "image_key", IMAGE_KEYS)
 
 
@@ -143,15 +140,12 @@ class CaptionMember:
         return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
 
     def _captions(self, members: Members) -> str | list[str]:
-        size = members.size(self.key)
-        if size is None:
+        if (data := members.get(self.key)) is None:
             raise missing("caption", members, "caption_key", ("txt", "json"))
         if self.field:
-            if size > MAX_JSON_BYTES:
-                raise BadSample("JSON too large")
-            return json_field(members.read(self.key, size), self.field)
+            return json_field(data, self.field)
         limit = MAX_JSON_BYTES  # of many captions; one is cut much shorter
-        return decode_text(members.read(self.key, min(size, limit)), cut=size > limit)
+        return decode_text(data[:limit], cut=len(data) > limit)
 
 
 class ImageText:
@@ -184,11 +178,8 @@ class ImageLabel:
 
     def decode(self, members: Members) -> tuple[Tensor, int]:
         """Decode one sample."""
-        if (size := members.size(self.key)) is None:
+        if (data := members.get(self.key)) is None:
             raise missing("label", members, "label_key", ("cls", "txt", "json"))
-        if size > MAX_JSON_BYTES:
-            raise BadSample("label is not a class number")
-        data = members.read(self.key, size)
         label = json_label(data, self.field) if self.field else decode_label(data)
         if self.num_classes is not None and label >= self.num_classes:
             raise BadSample("label beyond the classes")
@@ -242,7 +233,7 @@ class ImagePair:
 
     def decode(self, members: Members) -> tuple[str, list[Tensor], list[str]]:
         """Decode one sample."""
-        names = members.names()
+        names = sorted(members)
         for side, (image, caption) in enumerate(zip(self._images, self._captions, strict=True)):
             for one, what in ((image.keys, f"{side}.png or {side}.jpg"), ((caption.key,), caption.key)):
                 if not set(one) & set(names):
@@ -298,9 +289,4 @@ def kind_of(members: Members) -> str:
 
 
 def _record(members: Members) -> dict[str, Any] | None:
-    size = members.size("json")
-    if size is None:
-        return None
-    if size > MAX_JSON_BYTES:
-        raise BadSample("JSON too large")
-    return json_record(members.read("json", size))
+    return None if (data := members.get("json")) is None else json_record(data)

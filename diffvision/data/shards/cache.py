@@ -139,7 +139,7 @@ class ShardCache:
             )
 
     @contextmanager
-    def held(self, shard: Shard) -> Iterator[Path]:
+    def hold(self, shard: Shard) -> Iterator[Path]:
         """Hold the local, uncompressed copy of a remote or compressed shard, made now if need be.
 
         After that it may be removed to make room for others.
@@ -159,8 +159,8 @@ class ShardCache:
                 yield path
 
     def fetch(self, shard: Shard) -> Path:
-        """Return the copy of a shard as `held` does, where no other shard is fetched meanwhile."""
-        with self.held(shard) as path:
+        """Return the copy of a shard as `hold` does, where no other shard is fetched meanwhile."""
+        with self.hold(shard) as path:
             return path
 
     def _path(self, shard: Shard) -> Path:

@@ -26,8 +26,16 @@ import numpy as np
 
 from diffvision.data.shards.sidecars import read_sidecar, sidecars, write_sidecar
 
-MEMBER_TYPES = ("jpg", "jpeg", "png", "webp", "txt", "json", "cls", "jsonl", "npy")
-"""The types that can be decoded. `caption.txt` counts as a `txt`."""
+MEMBER_TYPES = dict.fromkeys(("jpg", "jpeg", "png", "webp"), 128 << 20) | {
+    "txt": 64 << 20,
+    "json": 64 << 20,
+    "cls": 1 << 10,
+    "jsonl": 1 << 30,
+    "npy": 0,  # of token shards, which read parts of it
+}
+"""The types that can be decoded, with the most bytes of a member that can be used. `caption.txt` counts as a `txt`."""
+RENAME = "rename the members, or pack the images again with `diffvision data make folder`"
+"""The remedy for names that are no keys."""
 
 _FORMAT = 5  # changes with what is noted
 _MAX_COLUMNS = 32  # distinct member types in one shard; more than this is an attack, or keys with dots
@@ -93,10 +101,9 @@ class ShardIndex:
         """Return the types this sample has."""
         return [name for name, offset in zip(self.types, self.offsets[:, row], strict=True) if offset >= 0]
 
-    def names(self, row: int) -> list[str]:
-        """Return the types this sample has, including those that cannot be read."""
-        others = [name for name, has in zip(self.other_types, self.other_rows[:, row], strict=True) if has]
-        return sorted(self.members(row) + others)
+    def other_names(self, row: int) -> list[str]:
+        """Return the types this sample has that cannot be read."""
+        return [name for name, has in zip(self.other_types, self.other_rows[:, row], strict=True) if has]
 
     def head(self, row: int, member_type: str) -> int:
         """Return the bytes of headers in front of a member that the sample has."""
@@ -341,9 +348,7 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
             return index
     index = scan(path)
     if np.array_equal(stamp, _stamp(path)):  # else it was written to meanwhile, and no sidecar would be true
-        for sidecar in candidates:
-            if _save(sidecar, index, stamp):
-                break
+        _save(candidates, index, stamp)
     return index
 
 
@@ -357,7 +362,7 @@ def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
     stamp, clauses = _stamp(path), []
     for sidecar in sidecars(path, ".npz"):
         if (kept := _load(sidecar, stamp)) is not None and not kept.agrees(index):
-            done = "it has been made anew" if _save(sidecar, index, stamp) else "it cannot be replaced: remove it"
+            done = "it has been made again" if _save([sidecar], index, stamp) else "it cannot be replaced: remove it"
             clauses.append(f"its index {sidecar} was not true of it: {done}")
     return clauses
 
@@ -452,8 +457,8 @@ def _covered(index: ShardIndex) -> int | None:
     return int((ends - begins).sum())
 
 
-def _save(sidecar: Path, index: ShardIndex, stamp: np.ndarray) -> bool:
+def _save(places: list[Path], index: ShardIndex, stamp: np.ndarray) -> bool:
     names = (*_ARRAYS, "damage", "cut", "dotted", "hidden", "end", "unread", "other_rows")
     values: dict[str, Any] = {name: getattr(index, name) for name in names}
     values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
-    return write_sidecar(sidecar, lambda file: np.savez(file, stamp=stamp, **values))
+    return write_sidecar(places, lambda file: np.savez(file, stamp=stamp, **values))

@@ -1,8 +1,9 @@
-"""One shard, opened once: the version of its file, its index, and its members by offset.
+"""One shard, opened once: its file, compared with what it must hold, its index, and its samples by row.
 
-The set of shards is in `storage`; the comparison of a file with what its shard must hold is in `expected`.
+The set of shards is in `storage`. The order in which samples are read is in `order`.
 """
 
+import hashlib
 import os
 import time
 import warnings
@@ -13,14 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.expected import RENAME, ExpectedShard
-from diffvision.data.shards.index import ShardIndex, Version, correct_sidecars, scan, shard_index
-from diffvision.data.shards.sample import BadSample
+from diffvision.data.shards.index import (
+    MEMBER_TYPES,
+    RENAME,
+    ShardIndex,
+    Version,
+    correct_sidecars,
+    scan,
+    shard_index,
+)
+from diffvision.data.shards.sample import BadSample, Members
+from diffvision.data.shards.sidecars import sha256_of
 from diffvision.data.shards.sources import Shard
-from diffvision.data.shards.verify import sha256_of
 
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again; doubled each time, up to an hour
 _MAX_RETRY_AFTER = 3600.0
+_MAX_GAP = 1 << 16  # bytes that are read for nothing rather than to read a sample's members one by one
+_MAX_SAMPLE = 5 << 28  # bytes: a member of lines is at most 1 << 30
+_END_BYTES = 1 << 16  # read at either end of a shard of which only a count is known, to distinguish it from others
+_MISMATCH = "shard not as its manifest says"
 
 
 @dataclass(frozen=True)
@@ -34,30 +46,39 @@ class _Opened:
 
 
 class ShardReader:
-    """Reads the members of one shard, which is opened, indexed and verified when it is first read.
+    """Reads the samples of one shard, which is opened, indexed and verified when it is first read.
 
-    A file that changes afterwards is opened and verified anew. One that cannot be read is tried again later: after 30
-    seconds, then twice as long each time, for giving up on a server takes minutes.
+    A file that changes afterwards is opened and verified again. One that cannot be read is tried again later: after 30
+    seconds, then twice as long each time, because giving up on a server takes minutes.
 
     Args:
         shard: with what its manifest says.
-        cache: where remote and compressed shards are kept.
+        cache: where remote and compressed shards are kept; it compares them with their manifest when they arrive.
+
+    Attributes:
+        shard: replaced by one with a pinned version once its server answers.
+        in_cache: whether the shard is read from the cache rather than from its location.
+        content: (how the content is known, a digest of it), as of `count`.
     """
 
     def __init__(self, shard: Shard, cache: ShardCache) -> None:
-        self.expected, self._cache = ExpectedShard(shard, cache), cache
+        self.shard, self._cache, self.in_cache = shard, cache, cache.keeps(shard)
+        self.content = ("", "")
+        self._digest: str | None = None  # of the index that was first read, where no sha256 is known
+        self._first: Version | None = None  # the version that was first seen
+        if not self.in_cache:
+            with suppress(OSError):  # the error is raised again where the shard is read
+                self._first = Version.of(shard.location)
+        self._verified: Version | None = None  # the version whose sha256 is the manifest's
         self._opened: _Opened | None = None
-        self._rejected = ""  # the reason, once the file is not the expected shard
+        self._rejection = ""  # why the file is not the expected shard, once it is not
         self._failures, self._unreadable_until = 0, 0.0
 
     def __getstate__(self) -> dict:
         # What was learnt about the file travels to other processes; the open file does not.
         return self.__dict__ | {"_opened": None, "_failures": 0, "_unreadable_until": 0.0}
 
-    @property
-    def shard(self) -> Shard:
-        """The shard, with its pinned version where it has one."""
-        return self.expected.shard
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     @property
     def index(self) -> ShardIndex:
@@ -67,21 +88,65 @@ class ShardReader:
             BadSample: the shard cannot be read, or is not what its manifest says.
             ValueError: the shard was changed, and no manifest says what it should hold.
         """
-        return self._open().index
+        return (self._opened or self._open()).index
 
-    def members(self, row: int) -> "ShardMembers":
-        """Return the members of one sample.
+    def read(self, row: int) -> Members:
+        """Return the members of one sample, which lie next to each other in the tar and are read at once.
+
+        A member is cut one byte after what `MEMBER_TYPES` allows its type; one of another type is there without bytes.
 
         Raises:
-            BadSample: as `index`, or the shard ends before this sample.
-            ValueError: as `index`.
+            BadSample: as `index`, or the sample is too large, or the shard ends before its end.
+            ValueError: as `index`, or a member is not where the index says.
         """
-        index = self._open().index
+        index = (self._opened or self._open()).index
+        if row >= len(index.key_ends):
+            raise BadSample("truncated shard")
+        extents = []
+        members: dict[str, bytes] = {}
+        columns = (index.offsets[:, row].tolist(), index.sizes[:, row].tolist(), index.heads[:, row].tolist())
+        for name, offset, size, head in zip(index.types, *columns, strict=True):
+            if offset >= 0:
+                members[name] = b""
+                if limit := MEMBER_TYPES[name.rpartition(".")[2]]:
+                    extents.append((offset - head, offset, offset + min(size, limit + 1), name))
+        if index.other_types:
+            members |= dict.fromkeys(index.other_names(row), b"")
+        if not extents:
+            return members
+        extents.sort()
+        first, end = extents[0][0], extents[-1][2]
+        wanted = sum(stop - begin for begin, _, stop, _ in extents)
+        if wanted > _MAX_SAMPLE:
+            raise BadSample("sample too large")
+        data = self.read_bytes(first, end - first) if end - first <= wanted + _MAX_GAP else None
+        for begin, offset, stop, name in extents:
+            part = self.read_bytes(begin, stop - begin) if data is None else data[begin - first : stop - first]
+            if not index.matches(row, name, part[: offset - begin]):
+                raise self._false_index(f"{index.key(row)}.{name}")
+            members[name] = part[offset - begin :]
+        return members
+
+    def read_member(self, row: int, name: str, at_most: int) -> bytes:
+        """Return the first `at_most` bytes of one member.
+
+        Raises:
+            KeyError: the sample has no such member.
+            BadSample, ValueError: as `read`.
+        """
+        index = self.index
         if row >= len(index):
             raise BadSample("truncated shard")
-        return ShardMembers(self, index, row)
+        if (extent := index.extent(row, name)) is None:
+            raise KeyError(name)
+        offset, size = extent
+        head = index.head(row, name)
+        data = self.read_bytes(offset - head, head + min(size, at_most))
+        if not index.matches(row, name, data[:head]):
+            raise self._false_index(f"{index.key(row)}.{name}")
+        return data[head:]
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read_bytes(self, offset: int, size: int) -> bytes:
         """Return bytes of the shard, of the version that its index describes.
 
         Raises:
@@ -89,18 +154,20 @@ class ShardReader:
             ValueError: the shard was changed, and no manifest says what it should hold.
         """
         for _ in range(2):
-            opened = self._open()
+            opened = self._opened or self._open()
             if offset + size > opened.version.size:  # before memory is allocated for what a header says
                 raise BadSample("truncated shard")
             try:
                 data = os.pread(opened.file, size, offset)
                 # After reading, or a change in between would go unnoticed.
-                unchanged = self.expected.unchanged(opened.file, opened.version)
+                status = os.stat(opened.file)
+                version = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+                unchanged = version == opened.version or self._is_unchanged(opened.file, opened.version)
             except OSError as error:
                 raise self._unreadable() from error
             if unchanged and len(data) == size:
                 return data
-            self.close()  # the next round opens and verifies it anew
+            self.close()  # the next round opens and verifies it again
         raise self._unreadable()
 
     def describe(self, row: int) -> str:
@@ -109,6 +176,8 @@ class ShardReader:
             return f"{self.shard.name}: sample {row}"
         return f"{self.shard.name}: {self._opened.index.key(row)}"
 
+    # ---- opening -----------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Close the file; the next read opens it again."""
         if self._opened is not None:
@@ -116,86 +185,90 @@ class ShardReader:
             self._opened = None
 
     @contextmanager
-    def held(self) -> Iterator[Path]:
+    def hold(self) -> Iterator[Path]:
         """Hold the shard as a plain tar on local disk, fetched or unpacked now if need be.
 
         Raises:
             OSError: it cannot be fetched or unpacked.
         """
-        if not self.expected.in_cache:
+        if not self.in_cache:
             yield Path(self.shard.location)
             return
         if not self.shard.pinned:  # its server did not answer at the start
-            self.expected.shard = self._cache.pin(self.shard)
-        with self._cache.held(self.shard) as path:
+            self.shard = self._cache.pin(self.shard)
+        with self._cache.hold(self.shard) as path:
             yield path
+
+    def needs_preparing(self) -> bool:
+        """Return whether the shard has to be fetched, unpacked or verified before it is read."""
+        return self.in_cache or self.shard.sha256 is not None
 
     def prepare(self) -> None:
         """Fetch, unpack and verify the shard ahead of its use; any thread may call this."""
-        with suppress(OSError), self.held() as path:  # the error is raised again where the shard is read
-            shard = self.shard
-            verifiable = shard.sha256 is not None and not self.expected.in_cache
-            if verifiable and os.path.getsize(path) >= (shard.bytes or 0):
+        with suppress(OSError), self.hold() as path:  # the error is raised again where the shard is read
+            if not self.in_cache and self.shard.sha256 is not None and path.stat().st_size >= (self.shard.bytes or 0):
                 sha256_of(path, self._cache.progress)  # which notes it
 
-    def indexed(self) -> ShardIndex:
-        """Index a shard that no manifest counts.
+    def count(self) -> tuple[int, str]:
+        """Return the number of samples, by the manifest or by indexing; and what is damaged behind them, or "".
 
         Raises:
-            ValueError: it cannot be read, is no tar, or has keys with dots.
+            ValueError: without a manifest, the shard cannot be read, is no tar, or has keys with dots.
         """
+        shard, count, damage = self.shard, self.shard.samples, ""
+        if count is None:
+            count, damage = self._index_uncounted()
+        elif shard.bytes is not None and not shard.remote and (size := os.path.getsize(shard.location)) != shard.bytes:
+            warnings.warn(
+                f"shard {shard.location} has {size:,} bytes, its manifest says {shard.bytes:,}: "
+                "see `diffvision data check`",
+                stacklevel=5,
+            )
+        self.content = self._content()
+        return count, damage
+
+    def _index_uncounted(self) -> tuple[int, str]:
         location = self.shard.location
         try:
-            with self.held() as path:
+            with self.hold() as path:
                 index = shard_index(path)
         except OSError as error:
             raise ValueError(f"shard {location} cannot be read: {error}") from error
-        self.expected.digest = index.digest
+        self._digest = index.digest
         if index.dotted:
             raise ValueError(f"shard {location} has keys with dots: {index.dotted}; {RENAME}")
         if index.hidden:
-            warnings.warn(f"shard {location}: {index.hidden}; {RENAME}", stacklevel=4)
+            warnings.warn(f"shard {location}: {index.hidden}; {RENAME}", stacklevel=5)
         if index.damage and not len(index):
             raise ValueError(f"shard {location} is not a tar file, or holds nothing: {index.damage}")
-        return index
-
-    def false_index(self, member: str) -> ValueError:
-        """Return the error for a member that is not where the index says; false sidecars are replaced."""
-        with self.held() as path:
-            corrected = correct_sidecars(path, scan(path)) or ["the file was written to"]
-        return ValueError(
-            f"shard {self.shard.location} does not hold {member} where its index says: {'; '.join(corrected)}. See "
-            "`diffvision data check`, then start or resume the run again"
-        )
+        return len(index), f"{location} after {len(index)} samples: {index.damage}" if index.damage else ""
 
     def _open(self) -> _Opened:
-        if self._opened is not None:
-            return self._opened
-        if self._rejected:
-            raise BadSample(self._rejected)
+        if self._rejection:
+            raise BadSample(self._rejection)
         if time.monotonic() < self._unreadable_until:
             raise BadSample("unreadable shard")
         try:
-            with self.held() as path:
-                self._opened = self._verified(path)
+            with self.hold() as path:
+                self._opened = self._open_verified(path)
         except OSError as error:
             raise self._unreadable() from error
         return self._opened
 
-    def _verified(self, path: Path) -> _Opened:
+    def _open_verified(self, path: Path) -> _Opened:
         """Open a file and check that it is the expected shard."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             version, rejection = Version.of(file), None
             index = shard_index(path)
             try:
-                self.expected.check(path, version, index)
+                self._check(path, version, index)
             except BadSample as reason:
                 rejection = reason
-            if not self.expected.unchanged(path, version):
+            if not self._is_unchanged(path, version):
                 raise OSError(f"{path} changes while it is opened")
             if rejection is not None:
-                self._rejected = str(rejection)
+                self._rejection = str(rejection)
                 raise rejection
         except BaseException:
             os.close(file)
@@ -212,45 +285,116 @@ class ShardReader:
         self._unreadable_until = time.monotonic() + pause
         return BadSample("unreadable shard")
 
+    # ---- comparing the file with what the shard must hold ------------------------------------------------------------
 
-class ShardMembers:
-    """The members of one sample of a shard, read on demand."""
-
-    def __init__(self, reader: ShardReader, index: ShardIndex, row: int) -> None:
-        self._reader, self._index, self._row = reader, index, row
-
-    @property
-    def key(self) -> str:
-        """The key of the sample."""
-        return self._index.key(self._row)
-
-    def types(self) -> list[str]:
-        """Return the types of the members that can be read."""
-        return self._index.members(self._row)
-
-    def names(self) -> list[str]:
-        """Return the sorted types of all members, including those that cannot be read."""
-        return self._index.names(self._row)
-
-    def size(self, member_type: str) -> int | None:
-        """Return the bytes of a member, or None where the sample has no such member."""
-        extent = self._index.extent(self._row, member_type)
-        return None if extent is None else extent[1]
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of a member, after its header is compared with the index.
+    def _check(self, path: Path, version: Version, index: ShardIndex) -> None:
+        """Check a version of the file and its index.
 
         Raises:
-            KeyError: the sample has no such member.
-            BadSample: the shard cannot be read, or ends before the member.
-            ValueError: the header is not the indexed one, or the shard was changed and has no manifest.
+            BadSample: it is not what its manifest says; none of its samples can be used.
+            ValueError: it holds more samples than it should, was damaged before its manifest was written, or was
+                changed and has no manifest.
+            OSError: it cannot be read.
         """
-        extent = self._index.extent(self._row, member_type)
-        if extent is None:
-            raise KeyError(member_type)
-        offset, size = extent
-        header_size = self._index.head(self._row, member_type)
-        data = self._reader.read(offset - header_size, header_size + min(size, at_most))
-        if not self._index.matches(self._row, member_type, data[:header_size]):
-            raise self._reader.false_index(f"{self.key}.{member_type}")
-        return data[header_size:]
+        if index.dotted:
+            raise BadSample(f"shard of keys with dots ({RENAME})")
+        shard = self.shard
+        if self._first is None:
+            self._first = version
+        changed = version[:2] != self._first[:2]  # a copy may keep size and mtime
+        counted = len(index) if shard.samples is None else shard.samples
+        reason = self._mismatch(path, version, index, changed=changed)
+        if len(index) > counted and not (reason and changed):
+            raise ValueError(
+                f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says {counted}: write "
+                "it again with diffvision.data.make.write_manifest"
+            )
+        if reason:
+            raise BadSample(reason)
+        if shard.sha256 is not None and index.damage and not index.cut:
+            raise ValueError(
+                f"shard {shard.location} is damaged after {len(index)} samples, and was so when its manifest was "
+                f"written: {index.damage}; fetch it again and write the manifest again"
+            )
+        if not index.damage and len(index) < counted:
+            raise BadSample(f"{_MISMATCH} (samples)")
+
+    def _mismatch(self, path: Path, version: Version, index: ShardIndex, *, changed: bool) -> str:
+        """Return why the file is not the expected shard, or "" where it is."""
+        shard = self.shard
+        if self.in_cache:
+            # The cache has compared it with its manifest; without one, its index must be the one first read.
+            if self._digest not in (None, index.digest):
+                raise self._changed()
+        elif shard.sha256 is None:
+            assert self._first is not None
+            if changed or (version.inode != self._first.inode and not self._has_same_content(path)):
+                raise self._changed()
+            self._first = version
+        elif self._verified != version:
+            if version.size < (shard.bytes or 0):
+                # A tar that was cut is used as far as it goes. One that is whole is another shard, and so may be one
+                # that is being written now.
+                return "" if index.cut and not changed else f"{_MISMATCH} (bytes)"
+            if sha256_of(path, self._cache.progress) != shard.sha256:
+                return f"{_MISMATCH} (sha256)"
+            self._verified = version
+        if shard.sha256 is None and self._digest is None:
+            self._digest = index.digest
+        return ""
+
+    def _is_unchanged(self, file: int | Path, version: Version) -> bool:
+        """Return whether a file still is this version.
+
+        Its ctime counts where the file can be compared with a manifest again; not in the cache, where each use of a
+        file changes it, and not of an open file that was removed, which changes it too.
+        """
+        now = Version.of(file)
+        if now[:3] != version[:3]:
+            return False
+        if now == version or self.shard.sha256 is None or self.in_cache:
+            return True
+        return os.stat(file).st_nlink == 0
+
+    def _has_same_content(self, path: Path) -> bool:
+        """Return whether another file of the same size and mtime holds what was first read, as far as that is known.
+
+        Its headers are read, because the sidecar may be that of the first file.
+        """
+        if self._digest is not None:
+            return scan(path).digest == self._digest
+        return self._content() == self.content
+
+    def _content(self) -> tuple[str, str]:
+        shard = self.shard
+        if shard.sha256 is not None:
+            return "sha256", shard.sha256
+        if self._digest is not None:
+            return "members", self._digest
+        if not shard.remote:
+            with suppress(OSError), open(shard.location, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest = hashlib.sha256(str(size).encode())
+                for begin in (0, max(0, size - _END_BYTES)):
+                    file.seek(begin)
+                    digest.update(file.read(_END_BYTES))
+                return "ends", digest.hexdigest()
+        if shard.bytes is not None:  # as its server said
+            return "sizes", f"{shard.name} {shard.bytes}"
+        return "names", shard.name
+
+    def _changed(self) -> ValueError:
+        return ValueError(
+            f"shard {self.shard.location} was changed after it was first read, and no manifest says what it should "
+            "hold: leave it alone during a run, or write a manifest (diffvision.data.make.write_manifest); then start "
+            "the run again"
+        )
+
+    def _false_index(self, member: str) -> ValueError:
+        """Return the error where a member is not where the index says; false sidecars are replaced."""
+        with self.hold() as path:
+            corrected = correct_sidecars(path, scan(path)) or ["the file was written to"]
+        return ValueError(
+            f"shard {self.shard.location} does not hold {member} where its index says: {'; '.join(corrected)}. See "
+            "`diffvision data check`, then start or resume the run again"
+        )

@@ -1,15 +1,17 @@
-"""What one sample is to a loader: its members, and the kinds of sample that are made of them.
+"""What one sample is to a loader: a dictionary of bytes, and the kinds of sample that are made of it.
 
 Only protocols and the error of an unusable sample are here; `images` and `text` implement them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 SampleId = tuple[int, int]
 """(shard number, row in that shard)."""
+Members = Mapping[str, bytes]
+"""The members of one sample by type, such as {"jpg": ..., "txt": ...}; empty bytes where a type is not read."""
 
 
 class BadSample(Exception):
@@ -18,22 +20,6 @@ class BadSample(Exception):
 
 class BadSource(ValueError):
     """What a dataset is to be made of is not there, or too little; `data make` adds where it comes from."""
-
-
-class Members(Protocol):
-    """The members of one sample, read on demand."""
-
-    def size(self, member_type: str) -> int | None:
-        """Return the bytes of a member, or None where the sample has no such member."""
-        ...
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of a member."""
-        ...
-
-    def names(self) -> list[str]:
-        """Return the sorted types of all members, including those that cannot be read."""
-        ...
 
 
 class SampleKind(Protocol):

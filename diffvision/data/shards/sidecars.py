@@ -1,14 +1,22 @@
-"""Small files about shards, next to them or in the user's cache; `index` and `verify` decide what is in them."""
+"""Small files about local shards, next to them or in the user's cache: read and written safely; and sha256 notes.
+
+`index` decides what is in a sidecar with an index. A note of a sha256 is true as long as the file's size, times and
+inode are: a copy, even one that keeps its mtime, is read again. What the disk changes without the file system after
+that is not noticed here; `diffvision data check` reads everything.
+"""
 
 import errno
 import hashlib
 import os
 import stat
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from diffvision.files import replacing, user_cache
+from diffvision.files import locked, replacing, sha256, user_cache
+
+_MAX_NOTE = 1 << 10  # bytes
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:
@@ -34,12 +42,54 @@ def read_sidecar(path: Path, at_most: int) -> bytes:
         return file.read(at_most)
 
 
-def write_sidecar(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
-    """Replace a sidecar, as a whole, with what `write` writes; return False where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            write(file)
-    except OSError:
-        return False
-    return True
+def write_sidecar(places: list[Path], write: Callable[[IO[bytes]], object]) -> bool:
+    """Replace a sidecar, as a whole, at the first place that can be written; return whether there is one."""
+    for path in places:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                write(file)
+            return True
+    return False
+
+
+def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
+    """Return the sha256 of a local file, from its note or computed now, by one process of this machine at a time.
+
+    Args:
+        path: the file.
+        progress: called with each MiB that is read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    notes = sidecars(path.absolute(), ".sha256")
+    if (known := _noted(notes, path)) is not None:
+        return known
+    lock = notes[-1].with_suffix(".lock")
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a lock file all processes compute it
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(lock))
+        if (known := _noted(notes, path)) is not None:
+            return known
+        stamp = _stamp(path)
+        digest = sha256(path, progress)
+        if _stamp(path) == stamp:  # else it was written to meanwhile, and no note would be true
+            write_sidecar(notes, lambda file: file.write(f"{stamp} {digest}".encode("ascii")))
+        return digest
+
+
+def _stamp(path: Path) -> str:
+    status = os.stat(path)
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
+def _noted(notes: list[Path], path: Path) -> str | None:
+    stamp = _stamp(path)
+    for note in notes:
+        with suppress(OSError, ValueError):
+            noted_stamp, _, digest = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
+            if noted_stamp == stamp and len(digest) == 64:
+                return digest
+    return None

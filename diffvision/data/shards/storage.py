@@ -1,12 +1,10 @@
 """A set of shards, read by (shard, row): which shards there are, how many samples each has, what they hold.
 
-Reading goes down from here: `ShardSet` -> `reader.ShardReader`, a shard that is open -> members by offset.
+Reading goes down from here to `reader.ShardReader`, a shard that is open.
 """
 
 import hashlib
 import json
-import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -52,10 +50,8 @@ class ShardSet:
         self.cache = cache or ShardCache()
         self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pinned(find_shards(source))]
         self._recent: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, the latest last
-        self.counts = np.array(self._counted(), dtype=np.int64)
-        for reader in self._readers:
-            reader.expected.set_content()
-        contents = [reader.expected.content for reader in self._readers]
+        self.counts = np.array(self._count(), dtype=np.int64)
+        contents = [reader.content for reader in self._readers]
         self.content = f"{'+'.join(sorted({kind for kind, _ in contents}))}:{_digest(contents)}"
 
     def __len__(self) -> int:
@@ -98,7 +94,7 @@ class ShardSet:
             ValueError: the shard was changed, and no manifest says what it should hold.
         """
         number, row = sample
-        return self.reader(number).members(row)
+        return self.reader(number).read(row)
 
     def first(self) -> list[Members]:
         """Return the first few samples of the first shard; none where it cannot be read."""
@@ -113,8 +109,7 @@ class ShardSet:
 
     def needs_preparing(self, number: int) -> bool:
         """Return whether a shard has to be fetched, unpacked or verified before it is read."""
-        expected = self._readers[number].expected
-        return expected.in_cache or expected.shard.sha256 is not None
+        return self._readers[number].needs_preparing()
 
     def prepare(self, number: int) -> None:
         """Fetch, unpack and verify a shard ahead of its use; any thread may call this."""
@@ -128,20 +123,9 @@ class ShardSet:
         """Call `callback` with each piece of a shard that arrives or is verified."""
         self.cache.progress = callback
 
-    def _counted(self) -> list[int]:
-        counts: list[int] = []
-        damaged: list[str] = []
-        for reader in self._readers:
-            shard = reader.shard
-            if shard.samples is not None:
-                _warn_of_size(shard)
-                counts.append(shard.samples)
-                continue
-            index = reader.indexed()
-            if index.damage:
-                damaged.append(f"{shard.location} after {len(index)} samples: {index.damage}")
-            counts.append(len(index))
-        if damaged:
+    def _count(self) -> list[int]:
+        counts, damages = zip(*(reader.count() for reader in self._readers), strict=True)
+        if damaged := list(filter(None, damages)):
             # No manifest says what is missing: to continue would be to train on fewer samples unnoticed.
             more = f"\n  and {len(damaged) - _LISTED} more" if len(damaged) > _LISTED else ""
             listed = "".join(f"\n  {line}" for line in damaged[:_LISTED])
@@ -151,19 +135,7 @@ class ShardSet:
                 "of the dataset (diffvision.data.make.write_manifest then lists what is good); to use what lies "
                 f"before the damage, list the samples of every shard of the directory in {SIZES}"
             )
-        return counts
-
-
-def _warn_of_size(shard: Shard) -> None:
-    if shard.bytes is None or shard.remote:
-        return
-    size = os.path.getsize(shard.location)
-    if size != shard.bytes:
-        warnings.warn(
-            f"shard {shard.location} has {size:,} bytes, its manifest says {shard.bytes:,}: "
-            "see `diffvision data check`",
-            stacklevel=4,
-        )
+        return list(counts)
 
 
 def _digest(value: list) -> str:

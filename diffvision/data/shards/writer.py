@@ -10,8 +10,7 @@ from pathlib import Path
 
 import webdataset
 
-from diffvision.data.shards.expected import RENAME
-from diffvision.data.shards.index import scan
+from diffvision.data.shards.index import RENAME, scan
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
 from diffvision.files import replacing, sha256

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from diffvision.data.shards.index import MEMBER_TYPES
 from diffvision.data.shards.sample import BadSample, Members, SampleId, check_key
 
-MAX_DOCUMENT_BYTES = 64 << 20
-MAX_LINES_BYTES = 1 << 30
+MAX_DOCUMENT_BYTES, MAX_LINES_BYTES = MEMBER_TYPES["txt"], MEMBER_TYPES["jsonl"]
 """The limit of one member with a document in each line, which is read whole."""
 
 
@@ -78,17 +78,11 @@ class TextMember:
 
     def documents(self, members: Members) -> Iterator[str | BadSample]:
         """Yield each document, or why it cannot be used; an empty one is an empty text."""
-        size = members.size(self._member)
-        if size is None:
+        if (data := members.get(self._member)) is None:
             yield BadSample(f"missing text member {self._member!r}")
-        elif size > (MAX_LINES_BYTES if self._lines else MAX_DOCUMENT_BYTES):
+        elif len(data) > (MAX_LINES_BYTES if self._lines else MAX_DOCUMENT_BYTES):
             yield BadSample("document too large")
         else:
-            try:
-                data = members.read(self._member, size)
-            except BadSample as reason:
-                yield reason
-                return
             parts = [line for line in data.split(b"\n") if line.strip()] if self._lines else [data]
             yield from map(self._document, parts)
 
@@ -148,43 +142,26 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def members(self, sample: SampleId) -> "_Line":
+    def members(self, sample: SampleId) -> Members:
         """Return one line as the member `json`."""
-        return _Line(self.path, *(int(start) for start in self._starts[sample[1] : sample[1] + 2]))
+        start, stop = self._starts[sample[1] : sample[1] + 2].tolist()
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return {"json": file.read(min(stop - start, MAX_DOCUMENT_BYTES + 1))}
 
     def describe(self, sample: SampleId) -> str:
         """Return "file: line N" of a sample, for reports."""
         return f"{self.path.name}: line {self._lines[sample[1]]}"
 
 
-@dataclass(frozen=True)
-class _Line:
-    """`Members` of one line."""
-
-    path: Path
-    start: int
-    stop: int
-
-    def size(self, member_type: str) -> int | None:
-        return self.stop - self.start if member_type == "json" else None
-
-    def names(self) -> list[str]:
-        return ["json"]
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(min(at_most, self.stop - self.start))
-
-
-def check_document(members: Members, member_type: str) -> int:
+def check_document(data: bytes, member_type: str) -> int:
     """Check that a text member is what its type says; return how many characters it has.
 
     Raises:
         BadSample: not UTF-8, not JSON, or empty.
     """
     try:
-        text = members.read(member_type, MAX_LINES_BYTES).decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadSample("text not UTF-8") from None
     if not text.strip():

@@ -87,8 +87,12 @@ class PackedShards(TokenShards):
     def members(self, sample: SampleId) -> Members:
         """Return the conversations of a window as the arrays that shards have of them."""
         number, row = sample
-        super().members((number, 0))  # raises unless the shard can be read and holds its array
-        return _Window(self, number, self._packed[number].pieces(row))
+        pieces = self._packed[number].pieces(row)
+        return {
+            MEMBER: b"".join(self.read_tokens(number, start, stop) for start, stop in pieces),
+            LEARNED: b"".join(self.read_learned(number, start, stop) for start, stop in pieces),
+            LENGTHS: np.array([stop - start for start, stop in pieces], LENGTH_DTYPE).tobytes(),
+        }
 
     def describe(self, sample: SampleId) -> str:
         """Return "shard: window N" of a sample, for reports."""
@@ -153,29 +157,6 @@ class _Windows(NamedTuple):
         return list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
 
 
-class _Window:
-    """`Members` of one window."""
-
-    def __init__(self, shards: PackedShards, number: int, pieces: list[tuple[int, int]]) -> None:
-        self._shards, self._number, self._pieces = shards, number, pieces
-
-    def size(self, member_type: str) -> int | None:
-        itemsize = {MEMBER: self._shards.account.dtype.itemsize, LEARNED: 1}
-        if member_type == LENGTHS:
-            return len(self._pieces) * LENGTH_DTYPE.itemsize
-        tokens = sum(stop - start for start, stop in self._pieces)
-        return tokens * itemsize[member_type] if member_type in itemsize else None
-
-    def names(self) -> list[str]:
-        return sorted((MEMBER, LEARNED, LENGTHS))
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        if member_type == LENGTHS:
-            return np.array([stop - start for start, stop in self._pieces], LENGTH_DTYPE).tobytes()[:at_most]
-        read = {MEMBER: self._shards.read_tokens, LEARNED: self._shards.read_learned}[member_type]
-        return b"".join(read(self._number, start, stop) for start, stop in self._pieces)[:at_most]
-
-
 class PackedSequence(TokenSequence):
     """`TokenBatch` of windows, with the number of each token's conversation and whether it is learned.
 
@@ -193,8 +174,8 @@ class PackedSequence(TokenSequence):
     def decode(self, members: Members) -> Any:
         """Return tokens, the number of their conversations and whether they are learned, each [L + 1]."""
         tokens = super().decode(members)
-        learned = np.frombuffer(members.read(LEARNED, members.size(LEARNED) or 0), np.uint8) != 0
-        lengths = np.frombuffer(members.read(LENGTHS, members.size(LENGTHS) or 0), LENGTH_DTYPE)
+        learned = np.frombuffer(members[LEARNED], np.uint8) != 0
+        lengths = np.frombuffer(members[LENGTHS], LENGTH_DTYPE)
         padding = (0, self._size - len(tokens))
         documents = np.repeat(np.arange(len(lengths)), lengths)
         return (

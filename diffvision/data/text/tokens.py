@@ -11,6 +11,7 @@ many tokens each conversation has (`000000.lengths.npy`). They are not cut; `pac
 """
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -211,8 +212,7 @@ class TokenShards(ShardSet):
     def members(self, sample: SampleId) -> Members:
         """Return one sequence as the member `npy`; raise as `ShardSet.members`."""
         number, row = sample
-        super().members((number, 0))  # raises unless the shard can be read and holds its array
-        return _Sequence(self, number, row)
+        return {MEMBER: self.read_tokens(number, row * self.length, (row + 1) * self.length + 1)}
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each document in order, without the end token; documents that shards cut are joined.
@@ -270,8 +270,7 @@ class TokenShards(ShardSet):
         """
         location = self.shards[number].location
         try:
-            members = self.reader(number).members(0)
-            data = members.read(LENGTHS, members.size(LENGTHS) or 0)
+            data = self.reader(number).read_member(0, LENGTHS, sys.maxsize)
             lengths = np.load(BytesIO(data), allow_pickle=False)
         except (BadSample, KeyError, ValueError, EOFError, OSError, MemoryError) as reason:
             raise ValueError(f"{location}: damaged lengths ({reason}); make the token shards anew") from reason
@@ -283,7 +282,7 @@ class TokenShards(ShardSet):
         if (number, member) not in self._starts:
             self._starts[number, member] = self._start(number, member, dtype)
         first = self._starts[number, member] + start * dtype.itemsize
-        return self.reader(number).read(first, (stop - start) * dtype.itemsize)
+        return self.reader(number).read_bytes(first, (stop - start) * dtype.itemsize)
 
     def _start(self, number: int, member: str, dtype: np.dtype) -> int:
         """Return the byte of a shard at which the numbers of a member, one a token, begin."""
@@ -292,7 +291,7 @@ class TokenShards(ShardSet):
         if extent is None:
             raise BadSample("shard without tokens")
         offset, size = extent
-        file = BytesIO(reader.members(0).read(member, _HEADER_BYTES))
+        file = BytesIO(reader.read_member(0, member, _HEADER_BYTES))
         try:
             if np.lib.format.read_magic(file) != (1, 0):
                 raise ValueError
@@ -303,25 +302,6 @@ class TokenShards(ShardSet):
         if shape != (tokens,) or read != dtype or size != header + tokens * dtype.itemsize:
             raise BadSample(f"token array not as {TOKENS} says")
         return offset + header
-
-
-class _Sequence:
-    """`Members` of one sequence."""
-
-    def __init__(self, shards: TokenShards, number: int, row: int) -> None:
-        self._shards, self._number, self._row = shards, number, row
-
-    def size(self, member_type: str) -> int | None:
-        return (self._shards.length + 1) * self._shards.account.dtype.itemsize if member_type == MEMBER else None
-
-    def names(self) -> list[str]:
-        return [MEMBER]
-
-    def read(self, member_type: str, at_most: int) -> bytes:
-        if member_type != MEMBER:
-            raise KeyError(member_type)
-        start = self._row * self._shards.length
-        return self._shards.read_tokens(self._number, start, start + self._shards.length + 1)[:at_most]
 
 
 class TokenSequence:
@@ -338,7 +318,7 @@ class TokenSequence:
 
     def decode(self, members: Members) -> np.ndarray:
         """Return tokens [L + 1], all of them in the vocabulary."""
-        tokens = np.frombuffer(members.read(MEMBER, members.size(MEMBER) or 0), self._dtype)
+        tokens = np.frombuffer(members[MEMBER], self._dtype)
         if int(tokens.max()) >= self._vocab_size:
             raise BadSample("token outside of the vocabulary")
         return tokens

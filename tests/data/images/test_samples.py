@@ -9,42 +9,26 @@ from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMembe
 from diffvision.data.shards.sample import BadSample
 
 
-class Members:
-    def __init__(self, sizes=(), **members):
-        self.members, self.sizes = members, dict(sizes)
-
-    def size(self, member_type):
-        data = self.members.get(member_type)
-        return self.sizes.get(member_type, None if data is None else len(data))
-
-    def names(self):
-        return sorted(self.members)
-
-    def read(self, member_type, at_most):
-        assert at_most <= max(MAX_IMAGE_BYTES, MAX_JSON_BYTES)
-        return self.members[member_type][:at_most]
-
-
 def test_the_first_of_the_image_keys_is_taken(corpus):
     def first_channel(keys):
-        return int(ImageMember(to_float, keys)(Members(png=corpus.png(1), jpg=corpus.png(256)))[0, 0, 0] * 255)
+        return int(ImageMember(to_float, keys)({"png": corpus.png(1), "jpg": corpus.png(256)})[0, 0, 0] * 255)
 
     assert first_channel(("jpg", "png")) == 1
     assert first_channel("png;jpg") == 0
     with pytest.raises(BadSample, match="missing image"):
-        ImageMember(to_float, ("webp",))(Members(png=corpus.png(1)))
+        ImageMember(to_float, ("webp",))({"png": corpus.png(1)})
 
 
-def test_members_too_large_are_not_read():
+def test_members_too_large_are_bad_samples():
     with pytest.raises(BadSample, match="image too large"):
-        ImageMember(to_float)(Members(sizes={"png": 1 << 40}))
+        ImageMember(to_float)({"png": bytes(MAX_IMAGE_BYTES + 1)})
     with pytest.raises(BadSample, match="JSON too large"):
-        CaptionMember("json:caption").one(Members(sizes={"json": 1 << 40}))
-    assert CaptionMember().one(Members(txt=("é" * 5_000_000).encode())) == "é" * 1000
+        CaptionMember("json:caption").one({"json": bytes(MAX_JSON_BYTES + 1)})
+    assert CaptionMember().one({"txt": ("é" * 5_000_000).encode()}) == "é" * 1000
 
 
 def test_a_caption_from_a_list_is_drawn_with_torchs_generator():
-    members = Members(json=json.dumps({"captions": ["a", "b", " ", "c"]}).encode())  # a blank one is never drawn
+    members = {"json": json.dumps({"captions": ["a", "b", " ", "c"]}).encode()}  # a blank one is never drawn
     caption = CaptionMember("json:captions")
     torch.manual_seed(0)
     drawn = [caption.one(members) for _ in range(30)]
@@ -56,7 +40,7 @@ def test_a_caption_from_a_list_is_drawn_with_torchs_generator():
 
 def test_batches_have_the_shapes_they_promise(corpus):
     image = ImageMember(to_float)
-    members = Members(png=corpus.png(5), txt=b"sample 5\nsample 6", cls=b"3")
+    members = {"png": corpus.png(5), "txt": b"sample 5\nsample 6", "cls": b"3"}
     pair = ImageText(image, CaptionMember(), lambda captions: torch.zeros(len(captions), 7, dtype=torch.int64))
     batch = pair.collate([pair.decode(members)] * 4)
     assert (batch["image"].shape, batch["image"].dtype) == ((4, 3, 2, 2), torch.float32)
@@ -69,6 +53,6 @@ def test_batches_have_the_shapes_they_promise(corpus):
 
 def test_a_label_beyond_the_classes_is_a_bad_sample(corpus):
     kind = ImageLabel(ImageMember(to_float), num_classes=4)
-    assert kind.decode(Members(png=corpus.png(1), cls=b"3"))[1] == 3
+    assert kind.decode({"png": corpus.png(1), "cls": b"3"})[1] == 3
     with pytest.raises(BadSample, match="label beyond the classes"):
-        kind.decode(Members(png=corpus.png(1), cls=b"4"))
+        kind.decode({"png": corpus.png(1), "cls": b"4"})

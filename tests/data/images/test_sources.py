@@ -509,7 +509,7 @@ def test_packed_for_training_classes_are_mixed(tree, tmp_path):
     assert not is_image_source(tmp_path / "packed")
     loader = ImageLabelData(str(tmp_path / "packed"), batch_size=8, num_workers=0).train_dataloader()
     first = loader.shards.reader(0)
-    labels = [int(first.members(row).read("cls", 16)) for row in range(len(first.index))]
+    labels = [int(first.read(row)["cls"]) for row in range(len(first.index))]
     assert len(set(labels)) > 1
     kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
     assert kind.image.keys[0] == "jpg"

@@ -31,7 +31,10 @@ def table(tmp_path):
 
 @pytest.mark.parametrize("cell", [None, float("nan"), True, {"en": "x"}, [None, "a"], [1], []], ids=repr)
 def test_a_caption_that_is_no_text_is_counted(table, cell):
-    images = find_images(table([{"file": "1.png", "caption": "a cat"}, {"file": "2.png", "caption": cell}], "jsonl"))
+    path = table([{"file": "1.png", "caption": "a cat"}, {"file": "2.png", "caption": cell}], "jsonl")
+    for name in ("1.png", "2.png"):
+        (path.parent / name).touch()
+    images = find_images(path)
     assert CaptionMember(images.caption_key).one(ImageSet(images).members((0, 0))) == "a cat"
     with pytest.raises(BadSample, match="missing caption"):
         CaptionMember(images.caption_key).one(ImageSet(images).members((0, 1)))

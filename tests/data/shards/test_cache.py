@@ -332,7 +332,7 @@ def test_a_shard_that_is_held_makes_no_room(whole, serve, cache):
     url, _ = serve(whole)
     cache.max_bytes = int(1.05 * (whole / "000000.tar").stat().st_size)
     shards = [Shard(f"{url}/00000{n}.tar") for n in range(3)]
-    with cache.held(shards[0]) as path:
+    with cache.hold(shards[0]) as path:
         cache.fetch(shards[1])
         assert path.exists()
     cache.fetch(shards[2])

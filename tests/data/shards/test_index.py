@@ -10,7 +10,7 @@ from diffvision.data import ShardSet
 from diffvision.data.make import check, stats, write_manifest
 from diffvision.data.shards import index as index_module
 from diffvision.data.shards.index import scan, shard_index
-from diffvision.data.shards.verify import sha256_of
+from diffvision.data.shards.sidecars import sha256_of
 
 
 def tar_of(path, names, kind=tarfile.REGTYPE):

@@ -13,7 +13,7 @@ import pytest
 
 from diffvision.data import Limits, ShardSet
 from diffvision.data.make import check
-from diffvision.data.shards import expected, storage
+from diffvision.data.shards import reader, storage
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import shard_index
 from diffvision.data.shards.remote import Patience
@@ -121,7 +121,7 @@ def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counte
     if reopened:
         loader.shards.reader(first).close()  # as when more shards are open than may be
     with pytest.raises(ValueError, match=r"\.tar was changed after it was"):
-        loader.shards.members((first, 0)).read("png", 100)
+        loader.shards.members((first, 0))["png"]
 
 
 def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
@@ -147,7 +147,7 @@ def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 60)
     shards = ShardSet(source)
     for number in range(6):
-        shards.members((number, 0)).read("txt", 10)
+        shards.members((number, 0))["txt"]
     for path in source.glob("*.tar"):
         data = crossed(path.read_bytes())
         path.unlink()
@@ -184,12 +184,12 @@ def test_without_a_manifest_another_file_must_hold_the_same(corpus, tmp_path, co
         (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(2)}))
     shards = ShardSet(source)
     for number in range(0 if counted.endswith("opened") else 2):
-        shards.members((number, 0)).read("txt", 10)
+        shards.members((number, 0))["txt"]
     path = source / "000001.tar"
     replaced(path, path.read_bytes())
     path.chmod(0o400)
     shards = reopened(shards, worker=worker)
-    assert shards.members((1, 0)).read("txt", 100) == b"sample 10"
+    assert shards.members((1, 0))["txt"] == b"sample 10"
     replaced(path, crossed(path.read_bytes()))
     with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
         reopened(shards, worker=worker).members((1, 0))
@@ -207,12 +207,11 @@ def test_a_stale_sidecar_does_not_vouch_for_another_file(corpus, tmp_path):
 def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manifest_again(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 20)
     shards = ShardSet(source)
-    path, members = source / "000001.tar", shards.members((1, 0))
+    path = source / "000001.tar"
+    assert shards.members((1, 0))["txt"] == b"sample 10"
     before = path.stat()
     overwrite(path, path.read_bytes().replace(b"sample 10", b"another10"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(BadSample, match="shard not as its manifest says"):
-        members.read("txt", 100)
     with pytest.raises(BadSample, match="shard not as its manifest says"):
         shards.members((1, 0))
 
@@ -220,12 +219,12 @@ def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manife
 def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypatch):
     url, _ = serve(corpus.write(tmp_path / "s", 20))
     shards = ShardSet(url, ShardCache(tmp_path / "cache"))
-    members = shards.members((1, 0))
-    monkeypatch.setattr(expected, "sha256_of", None)
+    shards.members((1, 0))
+    monkeypatch.setattr(reader, "sha256_of", None)
     opened = shards.reader(1)._opened
     for path in (tmp_path / "cache").glob("*.tar"):
         os.utime(path, ns=(1, path.stat().st_mtime_ns))
-    assert members.read("txt", 100) == b"sample 10"
+    assert shards.members((1, 0))["txt"] == b"sample 10"
     assert shards.reader(1)._opened is opened
 
 
@@ -240,9 +239,9 @@ def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path
         for path in (tmp_path / "cache").glob("*.tar"):
             path.unlink()
 
-    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    assert shards.members((1, 2))["txt"] == b"sample 12"
     fetched_again()
-    assert shards.members((1, 2)).read("txt", 100) == b"sample 12"
+    assert shards.members((1, 2))["txt"] == b"sample 12"
     fetched_again()
     path = source / "000001.tar"
     before = path.stat()
@@ -394,3 +393,51 @@ def test_of_distant_shards_the_content_is_what_is_known(corpus, whole, tmp_path,
     shards = [Shard("http://127.0.0.1:9/0.tar", samples=10), Shard("http://127.0.0.1:9/1.tar", samples=3)]
     monkeypatch.setattr(storage, "find_shards", lambda source: shards)
     assert ShardSet("x", ShardCache(patience=Patience(tries=1))).content.startswith("names:")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What one sample is
+
+
+def write_members(path, *members):
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return ShardSet(path)
+
+
+def test_a_sample_is_a_dictionary_of_its_members_and_is_read_at_once(tmp_path, monkeypatch):
+    between = ("a.mp4", bytes(1000)), ("a.npy", b"not read")
+    shards = write_members(tmp_path / "a.tar", ("a.TXT", b"one"), *between, ("a.json", b"{}"), ("b.txt", b"two"))
+    reads, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: reads.append(size) or pread(file, size, offset))
+    assert shards.members((0, 0)) == {"txt": b"one", "json": b"{}", "npy": b"", "mp4": b""}
+    assert shards.members((0, 1)) == {"txt": b"two"}
+    assert len(reads) == 2
+    with pytest.raises(BadSample, match="truncated shard"):
+        shards.members((0, 2))
+
+
+def test_what_lies_between_members_is_read_only_if_it_is_little(tmp_path, monkeypatch):
+    shards = write_members(tmp_path / "a.tar", ("a.txt", b"one"), ("a.mp4", bytes(1 << 20)), ("a.cls", b"1"))
+    reads, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: reads.append(size) or pread(file, size, offset))
+    assert shards.members((0, 0)) == {"txt": b"one", "cls": b"1", "mp4": b""}
+    assert reads == [515, 513]
+
+
+def test_no_more_than_can_be_used_of_a_member_is_read(tmp_path):
+    shards = write_members(tmp_path / "a.tar", ("a.cls", bytes(5000)), ("a.txt", b"one"), ("b.txt", b"two"))
+    members = shards.members((0, 0))
+    assert (len(members["cls"]), members["txt"]) == (1025, b"one")
+    with (tmp_path / "b.tar").open("wb") as file:  # whose images are holes in the file
+        for number in range(11):
+            member = tarfile.TarInfo(f"a.{number}.jpg")
+            member.size = 1 << 30
+            file.write(member.tobuf(tarfile.GNU_FORMAT))
+            file.seek(member.size, os.SEEK_CUR)
+        file.write(bytes(1024))
+    with pytest.raises(BadSample, match="sample too large"):
+        ShardSet(tmp_path / "b.tar").members((0, 0))

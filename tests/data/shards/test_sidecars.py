@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardSet
-from diffvision.data.shards import verify
+from diffvision.data.shards import sidecars
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.verify import sha256_of
+from diffvision.data.shards.sidecars import sha256_of
 
 LENIENT = Limits(max_bad_fraction=1.0)
 
@@ -78,8 +78,8 @@ def test_a_flipped_bit_in_a_compressed_shard(corpus, source, tmp_path):
 
 def test_each_version_of_a_file_is_read_once(source, tmp_path, monkeypatch):
     reads = []
-    read = verify.sha256
-    monkeypatch.setattr(verify, "sha256", lambda path, progress: reads.append(path.name) or read(path, progress))
+    read = sidecars.sha256
+    monkeypatch.setattr(sidecars, "sha256", lambda path, progress: reads.append(path.name) or read(path, progress))
     path = source / "000000.tar"
     beats = []
     first = sha256_of(path, lambda: beats.append(1))
