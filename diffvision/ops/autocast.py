@@ -16,6 +16,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def cast_once(x: Tensor) -> Tensor:
     """Return the input of several linear maps as autocast would cast it for each: backward then keeps one copy."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
     return x.to(product_dtype(x))
 
 

@@ -31,19 +31,26 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     weight = weight.to(x.dtype)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours, which have no forward mode.
-    if torch.jit.is_tracing() or in_forward_mode():
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    if not ours or torch.compiler.is_compiling() or not x.numel():
+    if torch.jit.is_tracing():
+        return _formula(x, weight, eps)
+    ours = not torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    # For forward alone an autograd function would cost five times torch's call, and small calls count in decoding.
+    small = ours and not torch.is_grad_enabled() and x.numel() <= SMALL
+    if not small and in_forward_mode():
+        return _formula(x, weight, eps)
+    if not ours or not x.numel():
         with without_autocast(x.device.type):  # CUDA's returns float32 for half precision, a CPU's does not
             return F.rms_norm(x, weight.shape, weight, eps)
     if x.dim() > 2 and not x.is_contiguous() and (tokens := x.transpose(-3, -2)).is_contiguous():
         # Heads [B, H, N, D] that lie in memory as [B, N, H, D]: a third of the time.
         return rms_norm(tokens, weight, eps).transpose(-3, -2)
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)
-    # For forward alone an autograd function would cost five times torch's call, and small calls count in decoding.
-    return _forward(x, weight, eps) if x.numel() > SMALL else F.rms_norm(x, weight.shape, weight, eps)
+    if small:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _forward(x, weight, eps)
+
+
+def _formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 # Results are changed in place: memory that is newly taken costs more than a pass over it. Autocast is off, which would

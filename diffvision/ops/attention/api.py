@@ -1,17 +1,24 @@
-"""`diff_attention` and `diff_attention_varlen`: arguments are checked, then a backend is chosen and called.
+"""`diff_attention` and `diff_attention_varlen`: a kind of call is checked once, and its backend is chosen once.
 
 The choice is in `choice.py`, the computation in the backends' files.
 """
 
 import itertools
 import math
+from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from diffvision.ops.attention.choice import choose
+from diffvision.ops.attention import choice, tuned
 from diffvision.ops.attention.problem import describe
+
+# The backends of calls that were checked. Decoding adds one per length, so it is emptied at this size.
+_MAX_KNOWN = 4096
+_known: dict[tuple[Any, ...], ModuleType] = {}
 
 
 def diff_attention(
@@ -53,12 +60,10 @@ def diff_attention(
 
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
-    lam = _as_lambda(lam, q)
-    _check(q, k, v, lam, mask, dropout, scale)
+    module = _find_backend(q, k, v, lam, causal, mask, scale, dropout, backend)
+    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if mask is not None:  # backends and torch's kernels want all four axes
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-    problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
-    module = choose(backend, problem)
     return module.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
 
 
@@ -100,13 +105,15 @@ def diff_attention_varlen(
     Raises:
         ValueError: shapes or offsets do not fit, or the backend cannot take the call.
     """
-    lam = _as_lambda(lam, q)
     cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    _check_packed(q, k, v, lam, cu_seqlens, cu_seqlens_k)
+    _check_packed(q, k, v, cu_seqlens, cu_seqlens_k)
     # One batch of all tokens, in the layout of `diff_attention`, as views.
     packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
+    _check(*packed, lam, None, 0.0, scale)
+    if isinstance(lam, Tensor):
+        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
+    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
-    _check(*packed, lam.transpose(0, 1), None, 0.0, scale)
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     if max_seqlen_k is None:
@@ -114,25 +121,64 @@ def diff_attention_varlen(
     problem = describe(*packed, lam, causal=causal, mask=None, dropout=0.0)
     sequences = len(cu_seqlens) - 1
     problem = problem._replace(batch=sequences, queries=max_seqlen, keys=max_seqlen_k, packed=True)
-    module = choose(backend, problem)
+    module = choice.choose(backend, problem)
     if hasattr(module, "diff_attention_varlen"):
         lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
         return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
     out = []
-    for (q0, q1), (k0, k1) in zip(_spans(cu_seqlens), _spans(cu_seqlens_k), strict=True):
+    spans, spans_k = (itertools.pairwise(ends.tolist()) for ends in (cu_seqlens, cu_seqlens_k))
+    for (q0, q1), (k0, k1) in zip(spans, spans_k, strict=True):
         sequence = (packed[0][:, :, :, q0:q1], packed[1][:, :, :, k0:k1], packed[2][:, :, k0:k1])
         rows = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
         out.append(diff_attention(*sequence, rows, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
     return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
 
 
-def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    ends = cu_seqlens.tolist()
-    return list(itertools.pairwise(ends))
+def _find_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor | float,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    backend: str,
+) -> ModuleType:
+    """Check the arguments of `diff_attention` and choose its backend, or return the one of an equal call before.
+
+    A call is equal if everything is that the checks and "auto" read. Autocast and deterministic algorithms are not
+    part of it, because backends read them when they run. A named backend is not remembered, because its limits may read
+    the environment. Neither are graphs, whose sizes are symbols.
+    """
+    key: tuple[Any, ...] | None = None
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if backend == choice.preferred == "auto" and choice.seen is None and not is_graph:
+        tensors = [
+            (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t)
+            for t in (q, k, v, lam, mask)
+        ]
+        key = (*tensors, causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level, tuned.generation)
+        try:
+            if key in _known:
+                return _known[key]
+        except TypeError:  # a symbolic size, or an argument of a wrong type
+            key = None
+    _check(q, k, v, lam, mask, dropout, scale)
+    if isinstance(lam, Tensor):
+        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
+    module = choice.choose(backend, describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout))
+    if key is not None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = module
+    return module
 
 
-def _as_lambda(lam: Tensor | float, q: Tensor) -> Tensor:
-    """Return lam as a tensor of at least float32 on q's device, after a check of the dtypes of both."""
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor | float, mask: Tensor | None, dropout: float, scale: float | None
+) -> None:
+    """Raise a ValueError if the arguments do not fit each other."""
     for name, value in (("q", q), ("lam", lam)):
         number = isinstance(value, int | float) and name == "lam"
         if not number and (not isinstance(value, Tensor) or value.is_complex()):
@@ -140,13 +186,18 @@ def _as_lambda(lam: Tensor | float, q: Tensor) -> Tensor:
             raise ValueError(f"{name} must be a real tensor{' or number' if name == 'lam' else ''}, got {kind}")
     if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
         raise ValueError(f"q, k and v must be floating point of 16 bits or more, got {q.dtype}: cast them first")
-    return torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, dropout: float, scale: float | None
-) -> None:
-    if (wrong := _wrong_shapes(q, k, v)) is not None:  # the text is made for a wrong call only
+    wrong = ""  # the shapes are put into words for a wrong call only
+    if q.dim() != 5 or k.dim() != 5 or v.dim() != 4 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
+        wrong = "expected q [B, H, 2, M, D], k [B, Hk, 2 or 1, N, D] and v [B, Hk, N, V]"
+    elif q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0] or q.shape[4] != k.shape[4]:
+        wrong = "q, k and v need one batch size, and q and k one head size"
+    elif k.shape[1] != v.shape[1] or k.shape[3] != v.shape[2]:
+        wrong = "k and v need the same heads and length"
+    elif 0 in (q.shape[1], k.shape[1], q.shape[4], v.shape[3]):
+        wrong = "heads and head sizes must be 1 or more"
+    elif q.shape[1] % k.shape[1]:
+        wrong = f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly"
+    if wrong:
         raise ValueError(f"{wrong}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise ValueError(
@@ -155,9 +206,9 @@ def _check(
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    if scale is not None and not torch.compiler.is_compiling() and not _is_finite(scale):
+    is_symbol = torch.compiler.is_compiling()
+    if scale is not None and not is_symbol and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}")
-    _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != q.device:
             got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
@@ -168,31 +219,10 @@ def _check(
         _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
 
 
-def _is_finite(scale: float) -> bool:
-    return isinstance(scale, int | float) and math.isfinite(scale)
-
-
-def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return what is wrong with the shapes, None if nothing is."""
-    if q.dim() != 5 or k.dim() != 5 or v.dim() != 4 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
-        return "expected q [B, H, 2, M, D], k [B, Hk, 2 or 1, N, D] and v [B, Hk, N, V]"
-    (batch, heads, _, _, size), (kv_batch, kv_heads, _, keys, kv_size) = q.shape, k.shape
-    if batch != kv_batch or batch != v.shape[0] or size != kv_size:
-        return "q, k and v need one batch size, and q and k one head size"
-    if kv_heads != v.shape[1] or keys != v.shape[2]:
-        return "k and v need the same heads and length"
-    if 0 in (heads, kv_heads, size, v.shape[3]):
-        return "heads and head sizes must be 1 or more"
-    if heads % kv_heads:
-        return f"{heads} query heads cannot share {kv_heads} key/value heads evenly"
-    return None
-
-
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 3:
+        shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
-    _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
     for name, cu, total in (("cu_seqlens", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
         if not isinstance(cu, Tensor):
             raise ValueError(f"{name} must be an int32 tensor, got {cu!r}: torch.tensor(..., dtype=torch.int32)")

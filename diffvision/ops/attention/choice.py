@@ -30,8 +30,8 @@ OPERATORS = ("blocked", "native", "triton")
 # 197 keys (docs/benchmarks/attention.md).
 EAGER_MAX_KEYS_CPU = 80
 
-_preferred = "auto"
-_seen: list[Problem] | None = None
+preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend` sets
+seen: list[Problem] | None = None  # the calls in the context of `problems_seen`
 
 
 @contextmanager
@@ -44,38 +44,38 @@ def attention_backend(name: str) -> Iterator[None]:
     Args:
         name: a name of `BACKENDS`, or "auto".
     """
-    global _preferred
-    _known(name)
-    before, _preferred = _preferred, name
+    global preferred
+    _check_name(name)
+    before, preferred = preferred, name
     try:
         yield
     finally:
-        _preferred = before
+        preferred = before
 
 
 @contextmanager
 def problems_seen() -> Iterator[list[Problem]]:
     """Yield the list of all calls in the context, in their order; it holds for the process."""
-    global _seen
-    before, _seen = _seen, []
+    global seen
+    before, seen = seen, []
     try:
-        yield _seen
+        yield seen
     finally:
-        _seen = before
+        seen = before
 
 
 def choose(backend: str, problem: Problem) -> ModuleType:
-    """Return the module of a backend by name; "auto" is the one of `attention_backend`, or else the fastest.
+    """Return the backend for a call: the named one, that of the context, or the fastest.
 
     Raises:
-        ValueError: the name is unknown, or the backend of that name cannot take the call.
+        ValueError: the name is unknown, or the backend cannot take the call.
     """
-    _known(backend)
-    if _seen is not None:
-        _seen.append(problem)
-    name = _preferred if backend == "auto" else backend
+    if seen is not None:
+        seen.append(problem)
+    name = preferred if backend == "auto" else backend
     if name == "auto":
         return BACKENDS[_fastest(problem)]
+    _check_name(name)
     reason = BACKENDS[name].limit(problem)
     if reason is None and name in OPERATORS and in_forward_mode():
         reason = "it has no forward-mode derivative"
@@ -112,7 +112,7 @@ def _fastest(problem: Problem) -> str:
     if in_forward_mode():
         return "eager"
     usual, _ = rule(problem)
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or not tuned.is_measured(problem.device):
         return usual
     compiled = torch.compiler.is_compiling()
     # Without choices no size is looked at, so that a graph of any length stays one.
@@ -173,6 +173,6 @@ def in_forward_mode() -> bool:
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
-def _known(name: str) -> None:
+def _check_name(name: str) -> None:
     if name not in BACKENDS and name != "auto":
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}, or 'auto'")

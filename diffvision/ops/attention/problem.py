@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor | float, *, causal: bool, mask: Tensor | None, dropout: float
 ) -> Problem:
     """Return the `Problem` of these tensors (shapes as in `diff_attention`)."""
     return Problem(
@@ -47,5 +47,5 @@ def describe(
         dropout=dropout,
         dtype=q.dtype,
         device=q.device.type,
-        grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam)),
+        grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, lam)),
     )

@@ -238,6 +238,17 @@ def entries_of(file: Path) -> list[dict[str, Any]]:
 
 
 _used: dict[str, Tuning | None] = {}  # by device, what this process has read, or was given
+generation = 0  # counts the changes of `_used` that were asked for: what was chosen before no longer holds
+
+
+def load() -> None:
+    """Read the measurements of this machine's devices, once per process: the first attention layer calls it.
+
+    A GPU is left out until it is in use, because its name cannot be read without starting CUDA.
+    """
+    for device in DEVICES:
+        if device == "cpu" or torch.cuda.is_initialized():
+            tuning_of(device)
 
 
 def tuning_of(device: str) -> Tuning | None:
@@ -248,6 +259,12 @@ def tuning_of(device: str) -> Tuning | None:
 
 
 # What torch.compile takes as constants of a graph: they may read a file, which it cannot trace.
+
+
+@torch.compiler.assume_constant_result
+def is_measured(device: str) -> bool:
+    """Return whether there are measurements of a device."""
+    return tuning_of(device) is not None
 
 
 @torch.compiler.assume_constant_result
@@ -282,23 +299,27 @@ def use(device: str, tuning: Tuning | None) -> None:
 
     Graphs that torch.compile has made keep the backends that they were made with.
     """
-    _used[device] = tuning
+    _replace_used({**_used, device: tuning})
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Put back, at the end of the context, the measurements that the process used before it."""
+    """Restore the measurements that the process used before, at the end of the context."""
     before = dict(_used)
     try:
         yield
     finally:
-        _used.clear()
-        _used.update(before)
+        _replace_used(before)
 
 
 def forget() -> None:
-    """Read the file anew at the next call."""
-    _used.clear()
+    """Read the file again at the next call."""
+    _replace_used({})
+
+
+def _replace_used(tunings: dict[str, Tuning | None]) -> None:
+    global _used, generation
+    _used, generation = tunings, generation + 1
 
 
 def _read(device: str) -> Tuning | None:
@@ -306,9 +327,10 @@ def _read(device: str) -> Tuning | None:
         return None
     if (file := tuning_file()) is None:
         return None
-    is_named, here = bool(os.environ.get(VARIABLE)), machine_of(device)
+    is_named = bool(os.environ.get(VARIABLE))
     try:
         entries = entries_of(file)
+        here = machine_of(device)
         mine = next((entry for entry in entries if entry["machine"] == here), None)
         if mine is not None:
             return Tuning.from_json(mine)
