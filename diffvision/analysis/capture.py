@@ -215,7 +215,7 @@ def _captured_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]
     calls: list[Call] = []
 
     def captured_attend(inputs: Inputs) -> Tensor:
-        x, q, k, v, mask, is_causal, _ = inputs
+        x, q, k, v, mask, is_causal, _, _ = inputs
 
         def combine(maps: Tensor, lam: Tensor | None, allowed: Tensor) -> Tensor:
             return layer.combine(maps, lam, inputs._replace(mask=allowed, is_causal=False))

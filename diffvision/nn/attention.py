@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from diffvision import ops
 from diffvision.nn.linear import Linear
+from diffvision.ops.attention import tuned
 from diffvision.ops.autocast import cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
@@ -49,6 +50,7 @@ class Inputs(NamedTuple):
     v: Tensor  # [B, Hk, L, V]
     mask: Tensor | None  # boolean, True = may attend, broadcastable to [B, H, N, L]; combined with is_causal by AND
     is_causal: bool
+    dropout: float  # probability of the maps' entries; 0 in evaluation
     is_cross: bool  # whether keys and values are those of a context, and not of x
 
 
@@ -147,6 +149,7 @@ class AttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        tuned.load()  # here, so that no forward pass reads a file
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if context_dim is not None and (not isinstance(context_dim, int) or context_dim < 1):
             raise ValueError(f"context_dim is {context_dim!r}: give a whole number of at least 1, or None for dim")
@@ -221,20 +224,21 @@ class AttentionLayer(nn.Module):
             ValueError: a float mask has other values than 0 and -inf, the cache has no room for the tokens, this
                 variant takes none, or the context has another width or is given with what has no meaning for it.
         """
-        if cache is not None:
+        if cache is not None and not self.cacheable:
             self.check_cacheable()
-        x, context = cast_once(x), None if context is None else cast_once(context)
-        source = self._source(x, context, is_causal, cache)
+        x = cast_once(x)
+        source = x if context is None else self._read_context(context, x, is_causal, cache)
         q, k = self._queries_and_keys(x, source, cache, rotation)
         v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        inputs = Inputs(x, q, k, v, boolean_mask(attn_mask), is_causal, context is not None)
+        mask = None if attn_mask is None else boolean_mask(attn_mask)
+        inputs = Inputs(x, q, k, v, mask, is_causal, self.attn_drop if self.training else 0.0, context is not None)
         if maps is None:
             heads = self.attend(inputs)
         else:
-            softmax = ops.attention_maps(q, k, causal=is_causal, mask=inputs.mask)
-            dropped = F.dropout(softmax, self._dropout())
+            softmax = ops.attention_maps(q, k, causal=is_causal, mask=mask)
+            dropped = F.dropout(softmax, inputs.dropout)
             maps.append(self.combine(dropped, self.compute_lambda(x), inputs))
             with torch.autocast(x.device.type, enabled=False):
                 values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -250,7 +254,7 @@ class AttentionLayer(nn.Module):
         context: Float[Tensor, "B L context_dim"] | None = None,
     ) -> Float[Tensor, "B H P N L"]:
         """Return the softmax maps of each head [B, H, P, N, L] (P = 2 in differential layers), for analysis."""
-        q, k = self._queries_and_keys(x, self._source(x, context, is_causal))
+        q, k = self._queries_and_keys(x, x if context is None else self._read_context(context, x, is_causal))
         return ops.attention_maps(q, k, causal=is_causal, mask=boolean_mask(attn_mask))
 
     def check_cacheable(self) -> None:
@@ -261,29 +265,28 @@ class AttentionLayer(nn.Module):
                 "hold: compute whole sequences without a cache (transformers: use_cache=False)"
             )
 
-    def _source(self, x: Tensor, context: Tensor | None, is_causal: bool, cache: Cache | None = None) -> Tensor:
-        """Return the tokens of keys and values, x or the context; ValueError for a context that cannot be used."""
-        if context is not None and (is_causal or cache is not None or self.rotary is not None):
+    def _read_context(self, context: Tensor, x: Tensor, is_causal: bool, cache: Cache | None = None) -> Tensor:
+        """Return the context as the tokens of keys and values; ValueError if it cannot be used."""
+        if is_causal or cache is not None or self.rotary is not None:
             given = "is_causal" if is_causal else "a cache" if cache is not None else "rotary embedding"
             raise ValueError(
                 f"{given} with a context: its tokens are another sequence, neither before nor after those of x; leave "
                 "it out of cross-attention, and let attn_mask say what may be attended to (rotary embedding: make the "
                 "layer with rotary=None, and add positions to the tokens)"
             )
-        if context is not None and context.shape[0] != x.shape[0]:
+        if context.shape[0] != x.shape[0]:
             raise ValueError(f"the context has {context.shape[0]} sequences and x {x.shape[0]}: give one for each of x")
-        source = x if context is None else context
-        if source.shape[-1] != self.context_dim:
-            what = f"the layer projects keys and values from tokens of width {self.context_dim}, and"
-            if context is None:
-                raise ValueError(f"{what} x is {list(x.shape)}: give a context of that width, or such tokens")
-            raise ValueError(f"{what} the context is {list(context.shape)}: make the layer with its context_dim")
-        return source
+        return cast_once(context)
 
     def _queries_and_keys(
         self, x: Tensor, source: Tensor, cache: Cache | None = None, rotation: Rotation | None = None
     ) -> tuple[Tensor, Tensor]:
         """Project x to queries [B, H, P, N, D] and its source to keys [B, Hk, Pk, L, D], normalised and rotated."""
+        if source.shape[-1] != self.context_dim:
+            raise ValueError(
+                f"keys and values need tokens of width {self.context_dim}, got {list(source.shape)}: give a context of "
+                "that width, or make the layer with its context_dim"
+            )
         q = self._split_queries(self.q_proj(x))
         k = self.k_proj(source).unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -387,9 +390,6 @@ class AttentionLayer(nn.Module):
             setattr(new, name, getattr(layer, name))
         return new
 
-    def _dropout(self) -> float:
-        return self.attn_drop if self.training else 0.0
-
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -430,7 +430,7 @@ class Attention(AttentionLayer):
     variant, query_maps, key_maps, value_maps = "standard", 1, 1, 1
 
     def attend(self, inputs: Inputs) -> Tensor:
-        x, q, k, v, mask, is_causal, _ = inputs
+        x, q, k, v, mask, is_causal, dropout, _ = inputs
         length, keys = q.shape[3], k.shape[3]
         if is_causal and (mask is not None or length != keys):  # torch's `is_causal` is aligned to the first key
             if length > 1:
@@ -443,7 +443,7 @@ class Attention(AttentionLayer):
             k.squeeze(2),
             v,
             attn_mask=mask,
-            dropout_p=self._dropout(),
+            dropout_p=dropout,
             is_causal=is_causal,
             enable_gqa=grouped,
         )
@@ -462,9 +462,8 @@ class DifferentialLayer(AttentionLayer):
         raise NotImplementedError
 
     def attend(self, inputs: Inputs) -> Tensor:
-        x, q, k, v, mask, is_causal, _ = inputs
-        lam = self.compute_lambda(x)
-        return ops.diff_attention(q, k, v, lam, causal=is_causal, mask=mask, dropout=self._dropout())
+        x, q, k, v, mask, is_causal, dropout, _ = inputs
+        return ops.diff_attention(q, k, v, self.compute_lambda(x), causal=is_causal, mask=mask, dropout=dropout)
 
     def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         one, two = maps.unbind(2)

@@ -38,8 +38,8 @@ class DintAttention(DiffAttention):
     cacheable = False
 
     def attend(self, inputs: Inputs) -> Tensor:
-        x, q, k, v, mask, is_causal, _ = inputs
-        difference, dropout = super().attend(inputs), self._dropout()
+        x, q, k, v, mask, is_causal, dropout, _ = inputs
+        difference = super().attend(inputs)
         first = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=is_causal, mask=mask, dropout=dropout)
         return (difference + self.compute_lambda(x) * _mean(first, inputs)).to(difference.dtype)
 

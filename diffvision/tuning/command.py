@@ -80,7 +80,8 @@ def tune(
     machine, today = tuned.machine_of(device), datetime.now(UTC).date().isoformat()
     choices: dict[Case, Choice] = {}
     with tuned.kept(), _ended_by_sigterm():
-        tuned.use(device, None)  # what is timed is compared with the rule
+        for each in tuned.DEVICES:  # what is timed is compared with the rule, and the file need not exist yet
+            tuned.use(each, None)
         if model is None:
             wanted = cases.usual(device, dtype)
         else:

@@ -170,9 +170,9 @@ def test_what_has_no_meaning_for_a_context_is_refused():
         layer(x, context=context, cache=language.create("diff-debug").new_cache(1, 4).layers[0])
     with pytest.raises(ValueError, match="rotary embedding with"):
         DiffAttention(32, 2, rotary=1e4)(x, context=context)
-    with pytest.raises(ValueError, match=r"width 32, and the context is \[1, 4"):
+    with pytest.raises(ValueError, match=r"width 32, got \[1, 4"):
         layer(x, context=context[..., :8])
-    with pytest.raises(ValueError, match=r"width 8, and x is \[1, 3, 32\]"):
+    with pytest.raises(ValueError, match=r"width 8, got \[1, 3, 32\]"):
         DiffAttention(32, 2, context_dim=8)(x)
     contrast = VisualContrastAttention(32, 2)
     contrast.set_grid((1, 3))

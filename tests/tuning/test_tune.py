@@ -214,6 +214,7 @@ def test_the_peak_is_of_what_the_call_makes():
 
 
 def test_a_model_s_calls(capsys):
+    tuned.use("cpu", None)
     found = cases.of_model("DiffCLIP-debug", 16, None, "cpu", torch.float32)
     assert [(case.name, case.passes) for case in found] == [
         ("DiffCLIP-debug, images", "forward + backward"),
