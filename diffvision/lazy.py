@@ -9,6 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from diffvision.moved import get_renamed
+
 
 def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, which import a name when it is first used.
@@ -18,9 +20,11 @@ def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callabl
         modules: name -> the module inside the package that defines it; None where the name is a module itself.
     """
 
+    renamed = get_renamed(package, stacklevel=3)
+
     def get(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+            return renamed(name)
         module = modules[name]
         if module is None:
             return import_module(f"{package}.{name}")
