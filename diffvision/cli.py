@@ -12,11 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from diffvision.plugins import entry_points
 from diffvision.signatures import parameter_types
 
 
 class Command(NamedTuple):
-    """A row of `COMMANDS`: the module and name of a command's function, and its line in `diffvision --help`."""
+    """A row of `COMMANDS`: the module and name of a command's function, and its line in `diffvision --help`.
+
+    Without a line of its own a command is described by the first sentence of its function.
+    """
 
     module: str
     function: str
@@ -45,7 +49,6 @@ COMMANDS = {
         "perplexity, needles and more of language models",
     ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "answer": Command("diffvision.lab.answer", "answer", "write a teacher's answers as rows for fine-tuning"),
     "export": Command(
         "diffvision.export.command", "export", "a model as its host's folder, torch.export, ONNX or int8"
     ),
@@ -62,6 +65,10 @@ COMMANDS = {
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
     "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
+# Plugins add commands, and replace those that have further settings in them.
+for _name, _entry in entry_points("diffvision.commands").items():
+    COMMANDS[_name] = Command(_entry.module, _entry.attr, COMMANDS[_name].summary if _name in COMMANDS else "")
+
 TABLES = ("models", "match", "tune", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
@@ -305,8 +312,17 @@ def _help() -> str:
 
 
 def _line(name: str) -> str:
-    summary = COMMANDS[name].summary if name in COMMANDS else TRAINER_COMMANDS.get(name, RUN)
-    return f"  {name:<18} {summary}"
+    return f"  {name:<18} {summary_of(name)}"
+
+
+def summary_of(name: str) -> str:
+    """Return what a command does, in a line."""
+    if name in TRAINER_COMMANDS or name == "run":
+        return TRAINER_COMMANDS.get(name, RUN)
+    if name in COMMANDS and COMMANDS[name].summary:
+        return COMMANDS[name].summary
+    first = (inspect.getdoc(function_of(name)) or "").partition("\n")[0]
+    return first[:1].lower() + first[1:].rstrip(".")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from diffvision.cli import COMMANDS, JSON, MAKE, TABLES, TRAINER_COMMANDS, command_names, function_of
+from diffvision.cli import JSON, MAKE, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
 from diffvision.data.made import datasets
 from diffvision.signatures import list_choices, parameter_types, read_settings
 from diffvision.training.recipes import recipes
@@ -160,12 +160,11 @@ def _write_fish(commands: dict[str, dict[str, list[str]]]) -> str:
     ]
     names = {name.partition(" ")[0] for name in commands} | {"run"}
     known = " ".join(sorted(names))
-    summaries = TRAINER_COMMANDS | {name: row.summary for name, row in COMMANDS.items()}
     for name, of_command in ({MAKE: dict[str, list[str]]()} | commands).items():
         words = name.split()
         above = f"__fish_seen_subcommand_from {' '.join(words[-2:-1])}"
         before = f"not __fish_seen_subcommand_from {known}" if len(words) == 1 else above
-        summary = summaries.get(name, "write this dataset").replace("'", "")
+        summary = summary_of(name).replace("'", "")
         lines.append(f"complete -c diffvision -f -n '{before}' -a {words[-1]} -d '{summary}'")
         seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in words)
         for option, values in of_command.items():

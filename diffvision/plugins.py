@@ -45,8 +45,10 @@ def load(group: str, name: str) -> Any:
     """Import what an entry point of `entry_points(group)` names.
 
     Raises:
-        ValueError: it cannot be imported.
+        ValueError: there is none of that name, or it cannot be imported.
     """
+    if name not in entry_points(group):
+        raise ValueError(f"no package adds {name!r} to {group}: install one that does")
     entry = entry_points(group)[name]
     try:
         return entry.load()

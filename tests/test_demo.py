@@ -1,4 +1,3 @@
-import itertools
 import json
 import re
 from functools import partial
@@ -15,7 +14,6 @@ from diffvision.data.made import digits
 from diffvision.data.made.digits import combinations
 from diffvision.demo import demo, images, report, runs
 from diffvision.demo.pictures import Shown
-from diffvision.lab.demo import text, text_page
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.recipes import recipe
 
@@ -44,11 +42,9 @@ def run(model: str, seed: int) -> report.Run:
     )
 
 
-def page(seeds: int, lesson: bool = False) -> str:
-    trained = [run(model, seed) for seed in range(seeds) for model in (*images.MODELS, images.LESSON_MODEL)]
-    content = images.lesson_of(trained) if lesson else images.read_lesson()
-    all_runs = [one for one in trained if one.model in images.MODELS]
-    return images.page(all_runs, content, Path("runs/demo"))
+def page(seeds: int) -> str:
+    all_runs = [run(model, seed) for seed in range(seeds) for model in images.MODELS]
+    return images.page(all_runs, images.read_lesson(), Path("runs/demo"))
 
 
 def test_report_holds_the_table_and_its_pictures():
@@ -64,12 +60,10 @@ def test_report_holds_the_table_and_its_pictures():
 
 
 @pytest.mark.slow
-def test_the_lesson_is_that_of_the_package_unless_it_was_trained_here():
-    shipped, anew = page(seeds=1), page(seeds=1, lesson=True)
-    assert f"{images.LESSON_MODEL}: digit" in shipped
+def test_the_lesson_that_ships_with_the_package_is_in_the_report():
+    shipped = page(seeds=1)
+    assert "DiffCLIP-debug: digit" in shipped
     assert images.read_lesson()["made"]["command"] in shipped
-    assert f"{images.LESSON_MODEL}: digit 50%, ink 50%, paper 50%" in anew
-    assert "diffvision demo --lesson --seeds 1" in anew
 
 
 @pytest.mark.slow
@@ -92,7 +86,7 @@ def test_nothing_is_called_better_whose_interval_includes_zero():
 
 
 def test_a_difference_of_percentages_ends_at_100():
-    low = [float(low) for low in re.findall(r"\[−([\d.]+)", page(seeds=1, lesson=False))]
+    low = [float(low) for low in re.findall(r"\[−([\d.]+)", page(seeds=1))]
     assert low
     assert max(low) <= 100
 
@@ -213,7 +207,7 @@ def test_parts_of_the_retrieved_images_that_are_right():
 def test_the_lesson_ships_with_the_package():
     """With 0.8 the digit is right and the colours are not; every metric has a value for each seed."""
     lesson = images.read_lesson()
-    assert set(lesson["models"]) == {*images.MODELS, images.LESSON_MODEL}
+    assert set(lesson["models"]) == {*images.MODELS, "DiffCLIP-debug"}
     seeds = lesson["made"]["seeds"]
     for metrics in lesson["models"].values():
         assert set(metrics) == set(images.COLUMNS.values())
@@ -222,46 +216,7 @@ def test_the_lesson_ships_with_the_package():
         {name: np.mean(m[f"colours/{part}"]) for name, m in lesson["models"].items()} for part in ("digit", "ink")
     )
     assert min(digit.values()) > 0.8
-    assert ink[images.LESSON_MODEL] < min(ink[model] for model in images.MODELS)
-
-
-@pytest.mark.slow
-def test_the_language_report_holds_its_table_and_pictures():
-    rng = np.random.default_rng(0)
-    metrics = {key: 0.25 for key, _, _ in text.ROWS.values()}
-    for pair, length, depth in itertools.product(text.OPTIONS.needles, text.OPTIONS.lengths, text.OPTIONS.depths):
-        metrics[f"needle/{pair}/accuracy/{length}/{depth:g}"] = 0.25
-    logged = ["train/loss", "val/loss", "lambda/blocks.0.attn"]
-    all_runs = [
-        report.Run(
-            model=model,
-            seed=seed,
-            parameters=361_000,
-            seconds=60.0,
-            speed=9876.0,
-            metrics={key: value + 0.01 * seed for key, value in metrics.items()},
-            curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-            shown={
-                "writes": "def main(<argv>)",
-                "words": ["the", "code", "is", "7", "the", "code", "is"],
-                "answer": [3, 4],
-                "reads": {kind: rng.random(7).tolist() for kind in text_maps(model)},
-            },
-        )
-        for seed in (0, 1)
-        for model in text.MODELS
-    ]
-    models = {name: report.of_model(all_runs, model) for model, name in text.MODELS.items()}
-    page = text_page.page(models, Path("runs/demo"))
-    assert "0.255 ± 0.007" in page
-    assert "26 ± 1" in page
-    assert "9,876" in page
-    assert "def main(&lt;argv&gt;)" in page
-    assert len(re.findall("<svg", page)) >= 7
-
-
-def text_maps(model: str) -> list[str]:
-    return ["attention"] if model.startswith("transformer") else ["map 1", "map 2", "difference"]
+    assert ink["DiffCLIP-debug"] < min(ink[model] for model in images.MODELS)
 
 
 @pytest.mark.nightly
@@ -291,25 +246,11 @@ def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path,
         runs.trained(images.RECIPE, [("DiffCLIP-debgu", 0)], tmp_path, *arguments, **settings)
 
 
-@pytest.mark.nightly
-def test_the_language_demo(tmp_path, capsys, monkeypatch):
-    """`diffvision demo --language` with an eighth of its steps: the losses fall from the logarithm of 4,096 (8.3)."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(text, "STEPS", 150)
-    demo(str(tmp_path), language=True)
-    printed = capsys.readouterr().out
-    assert (tmp_path / "language.html").stat().st_size > 50_000
-    losses = re.search(r"validation loss\D+([\d.]+)\D+([\d.]+)\D+([\d.]+)", printed)
-    assert losses is not None
-    assert all(float(loss) < 7.5 for loss in losses.groups())
-    assert "def main(" in printed
-
-
 @pytest.mark.slow
 def test_a_demo_of_one_epoch(tmp_path, capsys, monkeypatch):
     """The README's first command, with an eighth of its epochs; then read again."""
-    trained = images._trained
-    monkeypatch.setattr(images, "_trained", lambda *given: trained(*given, "--trainer.max_epochs=1"))
+    train = images.train_on_digits
+    monkeypatch.setattr(images, "train_on_digits", lambda *given: train(*given, "--trainer.max_epochs=1"))
     for _ in range(2):
         demo(str(tmp_path))
         assert re.search(r"zero-shot top-1\D+\d+\.\d\D+\d+\.\d", capsys.readouterr().out)

@@ -17,7 +17,7 @@ from diffvision.evaluation.features import Features
 from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples
-from diffvision.evaluation.language.suite import prepared
+from diffvision.evaluation.language.suite import prepare
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar
 from diffvision.evaluation.prompts import prompts_of
@@ -115,7 +115,7 @@ class Documents(NamedTuple):
 
 def read_text(model: Model, data: Sequence[str]) -> Documents:
     """Return the data as the model's tokens; ValueError where it came without a tokenizer."""
-    work = prepared(model, LanguageOptions(), list(data), [])
+    work = prepare(model, LanguageOptions(), list(data))
     return Documents(work.documents, work.num_bytes, tensor_digest(work.documents))
 
 

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from diffvision.plugins import load
+
 
 def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, lesson: bool = False) -> None:
     """Train a CLIP and a DiffCLIP on real digits, evaluate both, print a table and write report.html.
@@ -25,13 +27,11 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, less
         raise ValueError("lesson is about images: leave out --lesson or --language")
     try:
         if language:
-            from diffvision.lab.demo.text import text
-
-            text(Path(output), seeds)
+            load("diffvision.demos", "language")(Path(output), seeds)
         else:
             from diffvision.demo.images import images
 
-            images(Path(output), seeds, lesson)
+            images(Path(output), seeds, load("diffvision.demos", "lesson") if lesson else None)
     except (KeyboardInterrupt, SystemExit):
         print(f"stopped: the same command resumes what is in {output}", file=sys.stderr)
         raise

@@ -6,24 +6,21 @@ the functions of `diffvision evaluate`.
 
 import json
 import time
-from collections.abc import Sequence
-from datetime import date
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import diffvision
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.demo.images_page import page
 from diffvision.demo.pictures import shown
-from diffvision.demo.report import Run, comparison, of_model
+from diffvision.demo.report import Run, comparison
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.inference import InferenceSettings
@@ -32,12 +29,8 @@ from diffvision.evaluation.suite import evaluate
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
-LESSON_MODEL = "DiffCLIP-debug"
-"""DiffCLIP's lambda_init of 0.8, which learns colours late where few captions name them."""
 LESSON = Path(__file__).with_name("lesson.json")
-"""Metrics of `MODELS` and `LESSON_MODEL` where few captions name the colours, made before."""
-LESSON_DIGIT_ONLY, LESSON_EPOCHS = 0.85, 6
-"""What differs from the demo's recipe there: the share of captions that name the digit only, and the epochs."""
+"""Metrics of `MODELS` and a DiffCLIP with a larger lambda, trained where few captions name the colours."""
 PARTS = ("digit", "ink", "paper")
 """Of a caption; the metrics `colours/...` say which of them the retrieved image has right."""
 
@@ -55,7 +48,7 @@ COLUMNS = {
 }
 
 
-def images(directory: Path, seeds: int, lesson: bool = False) -> None:
+def images(directory: Path, seeds: int, lesson: Callable[[Path, int], dict[str, Any]] | None = None) -> None:
     """Train `MODELS` with one recipe, evaluate them, print a table and write report.html.
 
     What an earlier call has finished in the directory is not computed again.
@@ -63,7 +56,8 @@ def images(directory: Path, seeds: int, lesson: bool = False) -> None:
     Args:
         directory: for the shards, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
-        lesson: train `MODELS` and `LESSON_MODEL` where colours are rare too, and write lesson.json.
+        lesson: trains the models of the report's lesson in a folder, with this many seeds, and returns what `LESSON`
+            holds; None for the lesson that ships with the package.
     """
     console, start = Console(), time.perf_counter()
     console.print(
@@ -71,12 +65,11 @@ def images(directory: Path, seeds: int, lesson: bool = False) -> None:
         "the demo shows how to compare models, not which one is better.",
         highlight=False,
     )
-    runs = _trained(MODELS, seeds, directory, DIGIT_ONLY_FRACTION, console)
-    content = read_lesson()
-    if lesson:
-        console.rule("The lesson: few captions name the colours")
-        models, short = (*MODELS, LESSON_MODEL), f"--trainer.max_epochs={LESSON_EPOCHS}"
-        content = lesson_of(_trained(models, seeds, directory / "lesson", LESSON_DIGIT_ONLY, console, short))
+    runs = train_on_digits(MODELS, seeds, directory, DIGIT_ONLY_FRACTION)
+    if lesson is None:
+        content = read_lesson()
+    else:
+        content = lesson(directory / "lesson", seeds)
         write_json(directory / "lesson.json", content)
     console.print(table(runs))
     report = directory / "report.html"
@@ -84,15 +77,23 @@ def images(directory: Path, seeds: int, lesson: bool = False) -> None:
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
-def _trained(
-    models: Sequence[str], seeds: int, directory: Path, digit_only: float, console: Console, *arguments: str
+def train_on_digits(
+    models: Sequence[str], seeds: int, directory: Path, digit_only: float, *arguments: str
 ) -> list[Run]:
-    """Return the runs of models on digits of which a share of the captions names the digit only."""
+    """Train models on digits, and return their runs.
+
+    Args:
+        models: names.
+        seeds: how many runs each model has.
+        directory: for the shards and the runs.
+        digit_only: the share of captions that name the digit alone.
+        arguments: further arguments of `diffvision fit`.
+    """
     contents = ["digits", *(f"{model}-[0-9]*" for model in models)]
     claim(directory, "images", RECIPE, contents, digit_only=digit_only, arguments=list(arguments))
     data = directory / "digits"
     if not data.exists():
-        console.rule(f"Making digits in {data}")
+        Console().rule(f"Making digits in {data}")
         prepare(data, partial(make_digits, digit_only=digit_only))
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
     planned = [(model, seed) for seed in range(seeds) for model in models]
@@ -125,26 +126,8 @@ def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:
     return {f"colours/{part}": mean(got[i] == asked[i] for got, asked in pairs) for i, part in enumerate(PARTS)}
 
 
-def lesson_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what lesson.json holds: how it was made, and for each model its metrics, a value for each seed."""
-    seeds = len({run.seed for run in runs})
-    made = {
-        "command": f"diffvision demo --lesson --seeds {seeds}",
-        "captions that name the colours": f"{1 - LESSON_DIGIT_ONLY:.0%}",
-        "epochs": LESSON_EPOCHS,
-        "seeds": seeds,
-        "date": date.today().isoformat(),
-        "versions": f"diffvision {diffvision.__version__}, torch {torch.__version__}",
-    }
-    models = {
-        model: {key: [run.metrics[key] for run in of_model(runs, model)] for key in COLUMNS.values()}
-        for model in dict.fromkeys(run.model for run in runs)
-    }
-    return {"made": made, "models": models}
-
-
 def read_lesson() -> dict[str, Any]:
-    """Return the lesson that ships with the package, as `lesson_of` returns one."""
+    """Return the lesson that ships with the package: how it was made, and for each model its metrics by seed."""
     lesson: dict[str, Any] = json.loads(LESSON.read_text())
     return lesson
 

@@ -66,7 +66,6 @@ def run(
             what the evaluations raise.
     """
     from diffvision.data.images.folders import find_folders
-    from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
@@ -111,6 +110,8 @@ def run(
             for line in (*_sources(planned, options.split), *prompts):
                 print(line, flush=True)
         if reader is not None:
+            from diffvision.evaluation.blind import Blind  # imports the evaluations of language models
+
             language = reader if isinstance(reader, Model) else open_model(reader, device=device)
             reader = Blind(language, progress=bar, cache=feature_cache)
         settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache, reader)

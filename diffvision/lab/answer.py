@@ -19,12 +19,13 @@ def answer(
     tokenizer: str | None = None,
     device: str = "auto",
 ) -> dict[str, int]:
-    """Write a model's greedy answers to prompts as rows of `messages`, which `diffvision data tokenize --chat` takes.
+    """Write a teacher's answers as rows for fine-tuning.
 
-    An answer ends where the model ends a document, or with what the chat template writes after an answer. One that did
-    not end within new_tokens, an empty one, and a prompt that leaves no room for one are left out and counted. Earlier
-    answers of a conversation stay as they are, and `data tokenize` has them learned too. A command that was ended
-    continues where it was: OUTPUT.partial holds each batch of answers until the last one is there.
+    The answers are greedy, and the rows of `messages` are what `diffvision data tokenize --chat` takes. An answer ends
+    where the model ends a document, or with what the chat template writes after an answer. Answers that did not end
+    within new_tokens, empty ones, and prompts that leave no room for one are left out and counted. Earlier answers of a
+    conversation stay as they are, and `data tokenize` has them learned too. The same command resumes one that was
+    ended: OUTPUT.partial holds each batch of answers until the last one is there.
 
     Args:
         model: the teacher: hf:PATH_OR_ID of a causal model of transformers, or one of ours.

@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import auto_cli, capture_parser
 
 from diffvision.allow import Parser
-from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of
+from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
 from diffvision.training.fit import FitCLI
 
 PAGE = "reference/commands.md"
@@ -81,7 +81,7 @@ are those of the classes in [Training](training.md) and [Data](data.md). `traine
 
 
 def _summary() -> str:
-    summaries = TRAINER_COMMANDS | {name: row.summary for name, row in COMMANDS.items()} | {"run": RUN}
+    summaries = {name: summary_of(name) for name in [*TRAINER_COMMANDS, *COMMANDS, "run"]}
     rows = [f"| [`{name}`](#{name.replace(' ', '-')}) | {_inline(text)} |" for name, text in summaries.items()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows, ""])
 

@@ -38,9 +38,10 @@ from PIL import Image
 
 import diffvision
 from diffvision.data.made.digits import WORDS, make_digits
-from diffvision.demo.images import COLUMNS, LESSON_MODEL, MODELS, parts_right
+from diffvision.demo.images import COLUMNS, MODELS, parts_right
 from diffvision.evaluation.composition import selection_accuracy
 from diffvision.evaluation.retrieval import recalls
+from diffvision.lab.demo.lesson import LESSON_MODEL
 from diffvision.training.optim import param_groups
 from diffvision.training.recipes import recipe
 from small_clip import BATCH, Captions, SmallClip, pixels, read

@@ -21,11 +21,11 @@ from diffvision.demo.report import Run, comparison, of_model
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.language.documents import read_texts, tokenised
 from diffvision.evaluation.language.needle import needle_samples
-from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import Work
 from diffvision.evaluation.output import write_bytes
 from diffvision.lab.demo.text_page import page
+from diffvision.lab.language.options import LabOptions
 from diffvision.models.language.generation import generate
 from diffvision.opening import Model
 
@@ -33,7 +33,7 @@ RECIPE = "language/recall.yaml"
 MODELS = {"transformer-debug": "Transformer", "diff-debug": "V1", "diffv2-debug": "V2"}
 STEPS = 1200
 PROMPT = "def main("
-OPTIONS = LanguageOptions(
+OPTIONS = LabOptions(
     tokens=32_768,
     window=256,
     form="synthetic",

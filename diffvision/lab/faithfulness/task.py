@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from diffvision.evaluation.intervals import cohen_kappa
-from diffvision.evaluation.language.records import Records, fingerprint
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
 from diffvision.lab.faithfulness.judges import Judge
@@ -24,6 +23,7 @@ from diffvision.lab.faithfulness.rules import Judgement
 from diffvision.lab.language.chats import asking, ends_of
 from diffvision.lab.language.generations import Generation, generate_rows, room_for
 from diffvision.lab.language.recall_errors import unit
+from diffvision.lab.language.records import Records, fingerprint
 from diffvision.opening import Model
 
 EMPTY = Judgement(False, "the output is empty")

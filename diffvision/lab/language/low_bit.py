@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.options import Granularity
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
 from diffvision.evaluation.samples import PerSample, each
+from diffvision.lab.language.options import Granularity
 from diffvision.lab.language.quantization import quantised, row_losses
 from diffvision.lab.language.rounding import GROUP, by_block, by_group, smoothed, to_float8, to_integers
 from diffvision.models.modes import evaluating

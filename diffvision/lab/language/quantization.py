@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.evaluation.language.options import Granularity
 from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, token_losses, unseen
+from diffvision.lab.language.options import Granularity
 from diffvision.models.modes import evaluating
 
 _SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale

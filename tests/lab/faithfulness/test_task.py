@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.command import run
 from diffvision.lab.faithfulness.judges import Entailment, InProcess, open_judges
 from diffvision.lab.faithfulness.options import JudgeOptions
 from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.language.options import LabOptions
 from diffvision.models import language
 from diffvision.opening import open_model
 
 ROWS = [{"id": f"r{n}", "task": "qa", "document": f"Ann has {n} of them.", "question": "How many?", "answers": [str(n)]}
         for n in range(10, 16)]  # fmt: skip
-OPTIONS = LanguageOptions(new_tokens=8, batch_size=2)
+OPTIONS = LabOptions(new_tokens=8, batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_rows_and_documents_are_cut_by_the_options_and_counted(home):
     metrics = evaluated(home, "diff-debug", data=str(home / "long.jsonl"))["diff-debug"]
     assert metrics["faithfulness/cut"] == 1
     assert metrics["faithfulness/cut_tokens"] > 100
-    few = evaluated(home, "diff-debug", options=LanguageOptions(new_tokens=2, rows=2))["diff-debug"]
+    few = evaluated(home, "diff-debug", options=LabOptions(new_tokens=2, rows=2))["diff-debug"]
     assert few["faithfulness/rows"] == 2
     assert few["faithfulness/output_tokens"] <= 2
 
@@ -196,8 +196,8 @@ def test_a_judge_in_process_reads_a_chat_or_is_undecided(home, monkeypatch):
         ({"judge": JudgeOptions("hf")}, "judge.by has hf, and judge.hf is missing"),
         ({"data": None}, "faithfulness needs documents with questions: give data"),
         ({"tasks": "perplexity,faithfulness"}, "perplexity reads text and faithfulness documents .* in two commands"),
-        ({"options": LanguageOptions(new_tokens=512)}, "new_tokens is 512, and diff-debug reads 512 tokens in all"),
-        ({"options": LanguageOptions(new_tokens=500)}, "row 'r10' has a prompt of .* without its document"),
+        ({"options": LabOptions(new_tokens=512)}, "new_tokens is 512, and diff-debug reads 512 tokens in all"),
+        ({"options": LabOptions(new_tokens=500)}, "row 'r10' has a prompt of .* without its document"),
     ],
 )
 def test_bad_commands_are_one_sentence(home, settings, message, monkeypatch):

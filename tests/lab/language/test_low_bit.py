@@ -7,8 +7,7 @@ import torch
 
 from diffvision.analysis.capture import Call, captured
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.command import run
 from diffvision.lab.language.low_bit import (
     SCHEMES,
     Settings,
@@ -17,6 +16,7 @@ from diffvision.lab.language.low_bit import (
     low_bit_attention,
     rounded_keys,
 )
+from diffvision.lab.language.options import LabOptions
 from diffvision.lab.language.quantization import quantization
 from diffvision.lab.language.rounding import by_group
 from low_bit_simulation import simulate
@@ -158,7 +158,7 @@ def test_dint_has_no_cache_to_round(tiny_of):
 )
 def test_settings_are_refused_before_a_model_is_opened(settings, message):
     with pytest.raises(ValueError, match=message):
-        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(**settings))
+        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LabOptions(**settings))
 
 
 # loading on a common part, bias -> errors of a plain and of a differential head under qk_int8, qk_int8_smooth, logits_4

@@ -10,8 +10,8 @@ from torch import nn
 from diffvision.data.made.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
 from diffvision.evaluation.language.needle import needle, needle_samples
-from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.lab.language.lookback import lookback
+from diffvision.lab.language.options import LabOptions
 from diffvision.lab.language.recall_errors import ANSWERS, answers, classify, recall_errors
 from diffvision.lab.lookback_ratios import lookback_ratios
 from diffvision.models import language
@@ -122,7 +122,7 @@ def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(a
     from diffvision.lab.language import recall_errors as module
 
     with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value"):
-        LanguageOptions(facts=(4, 4))
+        LabOptions(facts=(4, 4))
     monkeypatch.setattr(module, "answers", lambda *_: pytest.fail("a model was asked"))
     with pytest.raises(ValueError, match="too short for 40 needles"):
         recall_errors(answering(), facts=(1, 40), lengths=(64,), samples=1, form="synthetic")

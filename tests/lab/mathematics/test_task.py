@@ -7,9 +7,9 @@ import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.lab.command import run
 from diffvision.lab.language.generations import Generation
+from diffvision.lab.language.options import LabOptions
 from diffvision.lab.mathematics import task
 from diffvision.lab.mathematics.sets import Question, read_questions
 from diffvision.lab.mathematics.task import Prompting, mathematics
@@ -127,16 +127,16 @@ def test_the_command_writes_its_files(model, tmp_path):
     rows = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(3)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"data": str(tmp_path / "data.jsonl"), "output": str(tmp_path / "out")}
-    settings["options"] = LanguageOptions(new_tokens=4)
+    settings["options"] = LabOptions(new_tokens=4)
     results = run(str(tmp_path / "model"), tasks="math", **settings)
     assert results["model"]["math/gsm8k/tokens"] <= 4
     assert len((tmp_path / "out" / "math" / "model" / "answers.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "out" / "math.png").is_file()
-    chat = LanguageOptions(new_tokens=4, chat="plain")
+    chat = LabOptions(new_tokens=4, chat="plain")
     plain = run(str(tmp_path / "model"), tasks="math", **settings | {"options": chat, "output": str(tmp_path / "chat")})
     assert plain["model"]["math/gsm8k/tokens"] <= 4
     with pytest.raises(ValueError, match="has no chat template"):
-        run(str(tmp_path / "model"), tasks="math", **settings | {"options": LanguageOptions(chat="tokenizer")})
+        run(str(tmp_path / "model"), tasks="math", **settings | {"options": LabOptions(chat="tokenizer")})
     with pytest.raises(ValueError, match="math reads questions with answers"):
         run(str(tmp_path / "model"), tasks="math,perplexity", **settings)
     with pytest.raises(ValueError, match="math needs questions with answers"):
