@@ -116,30 +116,6 @@ def mass(maps: Tensor, weights: Tensor) -> Tensor:
     return shares(maps) @ weights.to(maps.dtype)
 
 
-def keys_for(maps: Tensor, share: float = 0.95) -> Tensor:
-    """Return the fewest keys that hold a share of each row's magnitude, [..., M], int64; 0 for a row of zeros."""
-    ordered = shares(maps).sort(dim=-1, descending=True).values.cumsum(dim=-1)
-    return (ordered < share).sum(dim=-1).add(1) * (maps != 0).any(dim=-1)
-
-
-def gini(maps: Tensor, *, causal: bool = False) -> Tensor:
-    """Return the Gini coefficient of each row's magnitudes, [..., M]: 0 where all keys have alike, 1 - 1 / n for one.
-
-    Args:
-        maps: [..., M, N].
-        causal: query i of M has n = N - M + i + 1 keys, the first ones, else N. The rest must be zero.
-
-    Source: as a measure of sparsity, Hurley and Rickard, "Comparing measures of sparsity", IEEE 2009, table I.
-    """
-    queries, keys = maps.shape[-2:]
-    ordered = shares(maps).sort(dim=-1).values
-    counts = torch.full((queries, 1), keys, device=maps.device)
-    if causal:
-        counts = torch.arange(keys - queries + 1, keys + 1, device=maps.device)[:, None]
-    rank = torch.arange(1, keys + 1, device=maps.device) - (keys - counts)  # keys that may not be seen come first
-    return (ordered * (2 * rank - counts - 1) / counts).sum(dim=-1)
-
-
 def largest_column(maps: Tensor) -> Tensor:
     """Return the largest share that one key has of all rows together, [...].
 

@@ -20,9 +20,9 @@ from diffvision.evaluation.language.perplexity import perplexity, perplexity_sam
 from diffvision.evaluation.language.suite import prepare
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar
-from diffvision.evaluation.prompts import prompts_of
+from diffvision.evaluation.prompts import check_prompts, prompts_of
 from diffvision.evaluation.samples import Metrics, means
-from diffvision.evaluation.suite import check_prompts, expand, measure, plan
+from diffvision.evaluation.suite import expand, measure, plan
 from diffvision.opening import Model
 from diffvision.opening.runs import setting
 

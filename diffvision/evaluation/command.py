@@ -71,12 +71,11 @@ def run(
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, listed
+    from diffvision.evaluation.prompts import check_prompts
     from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (
-        Evaluated,
         check_blind,
         check_output,
-        check_prompts,
         expand,
         measure,
         plan,
@@ -104,7 +103,7 @@ def run(
         if not isinstance(reader, Model):
             check_spec(reader)
     results: dict[str, dict[str, float]] = {}
-    evaluated: dict[str, Evaluated] = {}
+    described: dict[str, tuple[str, str, str]] = {}
     with process_group(device) as device:
         if rank_and_world()[0] == 0:
             for line in (*_sources(planned, options.split), *prompts):
@@ -125,9 +124,9 @@ def run(
             for folder, names in planned:
                 features = Features(opened.module, opened.transform, opened.tokenizer, settings)
                 results[label] |= means(measure(features, folder, names, options))
-            evaluated[label] = Evaluated(opened.name, opened.weights, spec, opened.average_note)
+            described[label] = _described(opened, spec, checkpoint)
         if rank_and_world()[0] == 0:
-            report(results, evaluated, checkpoint, output)
+            report(results, described, output)
             if feature_cache is not None:
                 print(feature_cache)
     return results if isinstance(model, list) else next(iter(results.values()))
@@ -138,6 +137,18 @@ def _named(model: Any) -> tuple[str, Any]:
     from diffvision.opening import Model, labelled
 
     return (model.name, model) if isinstance(model, Model) else labelled(model)
+
+
+def _described(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, str]:
+    """Return the names of a model and its weights for records, and both in words.
+
+    A file of weights is recorded as the checkpoint of its model's name.
+    """
+    name, weights = spec, checkpoint or ""
+    if checkpoint is None and model.weights is not None and os.path.isfile(model.weights):
+        name, weights = model.name, model.weights
+    words = weights or ("untrained weights" if model.weights is None else "the model's weights")
+    return name, weights, f"{name}, {words}{model.average_note}"
 
 
 def _sources(planned: Any, split: str) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,16 @@ from diffvision.evaluation.options import Precision
 from diffvision.models.modes import evaluating
 
 IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about
+_LABELLED = {"images": torch.float32, "labels": torch.int64}
+_CAPTIONED = {
+    "images": torch.float32,
+    "texts": torch.float32,
+    "counts": torch.int64,
+    "captions": torch.uint8,
+    "captions_bytes": torch.int64,
+    "kinds": torch.uint8,
+    "kinds_bytes": torch.int64,
+}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,18 +50,10 @@ class Pairs(NamedTuple):
     """Images and captions; caption t is of image `owner[t]`, and an image's captions are neighbours."""
 
     images: Tensor  # [N, D] float32, unit length
-    texts: Tensor  # [T, D] float32, unit length
+    texts: Tensor  # [T, D] float32, unit length; empty if they were not encoded
     owner: Tensor  # [T] int64
     captions: list[str]  # T, as the tokenizer reads them
     kinds: list[str]  # N, "" of an image whose sample has none
-
-
-class Asked(NamedTuple):
-    """Images, and the objects that they are asked for; name t is asked of image `owner[t]`."""
-
-    images: Tensor  # [N, D] float32, unit length
-    names: list[str]  # T: of each image, those of objects in it, then as many of objects that are not
-    owner: Tensor  # [T] int64
 
 
 class Features:
@@ -84,40 +86,20 @@ class Features:
         layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         self.dtype = layers[0].weight.dtype if layers else torch.float32
         self.progress = settings.progress or (lambda batches, description: batches)
-        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._kept: dict[tuple[Any, ...], Rows] = {}
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
         """Return features [N, D] of a split's images as the model gives them, and their labels [N] int64."""
-        key = ("images", folder.path, split)
-        if key not in self._kept:
-            rows = self._rows(folder, split, self._encode_labelled)
-            self._kept[key] = self._gathered(rows, "images"), self._gathered(rows, "labels", torch.int64)
-            self._refuse_empty(self._kept[key][1], folder, split)
-        return self._kept[key]
+        rows = self._split(folder, split, self._encode_labelled, _LABELLED)
+        return rows["images"], rows["labels"]
 
-    def pairs(self, folder: EvaluationFolder, split: str) -> Pairs:
+    def pairs(self, folder: EvaluationFolder, split: str, *, encode_texts: bool = True) -> Pairs:
         """Return features of a split's images and of all their captions."""
-        key = ("pairs", folder.path, split)
-        if key not in self._kept:
-            rows = self._rows(folder, split, self._encode_captioned)
-            count = self._gathered(rows, "counts", torch.int64)
-            self._refuse_empty(count, folder, split)
-            owner = torch.arange(len(count)).repeat_interleave(count)
-            images, texts = self._gathered(rows, "images"), self._gathered(rows, "texts")
-            strings = self._strings(rows, "captions"), self._strings(rows, "kinds")
-            self._kept[key] = Pairs(images, texts, owner, *strings)
-        return self._kept[key]
-
-    def asked(self, folder: EvaluationFolder, split: str) -> Asked:
-        """Return features of the images of an `objects` folder, and the names of objects that they are asked for."""
-        key = ("asked", folder.path, split)
-        if key not in self._kept:
-            rows = self._rows(folder, split, self._encode_asked)
-            count = self._gathered(rows, "counts", torch.int64)
-            self._refuse_empty(count, folder, split)
-            owner = torch.arange(len(count)).repeat_interleave(count)
-            self._kept[key] = Asked(self._gathered(rows, "images"), self._strings(rows, "names"), owner)
-        return self._kept[key]
+        kinds = {name: dtype for name, dtype in _CAPTIONED.items() if name != "texts" or encode_texts}
+        rows = self._split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), kinds)
+        owner = torch.arange(len(rows["counts"])).repeat_interleave(rows["counts"])
+        strings = _unpacked("captions", rows), _unpacked("kinds", rows)
+        return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings)
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
         """Return one unit vector a class [C, D]: the normalised mean of its texts' unit vectors.
@@ -135,7 +117,7 @@ class Features:
         identity = self._identity(texts=texts) if self.cache else ""
         with self._frozen():
             pieces = list(in_pieces(self.cache, identity, stop - start, CLASSES, vectors, f"rank{rank}-"))
-        return self._gathered(joined([rows for rows, _ in pieces]), "classes")
+        return gather_rows(joined([rows for rows, _ in pieces]).get("classes"), self.device)
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
         """Return features [B, D] of a batch of images in memory, computed by this process alone."""
@@ -147,12 +129,32 @@ class Features:
         with self._frozen():
             return self._encode_texts(texts)
 
-    def _rows(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows]) -> Rows:
-        """Return this rank's rows of a split; raise a ValueError where the folder has no such split."""
+    def _split(
+        self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], kinds: Mapping[str, torch.dtype]
+    ) -> Rows:
+        """Return the rows of a split, gathered over all ranks.
+
+        Args:
+            encode: a batch -> rows.
+            kinds: the dtype of each of the rows, which a rank without samples does not know.
+
+        Raises:
+            ValueError: the folder has no such split, or no readable sample in it.
+        """
         if split not in folder.splits:
             raise ValueError(
                 f"evaluation folder {folder.name!r} has no split {split!r}: it has {', '.join(folder.splits) or 'none'}"
             )
+        key = (folder.path, split, *kinds)
+        if key not in self._kept:
+            rows = self._rows(folder, split, encode)
+            self._kept[key] = {name: gather_rows(rows.get(name), self.device, dtype) for name, dtype in kinds.items()}
+            if not len(self._kept[key]["images"]):
+                raise ValueError(f"split {split!r} of evaluation folder {folder.name!r} has no readable sample")
+        return self._kept[key]
+
+    def _rows(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows]) -> Rows:
+        """Return this rank's rows of a split."""
         rank, world = rank_and_world()
         batches = folder.batches(
             self.transform,
@@ -208,39 +210,18 @@ class Features:
         texts = ["a photo of a cat.", "Ein großer Hund, zweimal: 你好", "many words " * 100]
         return "" if self.tokenizer is None else tensor_digest([self.tokenizer(texts)])
 
-    def _gathered(self, rows: Rows, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return gather_rows(rows.get(key), self.device, dtype)
-
-    def _strings(self, rows: Rows, key: str) -> list[str]:
-        """Return strings that `_packed` made rows of, gathered."""
-        lengths = self._gathered(rows, f"{key}_bytes", torch.int64).tolist()
-        content = self._gathered(rows, key, torch.uint8).numpy().tobytes()
-        stops = itertools.accumulate(lengths)
-        return [content[stop - length : stop].decode() for stop, length in zip(stops, lengths, strict=True)]
-
-    def _refuse_empty(self, rows: Tensor, folder: EvaluationFolder, split: str) -> None:
-        if not len(rows):
-            raise ValueError(f"split {split!r} of evaluation folder {folder.name!r} has no readable sample")
-
     def _encode_labelled(self, batch: Any) -> Rows:
         return {"images": self._encode_images(batch["image"]), "labels": batch["label"]}
 
-    def _encode_captioned(self, batch: Any) -> Rows:
+    def _encode_captioned(self, batch: Any, encode_texts: bool) -> Rows:
         captions = [text for of_image in batch["captions"] for text in of_image]
-        return {
+        rows = {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "texts": F.normalize(self._encode_texts(captions), dim=-1),
             "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
             **_packed("captions", captions),
             **_packed("kinds", batch.get("kind") or [""] * len(batch["captions"])),
         }
-
-    def _encode_asked(self, batch: Any) -> Rows:
-        return {
-            "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
-            **_packed("names", [name for of_image in batch["captions"] for name in of_image]),
-        }
+        return rows | ({"texts": F.normalize(self._encode_texts(captions), dim=-1)} if encode_texts else {})
 
     def _encode_images(self, images: Tensor) -> Tensor:
         return _finite(image_features(self.model, images.to(self.device, self.dtype)).float().cpu(), "images")
@@ -267,6 +248,14 @@ def _packed(key: str, strings: Sequence[str]) -> Rows:
     encoded = [string.encode() for string in strings]
     content = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
     return {key: content, f"{key}_bytes": torch.tensor([len(one) for one in encoded], dtype=torch.int64)}
+
+
+def _unpacked(key: str, rows: Rows) -> list[str]:
+    """Return the strings that `_packed` made rows of."""
+    lengths = rows[f"{key}_bytes"].tolist()
+    content = rows[key].numpy().tobytes()
+    stops = itertools.accumulate(lengths)
+    return [content[stop - length : stop].decode() for stop, length in zip(stops, lengths, strict=True)]
 
 
 def _finite(features: Tensor, of: str) -> Tensor:

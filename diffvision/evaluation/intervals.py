@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,20 +70,6 @@ def wilson_interval(right: int, total: int) -> tuple[float, float]:
 
     interval = binomtest(right, total).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
-
-
-def cohen_kappa(first: Sequence[Hashable], other: Sequence[Hashable]) -> float:
-    """Return Cohen's kappa of two judges' verdicts of the same samples, 1 for full agreement and 0 for chance's.
-
-    It is NaN where both judges give one and the same verdict throughout, for then chance agrees fully too.
-
-    Source: Cohen 1960.
-    """
-    if len({*first, *other}) < 2:
-        return math.nan
-    from sklearn.metrics import cohen_kappa_score
-
-    return float(cohen_kappa_score([str(verdict) for verdict in first], [str(verdict) for verdict in other]))
 
 
 def difference(

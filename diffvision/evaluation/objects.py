@@ -24,17 +24,17 @@ def objects(features: Features, folder: EvaluationFolder, options: Options) -> M
     `asked_metrics` defines them. The score of an object is the cosine similarity of the image and the object's vector,
     the normalised mean of its prompts' unit vectors.
     """
-    asked = features.asked(folder, options.split)
+    asked = features.pairs(folder, options.split, encode_texts=False)
     if len(asked.images) < 2:
         raise ValueError(
             f"evaluation folder {folder.name!r} has 1 image in split {options.split!r}: objects needs at least 2, "
             "because the threshold for each half of the images is chosen on the other half"
         )
-    names = sorted(set(asked.names))
+    names = sorted(set(asked.captions))
     templates = given_templates(options) or folder.templates or list(TEMPLATES)
     vectors = features.classes(Prompts(names, templates, None).texts())
     row = {name: number for number, name in enumerate(names)}
-    scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.names]]).sum(dim=1)
+    scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.captions]]).sum(dim=1)
     return asked_metrics(*_sides(scores, asked.owner))
 
 

@@ -46,6 +46,13 @@ def check_folder(folder: str | Path, setting: str = "output") -> None:
         raise ValueError(f"{setting} is {folder}, and {there} may not be written: name another folder")
 
 
+def check_file(file: str | Path) -> None:
+    """Raise a ValueError, before any work, if the output file cannot be written."""
+    if Path(file).is_dir():
+        raise ValueError(f"output is {file}, which is a folder: name a file")
+    check_folder(Path(file).parent)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write plain values; raise a ValueError for NaN, which JSON cannot hold."""
     write_bytes(path, json.dumps(content, indent=2, allow_nan=False).encode())

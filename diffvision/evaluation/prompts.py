@@ -6,7 +6,7 @@ ImageNet's lists are in `imagenet`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -105,14 +105,18 @@ def prompts_of(folder: EvaluationFolder, options: Options = Options()) -> Prompt
     return Prompts(names, templates, known.indices if len(names) == len(known.classnames) else None)
 
 
-def describe(folders: Iterable[EvaluationFolder], options: Options = Options()) -> list[str]:  # noqa: B008  frozen
-    """Return a line on each zero-shot folder's prompts, and warn of class names that are numbers.
+def check_prompts(planned: Iterable[tuple[EvaluationFolder, Sequence[str]]], options: Options) -> list[str]:
+    """Return a line on the prompts of each zero-shot classification, and warn of class names that are numbers.
+
+    Args:
+        planned: folders with the names of their evaluations.
+        options: class names and templates in place of the folders'.
 
     Raises:
         ValueError: a folder's classes make no prompts; see `prompts_of`.
     """
     lines = []
-    for folder in folders:
+    for folder in [folder for folder, names in planned if "zero_shot" in names]:
         prompts = prompts_of(folder, options)
         texts, count = prompts.texts()[0], len(prompts.templates)
         usual = TEMPLATES[0].replace(PLACE, prompts.classnames[0])

@@ -18,9 +18,8 @@ from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.objects import objects
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import check_folder, write_json
+from diffvision.evaluation.output import check_file, check_folder, write_json
 from diffvision.evaluation.pairs import pairs
-from diffvision.evaluation.prompts import describe
 from diffvision.evaluation.retrieval import retrieval
 from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.zero_shot import zero_shot
@@ -157,41 +156,26 @@ def expand(tasks: Iterable[str]) -> list[str]:
     return names
 
 
-class Evaluated(NamedTuple):
-    """A model that was evaluated: its name, the origin of its weights and a note on them, and what was given for it."""
-
-    name: str
-    weights: str | None
-    spec: str
-    note: str = ""
-
-
 def report(
-    results: Mapping[str, dict[str, float]], models: Mapping[str, Evaluated], checkpoint: str | None, output: str | None
+    results: Mapping[str, dict[str, float]], models: Mapping[str, tuple[str, str, str]], output: str | None
 ) -> None:
     """Print the table, with a column for each of several models, and write the records.
 
-    A file of weights is recorded as the checkpoint of its model's name. Records of several models have the label too.
-
     Args:
         results: metrics by the model's label.
-        models: by label.
-        checkpoint: of a single model, as it was given.
+        models: by label, the model and the weights as records name them, and both in words.
         output: as `write_records`; None writes nothing.
     """
+    several = len(results) > 1
     rows: list[dict[str, Any]] = []
-    title = ""
+    titles = []
     for label, metrics in results.items():
-        name, origin, spec, note = models[label]
-        model, weights = spec, checkpoint or ""
-        if checkpoint is None and origin is not None and Path(origin).is_file():
-            model, weights = name, origin
-        shown = weights or ("untrained weights" if origin is None else "the model's weights")
-        title += f"{label}: {model}, {shown}{note}\n" if len(results) > 1 else f"{model}, {shown}{note}"
+        model, weights, title = models[label]
+        titles.append(f"{label}: {title}" if several else title)
         described = records(metrics, model=model, pretrained=weights)
-        rows += [{"label": label, **row} for row in described] if len(results) > 1 else described
-    several = side_by_side(results, title) if len(results) > 1 else table(next(iter(results.values())), title)
-    show(several, data=rows)
+        rows += [{"label": label, **row} for row in described] if several else described
+    columns = results if several else {"value": next(iter(results.values()))}
+    show(table(columns, "\n".join(titles)), data=rows)
     if output is not None:
         write_records(rows, output)
 
@@ -230,11 +214,6 @@ def plan(
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
 
 
-def check_prompts(planned: Iterable[tuple[EvaluationFolder, list[str]]], options: Options) -> list[str]:
-    """Return a line on the prompts of each zero-shot classification, before any work; errors as `prompts.describe`."""
-    return describe([folder for folder, names in planned if "zero_shot" in names], options)
-
-
 def check_blind(planned: Iterable[tuple[EvaluationFolder, list[str]]]) -> None:
     """Raise a ValueError if no evaluation has captions that a blind baseline could choose among."""
     if not any(EVALUATIONS[name].captions for _, names in planned for name in names):
@@ -265,13 +244,10 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
 
 def check_output(output: str | Path) -> None:
     """Raise a ValueError, before any work, where `write_records` could not write."""
-    output = Path(output)
-    if output.suffix != ".json":
+    if Path(output).suffix == ".json":
+        check_file(output)
+    else:
         check_folder(output)
-        return
-    check_folder(output.parent)
-    if output.is_dir():
-        raise ValueError(f"output is {output}, which is a folder: name a file, or a folder that does not end in .json")
 
 
 def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
@@ -292,16 +268,11 @@ def write_records(rows: list[dict[str, Any]], output: str | Path) -> None:
         write_json(output / name, row)
 
 
-def table(metrics: dict[str, float], title: str = "") -> Table:
-    """Return the metrics as a table for the terminal, one row for each metric."""
-    return side_by_side({"value": metrics}, title)
-
-
-def side_by_side(results: Mapping[str, Mapping[str, float]], title: str = "") -> Table:
-    """Return the metrics of several models as a table for the terminal, one column for each model."""
+def table(results: Mapping[str, Mapping[str, float]], title: str = "") -> Table:
+    """Return the metrics as a table for the terminal, one column for each model."""
     from rich.table import Table
 
-    printed = Table(title=title.rstrip() or None, title_justify="left")
+    printed = Table(title=title or None, title_justify="left")
     for column in ("task", "dataset", "metric"):
         printed.add_column(column)
     for label in results:

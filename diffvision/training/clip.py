@@ -20,7 +20,8 @@ from diffvision.data.images.captions import text_only
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.module import ImageTextData
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.suite import EVALUATIONS, check_prompts, evaluate, plan
+from diffvision.evaluation.prompts import check_prompts
+from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only

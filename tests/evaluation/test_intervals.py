@@ -12,7 +12,6 @@ from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
     bootstrap_interval,
-    cohen_kappa,
     difference,
     mcnemar,
     welch_interval,
@@ -193,12 +192,3 @@ def test_wilson_by_its_formula():
         middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
         half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
         assert (low, high) == pytest.approx((middle - half, middle + half), abs=1e-12)
-
-
-def test_kappa_by_hand():
-    """Agreement 6/8; chance's (4/8)(4/8) + (3/8)(4/8) + 0 = 0.4375."""
-    first = [True] * 4 + [False] * 3 + [None]
-    other = [True] * 3 + [False] + [False] * 3 + [True]
-    assert cohen_kappa(first, other) == pytest.approx((6 / 8 - 0.4375) / (1 - 0.4375))
-    assert cohen_kappa(first, first) == 1
-    assert np.isnan(cohen_kappa([True] * 3, [True] * 3))

@@ -12,7 +12,7 @@ from timm.data import ImageNetInfo
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.images.packing import pack_evaluation
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.prompts import Prompts, describe, imagenet, local_labels, prompts_of
+from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 
 
 @pytest.mark.parametrize(("name", "count"), [("imagenet", 1000), ("imagenet-v2", 1000), ("ImageNet_Sketch", 1000)])
@@ -138,7 +138,10 @@ def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(count, tmp_pa
     assert len(prompts.templates) == 80
     labels = torch.arange(count)
     assert torch.equal(local_labels(labels, prompts, "mine"), labels)
-    assert f"zero_shot/mine: {count:,} classes, 80 templates, e.g. 'a photo of a " in describe([folder])[0]
+    assert (
+        f"zero_shot/mine: {count:,} classes, 80 templates, e.g. 'a photo of a "
+        in check_prompts([(folder, ["zero_shot"])], Options())[0]
+    )
 
 
 def test_names_of_wnids_are_right(tmp_path):
@@ -172,7 +175,8 @@ def test_numbers_are_imagenet_s_only_if_asked(memory_folder):
     numbers = sorted(map(str, range(1000)))  # as folders are sorted: 0, 1, 10, 100, 101
     folder = memory_folder("zero_shot", {}, name="imagenet", classnames=numbers, templates=["a photo of a {c}."])
     with pytest.warns(UserWarning, match="--classnames imagenet"):
-        assert describe([folder]) == ["zero_shot/imagenet: 1,000 classes, 1 template, e.g. 'a photo of a 0.'"]
+        lines = check_prompts([(folder, ["zero_shot"])], Options())
+    assert lines == ["zero_shot/imagenet: 1,000 classes, 1 template, e.g. 'a photo of a 0.'"]
     prompts = prompts_of(folder, Options(classnames="imagenet"))
     assert len(prompts.templates) == 80
     assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[int(number)] for number in numbers]

@@ -126,7 +126,7 @@ def test_records_as_one_file_or_as_many(tmp_path):
 def test_table_shows_every_metric_once():
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(table(METRICS, "DiffCLIP-debug"))
+        console.print(table({"value": METRICS}, "DiffCLIP-debug"))
     text = shown.get()
     assert text.count("zero_shot") == 1
     assert "image_retrieval_recall@5" in text

@@ -7,13 +7,13 @@ Source: arXiv 2410.05258 section 3.6 judges 100 outputs of each data set by GPT-
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from diffvision.evaluation.intervals import cohen_kappa
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
 from diffvision.lab.faithfulness.judges import Judge
@@ -129,3 +129,17 @@ def _share(right: list[bool], units: list[int]) -> PerSample:
 
 def _mean(values: Sequence[int]) -> float:
     return sum(values) / len(values)
+
+
+def cohen_kappa(first: Sequence[Hashable], other: Sequence[Hashable]) -> float:
+    """Return Cohen's kappa of two judges' verdicts of the same samples, 1 for full agreement and 0 for chance's.
+
+    It is NaN where both judges give one and the same verdict throughout, for then chance agrees fully too.
+
+    Source: Cohen 1960.
+    """
+    if len({*first, *other}) < 2:
+        return math.nan
+    from sklearn.metrics import cohen_kappa_score
+
+    return float(cohen_kappa_score([str(verdict) for verdict in first], [str(verdict) for verdict in other]))

@@ -1,6 +1,7 @@
 """The evaluation from files to rates: judged once a row, resumed, paired, and refused where it cannot work."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from diffvision.lab.command import run
 from diffvision.lab.faithfulness.judges import Entailment, InProcess, open_judges
 from diffvision.lab.faithfulness.options import JudgeOptions
 from diffvision.lab.faithfulness.rows import Row
+from diffvision.lab.faithfulness.task import cohen_kappa
 from diffvision.lab.language.options import LabOptions
 from diffvision.models import language
 from diffvision.opening import open_model
@@ -223,3 +225,12 @@ def test_a_key_in_place_of_its_variable_is_not_recorded():
     with pytest.raises(ValueError, match=r"judge\.key_env is not a variable") as raised:
         JudgeOptions(key_env="sk-proj-0123")
     assert "0123" not in str(raised.value)
+
+
+def test_kappa_by_hand():
+    """Agreement 6/8; chance's (4/8)(4/8) + (3/8)(4/8) + 0 = 0.4375."""
+    first = [True] * 4 + [False] * 3 + [None]
+    other = [True] * 3 + [False] + [False] * 3 + [True]
+    assert cohen_kappa(first, other) == pytest.approx((6 / 8 - 0.4375) / (1 - 0.4375))
+    assert cohen_kappa(first, first) == 1
+    assert math.isnan(cohen_kappa([True] * 3, [True] * 3))

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffvision.analysis import statistics
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.samples import means
-from diffvision.lab.language.cache_pruning import cache_pruning, sparsity
+from diffvision.lab.language.cache_pruning import cache_pruning, gini, keys_for, sparsity
 from diffvision.lab.pruning import METHODS, Compress, plain_methods
 from diffvision.models import language
 
@@ -28,14 +27,14 @@ def model():
 
 def test_sparsity_of_rows_by_hand():
     maps = torch.tensor([[0.5, 0.5, 0.0, 0.0], [-0.9, 0.04, 0.03, 0.03], [0.0, 0.0, 0.0, 0.0]])
-    assert statistics.keys_for(maps).tolist() == [2, 3, 0]
-    assert statistics.keys_for(maps, 0.5).tolist() == [1, 1, 0]
+    assert keys_for(maps).tolist() == [2, 3, 0]
+    assert keys_for(maps, 0.5).tolist() == [1, 1, 0]
     # half of the mean absolute difference of all pairs over the mean
     expected = [sum(abs(a - b) for a in row for b in row) / (2 * 4 * sum(row)) for row in maps[:2].abs().tolist()]
-    assert statistics.gini(maps)[:2].tolist() == pytest.approx(expected)
+    assert gini(maps)[:2].tolist() == pytest.approx(expected)
     lower = torch.tensor([[0.25, 0.75, 0.0], [0.1, 0.2, 0.7]])
-    assert statistics.gini(lower, causal=True).tolist() == pytest.approx([0.25, 0.4])
-    assert statistics.gini(torch.tensor([[0.0, 0.0, 1.0, 0.0]])).item() == pytest.approx(0.75)
+    assert gini(lower, causal=True).tolist() == pytest.approx([0.25, 0.4])
+    assert gini(torch.tensor([[0.0, 0.0, 1.0, 0.0]])).item() == pytest.approx(0.75)
 
 
 @torch.no_grad()
@@ -43,8 +42,8 @@ def test_sparsity_of_a_model_is_that_of_its_maps(model):
     metrics = sparsity(model, ROWS[:, :-1], batch_size=2)
     maps = []
     model.blocks[0].attn(model.blocks[0].norm1(model.embed(ROWS[:, :-1])), is_causal=True, maps=maps)
-    assert metrics["k95/0/40"] == pytest.approx(statistics.keys_for(maps[0][:, :, 24:]).double().mean().item())
-    assert metrics["gini/0/10"] == pytest.approx(statistics.gini(maps[0][:, :, :10, :10], causal=True).mean().item())
+    assert metrics["k95/0/40"] == pytest.approx(keys_for(maps[0][:, :, 24:]).double().mean().item())
+    assert metrics["gini/0/10"] == pytest.approx(gini(maps[0][:, :, :10, :10], causal=True).mean().item())
     assert metrics["k95"] == pytest.approx((metrics["k95/0/40"] + metrics["k95/1/40"]) / 2)
     assert 1 < metrics["k95/1/10"] < metrics["k95/1/40"] < 40
 
