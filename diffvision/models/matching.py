@@ -134,17 +134,7 @@ def matched(
     the size. V2 keeps all three. Grouped attention has V1's heads, and no more key/value heads than noise heads. The
     parameters of the layers are equal, which the width of the MLP sees to.
 
-    Args:
-        heads: query heads of the Transformer.
-        head_dim: size of each.
-        width: of the tokens; heads * head_dim if None.
-        kv_heads: key/value heads; as many as heads if None.
-        mlp: width of the SwiGLU; 8/3 of the width if None, down to a multiple of 64 from 1024 on.
-        layers: number of layers.
-        vocab: rows of the embedding; 0 for none.
-        length: tokens that a token attends to.
-        signal_ratio: signal heads a noise head; one of 4, 3, 2 and 5 that divides V1's heads if None.
-        variant: a further variant, key of `diffvision.nn.ATTENTION`.
+    The arguments are those of `match`, None for its defaults.
 
     Raises:
         ValueError: sizes do not fit together.

@@ -4,7 +4,6 @@ Whole models are in `diffvision.models`, the operation without parameters in `di
 """
 
 import inspect
-from collections.abc import Collection
 from typing import Any
 
 from diffvision.nn.attention import Attention, AttentionLayer, DifferentialLayer, HeadNorm, Inputs
@@ -55,19 +54,6 @@ def build_attention(
     return layer(dim, num_heads, num_kv_heads, **taken)
 
 
-def variant_of(state: Collection[str], prefix: str = "") -> str:
-    """Return the variant that the names of an attention layer's weights show, as far as one name tells.
-
-    Those with V1's vectors are "v1", such as DINT. A plugin's variant is shown as the one that it is derived from.
-
-    Args:
-        state: the names, or a state_dict.
-        prefix: of the layer's names.
-    """
-    shown = (kind.variant for kind in _LAYERS if kind.telling_weight and prefix + kind.telling_weight in state)
-    return next(shown, "standard")
-
-
 def settings_of(layer: type[AttentionLayer]) -> set[str]:
     """Return the names of the arguments that a class of `ATTENTION` takes."""
     return set(inspect.signature(layer).parameters)
@@ -94,5 +80,4 @@ __all__ = [
     "build_attention",
     "depth_lambda_init",
     "settings_of",
-    "variant_of",
 ]

@@ -26,7 +26,7 @@ from diffvision.models.bounds import check_sizes
 from diffvision.models.convert import diffclip, motif, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.gguf import Gguf
-from diffvision.models.convert.layers import check_layers
+from diffvision.models.convert.layers import TELLING, check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
     WEIGHTS,
@@ -38,7 +38,7 @@ from diffvision.models.files import check_weights_name, read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token, text_settings
 from diffvision.models.names import DIFFCLIP_PREPROCESS
-from diffvision.nn import depth_lambda_init, variant_of
+from diffvision.nn import depth_lambda_init
 
 ARCHITECTURES = {
     "diffllama": "DiffLlamaForCausalLM",
@@ -146,7 +146,7 @@ def _refuse_other_layers(path: Path) -> None:
 def _refuse_mixed_layers(source: Weights) -> None:
     """Raise a ValueError for attention of different variants in one file, which the other layouts' code has not."""
     layers = {name.removesuffix("q_proj.weight") for name in source.state if name.endswith("q_proj.weight")}
-    kinds = {layer: variant_of(source.state, layer) for layer in sorted(layers)}
+    kinds = {layer: [mark for mark in TELLING if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
     one, *others = kinds
     if differing := [layer for layer in others if kinds[layer] != kinds[one]]:
         raise ValueError(

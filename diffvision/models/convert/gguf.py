@@ -20,6 +20,7 @@ from torch import Tensor
 from diffvision.models.convert.gguf_sizes import check_sizes
 from diffvision.models.convert.gguf_tokenizer import tokenizer_from_gguf
 from diffvision.models.convert.state import check_finite
+from diffvision.models.convert.transformers import check_settings
 from diffvision.models.language.configuration import LanguageConfig
 
 ARCHITECTURE = "llama"
@@ -105,20 +106,21 @@ class Gguf:
         dim, heads = get("embedding_length"), get("attention.head_count")
         size = get("attention.key_length", dim // max(heads, 1))
         kv_heads = get("attention.head_count_kv", heads)
-        for name, value, ours in (
-            ("expert_count", get("expert_count", 0), 0),
-            ("attention.value_length", get("attention.value_length", size), size),
-            ("rope.dimension_count", get("rope.dimension_count", size), size),
-            ("rope.scaling.type", get("rope.scaling.type", "none"), "none"),
-            ("rope.scale_linear", get("rope.scale_linear", 1.0), 1.0),
-            ("rope.scaling.factor", get("rope.scaling.factor", 1.0) or 1.0, 1.0),  # 0 stands for none
-            ("rope.scaling.attn_factor", get("rope.scaling.attn_factor", 1.0), 1.0),
-            ("attention.causal", get("attention.causal", True), True),
-            ("use_parallel_residual", get("use_parallel_residual", False), False),
-            *((name, get(name), None) for name in _NO_SETTING),
-        ):
-            if value != ours:
-                raise ValueError(f"{self.path} has {name} {value!r}, and our model computes with {ours!r} alone")
+        fixed = {
+            "expert_count": 0,
+            "attention.value_length": size,
+            "rope.dimension_count": size,
+            "rope.scaling.type": "none",
+            "rope.scale_linear": 1.0,
+            "rope.scaling.factor": 1.0,
+            "rope.scaling.attn_factor": 1.0,
+            "attention.causal": True,
+            "use_parallel_residual": False,
+            **dict.fromkeys(_NO_SETTING),
+        }
+        given = {name: get(name) for name in fixed}
+        given["rope.scaling.factor"] = given["rope.scaling.factor"] or None  # 0 stands for none
+        check_settings(str(self.path), given, "our model", fixed)
         names = {tensor.name for tensor in self._tensors}
         embedding = [int(tensor.shape[1]) for tensor in self._tensors if tensor.name == "token_embd.weight"]
         vocabulary = get("vocab_size") or len(self.metadata.get("tokenizer.ggml.tokens", ())) or sum(embedding)

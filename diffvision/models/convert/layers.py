@@ -12,7 +12,7 @@ from torch import Tensor
 from diffvision.models.convert.state import differences, few
 from diffvision.nn import ATTENTION, AttentionLayer
 
-_MARKS = ("head_norm.weight", *(ATTENTION[variant].telling_weight for variant in ("v1", "v2")))
+TELLING = tuple(ATTENTION[variant].telling_weight for variant in ("v1", "v2"))
 
 
 def check_layers(state: Mapping[str, Tensor], what: str) -> None:
@@ -25,7 +25,7 @@ def check_layers(state: Mapping[str, Tensor], what: str) -> None:
     Raises:
         ValueError: a layer has missing, surplus or wrongly shaped tensors; the message names them.
     """
-    prefixes = {name[: -len(mark)] for name in state for mark in _MARKS if name.endswith(mark)}
+    prefixes = {name[: -len(mark)] for name in state for mark in ("head_norm.weight", *TELLING) if name.endswith(mark)}
     faults = [f"{prefix}{fault}" for prefix in sorted(prefixes) for fault in _faults(_under(state, prefix))]
     if faults:
         raise ValueError(f"{what} does not hold whole attention layers; in our names: {few(faults)}")

@@ -30,16 +30,19 @@ from torch import Tensor
 from diffvision.models.convert.state import State
 from diffvision.models.convert.transformers import (
     HEAD_NORM_EPS,
-    LAMBDAS,
+    SIZES,
     WHAT,
+    check_settings,
     check_sizes,
     layers,
     rope_settings,
     rotary_pairs,
     shared_from,
     shared_to,
+    sizes,
 )
 from diffvision.models.language.configuration import LanguageConfig
+from diffvision.nn.diff_attention import VECTORS
 
 MODEL_TYPE = "Motif"
 
@@ -48,7 +51,7 @@ _NAMES = {
     "attn.head_norm.weight": "self_attn.subln.weight",
     "mlp.act.weight": "mlp.act_fn.weight",
     "mlp.act.bias": "mlp.act_fn.bias",
-    **{f"attn.{name}": f"self_attn.{name}" for name in LAMBDAS},
+    **{f"attn.{name}": f"self_attn.{name}" for name in VECTORS},
 }
 _ROTATED = {f"attn.{name}.weight": f"self_attn.{name}.weight" for name in ("q_proj", "k_proj")}
 _FIXED = {
@@ -81,30 +84,17 @@ def to_motif(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[
     """
     if config.variant not in ("v1", "gda"):
         raise ValueError(f"Motif has no model of variant {config.variant!r}: only of v1 and gda")
-    for name, value, theirs in (
-        ("activation", config.activation, "poly_norm"),
-        ("lambda_init", config.lambda_init, "depth-1"),
-        ("head_norm", config.head_norm is not False, True),
-        ("variant_by_layer", config.variant_by_layer, None),
-    ):
-        if value != theirs:
-            raise ValueError(f"this model has {name}={value!r}, and Motif {theirs!r} always: it cannot become Motif's")
+    fixed = {"activation": "poly_norm", "lambda_init": "depth-1", "head_norm": True, "variant_by_layer": None}
+    check_settings("this model", {name: getattr(config, name) for name in fixed}, "Motif", fixed)
     groups = config.num_heads // (config.signal_ratio if config.variant == "gda" else 1)
     values = {
         "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.depth,
+        **sizes(config),
         "num_attention_heads": config.num_heads + groups,
         **({"num_noise_heads": groups} if config.variant == "gda" else {}),
         "num_key_value_heads": 2 * (config.num_kv_heads or groups),
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rotary_theta,
         "rope_scaling": None,
-        "tie_word_embeddings": config.tied,
         **_FIXED,
     }
     out = shared_to(config, state)
@@ -148,13 +138,8 @@ def _our_config(values: Mapping[str, Any], *, tied: bool) -> LanguageConfig:
         )
     check_sizes(values, "num_key_value_heads", "num_noise_heads", "head_dim")
     rope = rope_settings(values)
-    settings = {**values, "rope_type": rope["rope_type"], "partial_rotary_factor": rope["partial_rotary_factor"]}
-    for name, ours in {**_FIXED, "rope_type": "default", "partial_rotary_factor": 1.0}.items():
-        given = settings.get(name)
-        if given is not None and given != ours:
-            raise ValueError(
-                f"the Motif model has {name}={given!r}, and ours {ours!r} always: run this one with its authors' code"
-            )
+    fixed = _FIXED | {"rope_type": "default", "partial_rotary_factor": 1.0}
+    check_settings("the Motif model", {**values, **rope}, "ours", fixed)
     kinds = values.get("layer_types") or ()
     windows = {*kinds} - {"full_attention"}
     if windows or (values.get("sliding_window") is not None and values.get("use_sliding_window") is None):
@@ -178,17 +163,12 @@ def _our_config(values: Mapping[str, Any], *, tied: bool) -> LanguageConfig:
         )
     ratio = heads // noise - 1
     return LanguageConfig(
-        vocab_size=values["vocab_size"],
-        dim=values["hidden_size"],
-        depth=values["num_hidden_layers"],
+        **{ours: values[theirs] for ours, theirs in SIZES.items()},
         num_heads=heads - noise,
         num_kv_heads=None if kv_heads == 2 * noise else kv_heads // 2,
         head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        mlp_dim=values["intermediate_size"],
-        max_length=values["max_position_embeddings"],
         rotary_theta=float(rope["rope_theta"]),
         tied=tied if values.get("tie_word_embeddings") is None else bool(values["tie_word_embeddings"]),
-        norm_eps=values["rms_norm_eps"],
         lambda_init="depth-1",
         activation="poly_norm",
         **({"variant": "v1"} if ratio == 1 else {"variant": "gda", "signal_ratio": ratio}),

@@ -23,6 +23,8 @@ from torch import Tensor
 from diffvision.models import language
 from diffvision.models.convert.state import State
 from diffvision.models.language.configuration import LanguageConfig
+from diffvision.nn import ATTENTION
+from diffvision.nn.diff_attention import VECTORS
 
 HEAD_NORM_EPS = 1e-5  # of `AttentionLayer`; transformers takes the one of all norms
 # Buffers of older versions, and a tied head saved all the same.
@@ -39,19 +41,24 @@ _SHARED = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-_LAMBDAS = {"v1": LAMBDAS, "standard": (), "v2": ("lambda_proj.weight",)}
-_QUERIES = {"v1": 2, "standard": 1, "v2": 2}  # of a head
-_KEYS = {"v1": 2, "standard": 1, "v2": 1}  # of a key/value head
-_NEEDED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+SIZES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "mlp_dim": "intermediate_size",
+    "max_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+"""Field of `LanguageConfig` -> the setting of transformers' models with the same meaning."""
+_LAMBDAS = {"v1": VECTORS, "standard": (), "v2": ("lambda_proj.weight",)}
+_FIXED = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "rope_type": "default",
+    "partial_rotary_factor": 1.0,
+}
+"""Settings that our model has no other value of."""
 
 
 def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -72,20 +79,14 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
             f"this model has a width of {config.dim} and {config.num_heads} heads, and transformers' Llama takes only "
             "widths that are a multiple of the heads: `diffvision export` writes it with a class that takes it"
         )
+    layer = ATTENTION[config.variant]
     values = {
         "model_type": MODEL_TYPES[config.variant],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": _QUERIES[config.variant] * config.num_heads,
-        "num_key_value_heads": _KEYS[config.variant] * kv_heads,
-        "head_dim": config.head_dim,
+        **sizes(config),
+        "num_attention_heads": layer.query_maps * config.num_heads,
+        "num_key_value_heads": layer.key_maps * kv_heads,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_theta},
-        "tie_word_embeddings": config.tied,
         "attention_bias": False,
     }
     out = shared_to(config, state)
@@ -137,28 +138,41 @@ def from_hugging_face(
     return config, out
 
 
+def sizes(config: LanguageConfig) -> dict[str, Any]:
+    """Return the settings of transformers' models that are fields of `LanguageConfig` under other names."""
+    values = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
+    return values | {"head_dim": config.head_dim, "tie_word_embeddings": config.tied}
+
+
+def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a model has another value of a setting than the only one of the model that it becomes.
+
+    Args:
+        what: the model, in errors.
+        given: its settings.
+        whose: the model that it becomes, in errors.
+        fixed: the only value of each setting, which is also meant where `given` has none.
+    """
+    for name, value in fixed.items():
+        if given.get(name) is not None and given[name] != value:
+            raise ValueError(
+                f"{what} has {name}={given[name]!r}, and {whose} has {value!r} alone: it cannot be converted"
+            )
+
+
 def _check(config: LanguageConfig) -> None:
     if config.variant_by_layer is not None:
         raise ValueError(
-            f"transformers' models have one kind of attention, and this one has variant_by_layer="
-            f"{config.variant_by_layer!r}: `diffvision export` writes it as a transformers folder with our classes"
+            f"this model has variant_by_layer={config.variant_by_layer!r}, and transformers' models one kind of "
+            "attention: `diffvision export` writes it as a transformers folder with our classes"
         )
     if config.variant not in MODEL_TYPES:
         raise ValueError(f"transformers has no model of variant {config.variant!r}: only of {', '.join(MODEL_TYPES)}")
-    if config.activation != "silu":
-        raise ValueError(f"transformers' {MODEL_TYPES[config.variant]} has silu; this model has {config.activation}")
-    if config.lambda_init != "depth":
-        raise ValueError(f"transformers' DiffLlama has lambda_init by depth; this model has {config.lambda_init}")
-    if config.layers()[0].head_norm != (config.variant == "v1"):
-        raise ValueError(
-            f"transformers' {MODEL_TYPES[config.variant]} has {'a' if config.variant == 'v1' else 'no'} head norm; "
-            f"this model has head_norm={config.head_norm}"
-        )
-    if config.variant == "v1" and config.norm_eps != HEAD_NORM_EPS:
-        raise ValueError(
-            f"transformers' DiffLlama has one eps for all norms, and our head norm's is {HEAD_NORM_EPS}: "
-            f"this model's norm_eps of {config.norm_eps} differs from it"
-        )
+    is_v1 = config.variant == "v1"
+    # DiffLlama has one eps for all norms, and our head norm's is fixed.
+    fixed = {"activation": "silu", "lambda_init": "depth", **({"norm_eps": HEAD_NORM_EPS} if is_v1 else {})}
+    given = {name: getattr(config, name) for name in fixed} | {"head_norm": config.layers()[0].head_norm}
+    check_settings("this model", given, f"transformers' {MODEL_TYPES[config.variant]}", fixed | {"head_norm": is_v1})
 
 
 def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
@@ -167,18 +181,10 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
         raise ValueError(f"a transformers model of type {model_type!r} is none of {', '.join(variants)}")
     check_sizes(values, "num_key_value_heads", "head_dim")
     rope = rope_settings(values)
-    for name, value, ours in (
-        ("attention_bias", bool(values.get("attention_bias")), False),
-        ("mlp_bias", bool(values.get("mlp_bias")), False),
-        ("hidden_act", values.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope["rope_type"], "default"),
-        ("partial_rotary_factor", rope["partial_rotary_factor"], 1.0),
-    ):
-        if value != ours:
-            raise ValueError(f"the transformers model has {name}={value!r}; ours is {ours!r} always")
+    check_settings("the transformers model", {**values, **rope}, "ours", _FIXED)
     variant, heads = variants[model_type], values["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else values["num_key_value_heads"]
-    queries, keys = _QUERIES[variant], _KEYS[variant]
+    queries, keys = ATTENTION[variant].query_maps, ATTENTION[variant].key_maps
     for name, value, maps in (("num_attention_heads", heads, queries), ("num_key_value_heads", kv_heads, keys)):
         if value < maps or value % maps:
             raise ValueError(
@@ -192,18 +198,13 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
             f"{queries * num_kv_heads} for its num_key_value_heads={kv_heads}"
         )
     config = LanguageConfig(
-        vocab_size=values["vocab_size"],
-        dim=values["hidden_size"],
-        depth=values["num_hidden_layers"],
+        **{ours: values[theirs] for ours, theirs in SIZES.items()},
         num_heads=num_heads,
         num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
         head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        mlp_dim=values["intermediate_size"],
         variant=variant,
-        max_length=values["max_position_embeddings"],
         rotary_theta=float(rope["rope_theta"]),
         tied=bool(values.get("tie_word_embeddings")),
-        norm_eps=values["rms_norm_eps"],
     )
     _check(config)
     return config
@@ -211,9 +212,10 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
 
 def check_sizes(values: Mapping[str, Any], *optional: str) -> None:
     """Raise a ValueError if a configuration lacks a size, or one of all, optional ones too, is no number above 0."""
-    if missing := [name for name in _NEEDED if values.get(name) is None]:
+    needed = (*SIZES.values(), "num_attention_heads")
+    if missing := [name for name in needed if values.get(name) is None]:
         raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")
-    for name in (*_NEEDED, *optional):
+    for name in (*needed, *optional):
         value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
             raise ValueError(f"the transformers model has {name}={value!r}, which is no number above 0")
@@ -230,12 +232,9 @@ def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         given = (mapping.get(name) for mapping in mappings for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
-    given = [mapping.get("rope_theta") for mapping in mappings]
-    if wrong := [
-        one for one in given if one is not None and (isinstance(one, bool) or not isinstance(one, int | float))
-    ]:
-        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, which is no number")
     thetas = [value for mapping in mappings if (value := mapping.get("rope_theta")) is not None]
+    if wrong := [value for value in thetas if isinstance(value, bool) or not isinstance(value, int | float)]:
+        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, which is no number")
     return {
         "rope_theta": thetas[0] if thetas else 10_000.0,
         "rope_type": setting("default", "rope_type", "type"),  # "type" before transformers 4.43
@@ -286,7 +285,7 @@ def rotary_pairs(weight: Tensor, head_dim: int, back: bool = False) -> Tensor:
 def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the function that reorders the rows of each projection."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads or config.num_heads, config.head_dim
-    maps = _KEYS[config.variant]  # V2's queries stay side by side
+    maps = ATTENTION[config.variant].key_maps  # V2's queries stay side by side
 
     def halves(weight: Tensor, count: int) -> Tensor:
         """Move two maps, or halves of a value, from side by side to the two halves of the heads."""

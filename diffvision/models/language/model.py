@@ -20,7 +20,6 @@ from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import CHAT_TEMPLATE
-from diffvision.nn import variant_of
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
 
@@ -104,7 +103,6 @@ def load(
         )
     with torch.device("meta"):
         model = LanguageModel(config)
-    _check_kinds(path, state, model)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -221,16 +219,4 @@ def _check_sizes(path: Path, state: dict[str, Tensor], named: LanguageConfig) ->
         if held != said:
             raise ValueError(
                 f"checkpoint {path} has weights of {what} {held}, and a configuration of {what} {said}: they do not fit"
-            )
-
-
-def _check_kinds(path: Path, state: dict[str, Tensor], model: LanguageModel) -> None:
-    """Raise a ValueError if the attention of a layer is of another kind than the configuration says."""
-    built = model.state_dict()
-    for index in range(model.config.depth):
-        one, other = (variant_of(weights, f"blocks.{index}.attn.") for weights in (state, built))
-        if one != other:
-            raise ValueError(
-                f"checkpoint {path} has weights of variant {one!r} in layer {index}, and a configuration of variant "
-                f"{other!r}: they do not fit"
             )
