@@ -17,6 +17,7 @@ from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
+from diffvision.models.architecture import architecture
 from diffvision.models.matching import matched
 from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, attention, build_attention, settings_of
 from diffvision.ops import diff_attention
@@ -29,7 +30,7 @@ class MixedAttention(AttentionLayer):
     """A weighted mean of two maps over one key: its rows sum to 1, and its weight is learned for each head."""
 
     variant, query_maps, key_maps, value_maps = "mixed", 2, 1, 1
-    telling_weight, new_parameters = "gate", ("gate", "q_proj")
+    recorded, new_parameters = ("start",), ("gate", "q_proj")
 
     def __init__(self, dim, num_heads, num_kv_heads=None, *, start: float = 1.0, **settings):
         self.start = start
@@ -80,9 +81,10 @@ def train_step(model, loss):
 
 def test_a_new_variant_in_timm():
     torch.manual_seed(0)
-    model = timm.create_model("plain_vit_debug", variant_by_layer="4*mixed", num_classes=3)
+    model = timm.create_model("plain_vit_debug", variant_by_layer="4*mixed", num_classes=3, start=0.5)
     assert {layer.variant for layer in model.modules() if isinstance(layer, AttentionLayer)} == {"mixed"}
     images = torch.randn(2, 3, 32, 32)
+    assert architecture(model)["layers"]["blocks.0.attn"]["start"] == model.blocks[0].attn.gate[0].item() == 0.5
     train_step(model, model(images).square().mean())
     model.eval()
     lambdas = layer_lambdas(model)

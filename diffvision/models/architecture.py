@@ -26,24 +26,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from diffvision.models.files import FOLDER
+from diffvision.nn import AttentionLayer
 
 KEY = "architecture"  # key within the record that a checkpoint or safetensors file has under `METADATA`
 METADATA = "diffvision"
 
-# Attributes of layers, of any host, that determine what is computed.
-_SETTINGS = (
-    "variant",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "scale",
-    "lambda_init",
-    "dex_lambda_init",
-    "rotary",
-    "signal_ratio",
-    "joint",
-    "eps",
-)
+# Attributes of layers, of any library, that determine what is computed. Ours have further ones in `recorded`.
+_SETTINGS = ("variant", "num_heads", "num_kv_heads", "head_dim", "scale", "lambda_init", "rotary", "eps")
 # Settings in configurations that are not recorded: of training, of sources of weights and tokenizers, and sizes that
 # the shapes of weights show.
 _NO_ARCHITECTURE = re.compile(
@@ -169,7 +158,8 @@ def recorded(source: str | Path) -> dict[str, Any]:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, layer in model.named_modules():
-        settings = {key: getattr(layer, key, ...) for key in _SETTINGS}
+        own = layer.recorded if isinstance(layer, AttentionLayer) else ()
+        settings = {key: getattr(layer, key, ...) for key in (*_SETTINGS, *own)}
         if known := {key: value for key, value in settings.items() if isinstance(value, int | float | str | None)}:
             yield name, known
 

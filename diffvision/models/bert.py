@@ -104,13 +104,7 @@ CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {
     BertForTokenClassification: AdaptedBertForTokenClassification,
     BertForQuestionAnswering: AdaptedBertForQuestionAnswering,
 }
-_AUTO = {
-    "AutoModel": AdaptedBertModel,
-    "AutoModelForMaskedLM": AdaptedBertForMaskedLM,
-    "AutoModelForSequenceClassification": AdaptedBertForSequenceClassification,
-    "AutoModelForTokenClassification": AdaptedBertForTokenClassification,
-    "AutoModelForQuestionAnswering": AdaptedBertForQuestionAnswering,
-}
+"""transformers' class -> the class of its adapted models."""
 
 
 def unadapted_layers(model: PreTrainedModel) -> list[tuple[int, str, BertLayer]]:
@@ -167,15 +161,9 @@ def become_adapted(model: PreTrainedModel, method: str) -> None:
     kind = CLASSES.get(type(model))
     if kind is None:
         return
-    plain = model.config
-    values = {name: value for name, value in plain.to_dict().items() if name != "model_type"}
-    config = AdaptedBertConfig(**values, method=method)
-    config._attn_implementation = plain._attn_implementation
-    for module in model.modules():
-        if getattr(module, "config", None) is plain:
-            setattr(module, "config", config)  # noqa: B010  (a Module has no such attribute for mypy)
+    _set_config(model, AdaptedBertConfig, method=method)
     with torch.device("meta"):
-        kind(config)  # transformers learns what a class can record when the first model of it is made
+        kind(model.config)  # transformers learns what a class can record when the first model of it is made
     model.__class__ = kind
 
 
@@ -186,26 +174,31 @@ def become_standard(model: PreTrainedModel) -> None:
         ValueError: a layer is differential.
     """
     kind = {adapted: plain for plain, adapted in CLASSES.items()}[type(model)]
-    adapted = model.config
-    values = {name: value for name, value in adapted.to_dict().items() if name not in ("model_type", "method")}
-    config = BertConfig(**values)
-    config._attn_implementation = adapted._attn_implementation
     parts = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "proj": "output.dense"}
     for name, layer in _layers(model):
         ours: Any = layer.attention.self.attn
         if ours.variant != "standard":
             raise ValueError(f"{name} has attention of {ours.variant}, which BERT has not: merge it first")
         with torch.device("meta"):
-            plain = BertAttention(config)
+            plain = BertAttention(model.config)
         for part, theirs in parts.items():
             plain.get_submodule(theirs).load_state_dict(getattr(ours, part).state_dict(), assign=True)
         plain.self._forward_hooks.update(layer.attention.self._forward_hooks)
         plain.train(layer.attention.training)
         layer.attention.self, layer.attention.output.dense = plain.self, plain.output.dense
-    for module in model.modules():
-        if getattr(module, "config", None) is adapted:
-            setattr(module, "config", config)  # noqa: B010  (a Module has no such attribute for mypy)
+    _set_config(model, BertConfig)
     model.__class__ = kind
+
+
+def _set_config(model: PreTrainedModel, kind: type[BertConfig], **values: Any) -> None:
+    """Give a model and its parts the same configuration as another class of configurations."""
+    before = model.config
+    shared = {name: value for name, value in before.to_dict().items() if name not in ("model_type", "method")}
+    config = kind(**shared, **values)
+    config._attn_implementation = before._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is before:
+            setattr(module, "config", config)  # noqa: B010  (a Module has no such attribute for mypy)
 
 
 def _layers(model: PreTrainedModel) -> list[tuple[str, BertLayer]]:
@@ -215,8 +208,9 @@ def _layers(model: PreTrainedModel) -> list[tuple[str, BertLayer]]:
 def register() -> None:
     """Register the classes with transformers' Auto classes; importing this module calls it."""
     transformers.AutoConfig.register(AdaptedBertConfig.model_type, AdaptedBertConfig, exist_ok=True)
-    for auto, kind in _AUTO.items():
-        getattr(transformers, auto).register(AdaptedBertConfig, kind, exist_ok=True)
+    for theirs, ours in CLASSES.items():
+        auto = "AutoModel" + theirs.__name__.removeprefix("Bert").removeprefix("Model")
+        getattr(transformers, auto).register(AdaptedBertConfig, ours, exist_ok=True)
 
 
 register()

@@ -13,9 +13,10 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
 `ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
-Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS`: numbers and strings, so that a saved
-model's configuration can hold them. `variant_by_layer` among them, such as "4*standard", gives layers other attention
-by depth (`diffvision.models.by_layer`). None has released weights: `pretrained=True` is a RuntimeError.
+Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS` and what the model's variants take
+besides: numbers and strings, so that a saved model's configuration can hold them. `variant_by_layer` among them, such
+as "4*standard", gives layers other attention by depth (`diffvision.models.by_layer`). None has released weights:
+`pretrained=True` is a RuntimeError.
 """
 
 from collections import ChainMap
@@ -53,6 +54,9 @@ ATTENTION_SETTINGS = (
     "joint",
     "variant_by_layer",
 )
+# Arguments of attention that `Block` passes on, and those that a vision transformer has no use of.
+_OF_THE_BLOCK = {"dim", "num_heads", "depth", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "device"}
+_OF_THE_BLOCK |= {"dtype", "heads", "context_dim"}
 _LAYERS = ChainMap[str, type[AttentionLayer]](GRID_ATTENTION, ATTENTION)
 
 # torch.fx cannot follow the operation's checks of its arguments: to a tracer an attention layer is one node.
@@ -401,7 +405,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         **(shape.settings or {}),
         **kwargs,
     }
-    attention = {key: settings.pop(key) for key in ATTENTION_SETTINGS if key in settings}
+    own = (takes - _OF_THE_BLOCK) | {*ATTENTION_SETTINGS}
+    attention = {key: settings.pop(key) for key in [*settings] if key in own}
     attn_layer: Callable[..., nn.Module]
     if kind.needs_grid:
         attn_layer = partial(kind, **attention)

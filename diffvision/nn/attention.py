@@ -127,6 +127,8 @@ class AttentionLayer(nn.Module):
     telling_weight: ClassVar[str] = ""
     # Prefixes of the parameters that `from_standard` adds, or doubles; empty where it is not implemented.
     new_parameters: ClassVar[tuple[str, ...]] = ()
+    # The variant's settings that change what it computes and that no weight shows: they are recorded with weights.
+    recorded: ClassVar[tuple[str, ...]] = ()
     # The factor of a head's output after its norm.
     output_factor: float = 1.0
 

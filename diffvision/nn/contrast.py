@@ -58,7 +58,7 @@ class VisualContrastAttention(AttentionLayer):
     """
 
     variant, query_maps, key_maps, value_maps = "vca", 1, 1, 1
-    cacheable, needs_grid = False, True
+    cacheable, needs_grid, recorded = False, True, ("lambda_init", "joint")
     no_maps = (
         "Visual-Contrast Attention has no map from tokens to tokens: its two stages read through pooled tokens, with a "
         "norm between them"

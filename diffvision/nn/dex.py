@@ -39,7 +39,8 @@ class DexAttention(Attention):
     that W starts from zero; here it does, so that lambda may be above zero at once.
     """
 
-    variant, mergeable, telling_weight, new_parameters = "dex", True, "dex", ("dex",)
+    variant, mergeable, telling_weight = "dex", True, "dex"
+    new_parameters, recorded = ("dex",), ("dex_lambda_init",)
 
     def __init__(
         self,

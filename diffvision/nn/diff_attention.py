@@ -58,6 +58,7 @@ class DiffAttention(DifferentialLayer):
 
     variant, key_maps, value_maps = "v1", 2, 2
     telling_weight = "lambda_q1"
+    recorded: ClassVar[tuple[str, ...]] = ("lambda_init",)
     new_parameters: ClassVar[tuple[str, ...]] = ("lambda_", "head_norm")
 
     def __init__(

@@ -27,7 +27,7 @@ class GroupedDiffAttention(DiffAttention):
     Source: arXiv 2510.06949; the layout of MotifTechnologies' Motif-2 (num_noise_heads, k_ratio 1).
     """
 
-    variant, new_parameters = "gda", ()
+    variant, new_parameters, recorded = "gda", (), ("lambda_init", "signal_ratio")
 
     def __init__(
         self,
