@@ -12,11 +12,8 @@ GROUP = "diffvision.datasets"
 
 MADE = {
     "digits": "diffvision.data.made.digits:make_digits",
-    "digit-scenes": "diffvision.data.made.digit_scenes:make_digit_scenes",
     "fashion": "diffvision.data.made.fashion:make_fashion",
-    "fashion-scenes": "diffvision.data.made.fashion_scenes:make_fashion_scenes",
     "stdlib": "diffvision.data.made.corpus:make_stdlib",
-    "recall": "diffvision.data.made.recall:make_recall",
     "folder": "diffvision.data.images.packing:make_folder",
     "evaluation": "diffvision.data.images.packing:make_evaluation",
     "mmvp": "diffvision.data.published.mmvp:make_mmvp",

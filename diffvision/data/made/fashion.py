@@ -31,6 +31,7 @@ LICENCE = "MIT, copyright 2017 Zalando SE"
 CAPTIONS = ("{0}", "a picture of {0}", "{0} in grey", "a small grey picture of {0}")
 TEMPLATES = ("a photo of a {c}", "a grey picture of a {c}", "a black and white photo of a {c}", "a picture with a {c}")
 """For zero-shot classification; none of them is a caption of training."""
+_REMEDY = "give Fashion-MNIST's files, such as those of `apt-get install dataset-fashion-mnist`"
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
 _IMAGES, _LABELS = 2051, 2049
 _SIDE = 28
@@ -117,9 +118,7 @@ def _read_files(root: Path) -> tuple[Garments, ...]:
                 _garments(read_idx(images, _IMAGES, 3), read_idx(labels, _LABELS, 1), labels)
                 for images, labels in (train, test)
             )
-    raise ValueError(
-        f"{root} has not the four files {', '.join(names)} (nor .gz): see diffvision data make fashion --help"
-    )
+    raise ValueError(f"{root} has not the four files {', '.join(names)} (nor .gz): {_REMEDY}")
 
 
 def _read_saved(root: Path) -> tuple[Garments, ...]:
@@ -155,7 +154,7 @@ def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
     if len(labels) == _TRAIN and zlib.crc32(labels.astype(np.uint8).tobytes()) != _TRAIN_CRC:
         raise ValueError(
             f"{path} has {_TRAIN:,} labels that are not Fashion-MNIST's (MNIST and others come in files of the same "
-            f"names): see diffvision data make fashion --help"
+            f"names): {_REMEDY}"
         )
     if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
         raise ValueError(

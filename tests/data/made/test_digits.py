@@ -11,7 +11,6 @@ from diffvision.data import EvaluationFolder, find_folders
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import to_float
 from diffvision.data.made import digits
-from diffvision.data.made.digit_scenes import make_digit_scenes
 from diffvision.data.made.digits import (
     DIGIT_ONLY,
     INK,
@@ -40,8 +39,10 @@ def numbers_in(key):
 @pytest.fixture(scope="module", params=["digits", "digit-scenes"])
 def made(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("made") / request.param
-    make = {"digits": make_digits, "digit-scenes": make_digit_scenes}[request.param]
-    make(directory, copies=1, seed=0)
+    makers = {"digits": make_digits}
+    if request.param == "digit-scenes":
+        makers["digit-scenes"] = pytest.importorskip("diffvision.lab.datasets.digit_scenes").make_digit_scenes
+    makers[request.param](directory, copies=1, seed=0)
     return directory
 
 

@@ -14,7 +14,6 @@ from PIL import Image
 from diffvision.analysis.figures import COLOURS, png
 from diffvision.analysis.figures import language as figures
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.made.mapping_text import training_documents as mappings
 from diffvision.data.made.needle_text import FORMS, training_documents
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
@@ -56,7 +55,7 @@ TASKS = ["perplexity", "position_nll", "needle"]
 def home(tmp_path_factory):
     """Two checkpoints with their tokenizer, and texts."""
     home = tmp_path_factory.mktemp("language")
-    texts = [*training_documents(count=30, lengths=(40, 90)), *mappings(10)]
+    texts = [*training_documents(count=40, lengths=(40, 90))]
     tokenizer = train_tokenizer(texts, 400)
     for name in ("transformer-debug", "diff-debug"):
         torch.manual_seed(0)

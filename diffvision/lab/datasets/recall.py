@@ -7,8 +7,9 @@ hundred words. The synthetic forms of the needle and many-shot evaluations ask f
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffvision.data.made import mapping_text, needle_text
+from diffvision.data.made import needle_text
 from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
+from diffvision.lab.datasets import mapping_text
 
 LEAST_WORDS = 12
 _PER_SHARD = 4000
