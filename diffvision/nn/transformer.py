@@ -4,6 +4,7 @@ Its feed-forward may have another activation: `FEED_FORWARD` is the table of the
 `diffvision.models.language.decoder`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +40,12 @@ class SwiGLU(nn.Module):
         self.gate = Linear(dim, hidden_dim, **made)
         self.up = Linear(dim, hidden_dim, **made)
         self.down = Linear(hidden_dim, dim, **made)
+        self.act: Callable[[Tensor], Tensor] = F.silu
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Map [..., dim] to [..., dim]."""
         x = cast_once(x)
-        return self.down(self._activate(self.gate(x)) * self.up(x))
-
-    def _activate(self, gate: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
-        """Return the factor that the gate's output becomes."""
-        return F.silu(gate)
+        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class PolyNorm(nn.Module):
@@ -102,9 +100,6 @@ class PolyNormGLU(SwiGLU):
     ) -> None:
         super().__init__(dim, hidden_dim, device=device, dtype=dtype)
         self.act = PolyNorm(device=device, dtype=dtype)
-
-    def _activate(self, gate: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
-        return self.act(gate)
 
 
 FEED_FORWARD: dict[str, type[SwiGLU]] = {"silu": SwiGLU, "poly_norm": PolyNormGLU}

@@ -9,23 +9,18 @@ from torch import Tensor
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear map takes x: the one to which autocast casts it, or its own."""
     device = x.device.type
-    if not _is_on(device) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(device)
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on and x.is_floating_point() and x.itemsize < 8 else x.dtype
 
 
 def cast_once(x: Tensor) -> Tensor:
     """Return the input of several linear maps as autocast would cast it for each: backward then keeps one copy."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(product_dtype(x))
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.to(product_dtype(x)) if is_on else x
 
 
 def without_autocast(device: str) -> AbstractContextManager:
     """Return a context without autocast; it costs nothing where autocast is off, and takes any type of device."""
-    return torch.autocast(device, enabled=False) if _is_on(device) else nullcontext()
-
-
-def _is_on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()

@@ -35,24 +35,18 @@ def apply_rotary(
     x: Float[Tensor, "... N D"], cos: Float[Tensor, "... N half"], sin: Float[Tensor, "... N half"]
 ) -> Float[Tensor, "... N D"]:
     """Rotate each pair (2i, 2i + 1) of x by its position's angle i, in float32 or better; return x's dtype."""
-    if _as_complex(x, cos):
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
-
-
-def _as_complex(x: Tensor, cos: Tensor) -> bool:
-    """Whether to rotate by one complex product, in half the calls, which count in a step of decoding.
-
-    Graphs and gradients do without complex numbers, which inductor and exports take badly.
-    """
-    return bool(
+    if (
+        # One complex product has half the calls, which count in a step of decoding. Graphs and gradients do without
+        # complex numbers, which inductor and exports take badly.
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.dtype == cos.dtype == torch.float32
         and x.device.type == "cpu"
         and x.is_contiguous()
         and x.storage_offset() % 2 == 0
-    )
+    ):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)

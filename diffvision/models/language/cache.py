@@ -80,7 +80,7 @@ class LayerCache:
             ValueError: the capacity is exceeded, or the batch size or dtype is another.
         """
         end = self.length + k.shape[3]
-        if end > self.capacity:
+        if end > self.keys.shape[3]:
             raise ValueError(
                 f"{k.shape[3]} tokens after {self.length} make {end}, over the cache's capacity of {self.capacity}: "
                 "make a larger cache, or crop or reset this one"
@@ -192,7 +192,7 @@ class KVCache:
     @property
     def position(self) -> int:
         """The position of the next token; above `length` by what `keep` dropped."""
-        return self.layers[0].position
+        return self.layers[0].length + self.layers[0].dropped
 
     def crop(self, length: int) -> None:
         """Drop all tokens but the first `length` in every layer; as `LayerCache.crop`."""

@@ -165,14 +165,15 @@ def _find_backend(
         except TypeError:  # a symbolic size, or an argument of a wrong type
             key = None
     _check(q, k, v, lam, mask, dropout, scale)
-    if isinstance(lam, Tensor):
+    if isinstance(lam, Tensor) and lam.shape != (1,):
         _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
-    module = choice.choose(backend, describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout))
-    if key is not None:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = module
-    return module
+    problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
+    if key is None:
+        return choice.choose(backend, problem)
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[key] = choice.BACKENDS[choice.fastest(problem)]
+    return _known[key]
 
 
 def _check(
@@ -242,8 +243,6 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -
 
 def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
     shape = tuple(tensor.shape)
-    if shape == (1,):
-        return
     fits = len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
     if not fits:
         raise ValueError(f"{name} of shape {shape} does not broadcast to {list(target)}")

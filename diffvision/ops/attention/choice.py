@@ -74,7 +74,7 @@ def choose(backend: str, problem: Problem) -> ModuleType:
         seen.append(problem)
     name = preferred if backend == "auto" else backend
     if name == "auto":
-        return BACKENDS[_fastest(problem)]
+        return BACKENDS[fastest(problem)]
     _check_name(name)
     reason = BACKENDS[name].limit(problem)
     if reason is None and name in OPERATORS and in_forward_mode():
@@ -90,7 +90,7 @@ def supported_backends(problem: Problem) -> dict[str, str]:
     Returns:
         backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
     """
-    chosen = _fastest(problem)
+    chosen = fastest(problem)
     why = _why(problem, chosen)
     tuning = tuned.tuning_of(problem.device)
     excluded = {} if tuning is None else tuning.excluded
@@ -107,7 +107,7 @@ def supported_backends(problem: Problem) -> dict[str, str]:
     return reasons
 
 
-def _fastest(problem: Problem) -> str:
+def fastest(problem: Problem) -> str:
     """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
     if in_forward_mode():
         return "eager"

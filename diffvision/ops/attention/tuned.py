@@ -264,7 +264,9 @@ def tuning_of(device: str) -> Tuning | None:
 @torch.compiler.assume_constant_result
 def is_measured(device: str) -> bool:
     """Return whether there are measurements of a device."""
-    return tuning_of(device) is not None
+    if device not in _used:
+        tuning_of(device)
+    return _used[device] is not None
 
 
 @torch.compiler.assume_constant_result
