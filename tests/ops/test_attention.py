@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from diffvision.ops import attention_backend, attention_maps, diff_attention, supported_backends
+from diffvision.ops import (
+    attention_backend,
+    attention_maps,
+    diff_attention,
+    diff_attention_varlen,
+    supported_backends,
+)
 from diffvision.ops.attention import BACKENDS, Problem
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
@@ -240,6 +246,35 @@ def test_bad_input_is_named(case):
     change, settings, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         diff_attention(*change(*tensors()), **settings)
+
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+BAD_PACKED = {
+    "axes": (lambda q, k, v, lam: ((q[None], k, v, lam, CU), {}), r"q \[T, H, 2, D\]"),
+    "one map": (lambda q, k, v, lam: ((q[:, :, :1], k, v, lam, CU), {}), r"q \[B, H, 2, M, D\]"),
+    "heads": (lambda q, k, v, lam: ((q, k[:, :3], v[:, :3], lam, CU), {}), "4 query heads cannot share 3"),
+    "rows": (lambda q, k, v, lam: ((q, k, v[:4], lam, CU), {}), "same heads and length"),
+    "dtype": (lambda q, k, v, lam: ((q.half(), k, v, lam, CU), {}), "one dtype"),
+    "integers": (lambda q, k, v, lam: ((q.int(), k.int(), v.int(), lam, CU), {}), "floating point"),
+    "offsets": (lambda q, k, v, lam: ((q, k, v, lam, CU.long()), {}), "cu_seqlens must be int32"),
+    "offsets of keys": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"cu_seqlens_k": [0, 2, 5]}), "cu_seqlens_k must be"),
+    "number": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"cu_seqlens_k": CU[:2]}), "has 2 offsets and cu_seqlens 3"),
+    "end": (lambda q, k, v, lam: ((q, k, v, lam, CU - 1), {}), "must rise from 0"),
+    "lam": (lambda q, k, v, lam: ((q, k, v, torch.ones(3, 1, 1), CU), {}), r"lam of shape \(3, 1, 1\)"),
+    "complex lam": (lambda q, k, v, lam: ((q, k, v, lam * 1j, CU), {}), "lam must be a real tensor"),
+    "scale": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"scale": float("inf")}), "scale must be a finite"),
+    "backend": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"backend": "flash"}), "cuda, not on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PACKED)
+def test_bad_packed_input_is_named(case):
+    change, message = BAD_PACKED[case]
+    arguments, settings = change(
+        torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 8), torch.randn(5, 4, 16), torch.tensor(0.2)
+    )
+    with pytest.raises(ValueError, match=message):
+        diff_attention_varlen(*arguments, **settings)
 
 
 @pytest.mark.parametrize("backend", NAMES)

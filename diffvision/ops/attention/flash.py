@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffvision.ops.attention.difference import subtract
@@ -151,42 +150,19 @@ def diff_attention(
 
 
 def diff_attention_varlen(
-    q: Float[Tensor, "T H 2 D"],
-    k: Float[Tensor, "S Hk P D"],
-    v: Float[Tensor, "S Hk V"],
-    lam: Float[Tensor, "..."] | float,
-    cu_seqlens_q: Int[Tensor, "B1"],
-    cu_seqlens_k: Int[Tensor, "B1"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Float[Tensor, "T H V"]:
-    """Compute `diff_attention` of sequences of different lengths, packed one after another without padding.
-
-    Args:
-        q: queries of both maps [T, H, 2, D], T tokens of all sequences.
-        k: keys [S, Hk, 2, D], or [S, Hk, 1, D] where both maps share them.
-        v: values [S, Hk, V].
-        lam: broadcastable to [T, H, 1].
-        cu_seqlens_q: where each sequence starts, and the end: int32 [B + 1], on the same device.
-        cu_seqlens_k: the same of keys.
-        max_seqlen_q: the longest sequence of queries.
-        max_seqlen_k: the longest sequence of keys.
-        causal: within each sequence, aligned to its last key.
-        scale: of the logits; D**-0.5 if None.
-
-    Returns:
-        [T, H, V] in q's dtype; zeros where a query has no key (both libraries say so of their kernels).
-
-    Raises:
-        ValueError: shapes do not fit, or this backend cannot take the call.
-    """
-    lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device)
-    problem = _check_varlen(q, k, v, lam, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if (reason := limit(problem._replace(causal=causal))) is not None:
-        raise ValueError(f"diff_attention_varlen cannot take this call: {reason}")
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out = _library().attend_varlen(
@@ -254,46 +230,3 @@ def _library() -> Library:
     library = find_library()
     assert isinstance(library, Library), library  # `limit` was called before
     return library
-
-
-def _check_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> Problem:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 3 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
-        raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
-    if q.shape[3] != k.shape[3] or k.shape[:2] != v.shape[:2] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q and k need one head size, k and v the same tokens and heads, which divide q's; {shapes}")
-    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
-        raise ValueError(
-            f"q, k and v need one dtype and device; got {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, ..."
-        )
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if starts.dim() != 1 or starts.dtype != torch.int32 or starts.device != q.device:
-            raise ValueError(f"{name} must be int32 [B + 1] on {q.device}; got {starts.dtype} {tuple(starts.shape)}")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(f"{len(cu_seqlens_q)} starts of queries and {len(cu_seqlens_k)} of keys: need the same")
-    try:
-        lam.expand(*q.shape[:2], 1)
-    except RuntimeError:
-        raise ValueError(f"lam of shape {tuple(lam.shape)} does not broadcast to {[*q.shape[:2], 1]}") from None
-    return Problem(
-        batch=len(cu_seqlens_q) - 1,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        queries=min(max_seqlen_q, q.shape[0]),
-        keys=min(max_seqlen_k, k.shape[0]),
-        head_dim=q.shape[3],
-        value_dim=v.shape[2],
-        shared_keys=k.shape[2] == 1,
-        dtype=q.dtype,
-        device=q.device.type,
-        grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam)),
-    )

@@ -8,7 +8,6 @@ import importlib.util
 import os
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from diffvision.ops.attention.problem import Problem
@@ -80,41 +79,22 @@ def diff_attention(
 
 
 def diff_attention_varlen(
-    q: Float[Tensor, "T H 2 D"],
-    k: Float[Tensor, "S Hk P D"],
-    v: Float[Tensor, "S Hk V"],
-    lam: Float[Tensor, "..."],
-    cu_seqlens_q: Int[Tensor, "B+1"],
-    cu_seqlens_k: Int[Tensor, "B+1"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Float[Tensor, "T H V"]:
-    """Compute differential attention of packed sequences; no sequence attends to another.
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked.
 
-    Args:
-        q: queries of all sequences [T, H, 2, D].
-        k: keys [S, Hk, 2, D], or [S, Hk, 1, D] where both maps share them.
-        v: values [S, Hk, V].
-        lam: broadcastable to [T, H, 1].
-        cu_seqlens_q: int32 on q's device; sequence i is rows cu_seqlens_q[i] to cu_seqlens_q[i + 1].
-        cu_seqlens_k: the same of keys and values.
-        max_seqlen_q: the largest number of queries in a sequence. It is not checked: that would wait for the device.
-        max_seqlen_k: the largest number of keys in a sequence, not checked either.
-        causal: aligned to each sequence's last key.
-        scale: of the logits; D**-0.5 if None.
-
-    Returns:
-        [T, H, V] in q's dtype; zeros in rows beyond the last sequence.
-
-    Raises:
-        ValueError: shapes do not fit, or these kernels cannot take the call.
+    Rows beyond the last sequence are zeros.
     """
-    lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device)
-    _check_packed(q, k, v, lam, cu_seqlens_q, cu_seqlens_k, causal)
-    lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
     out = _call(
         q.permute(1, 2, 0, 3)[None],
         k.permute(1, 2, 0, 3)[None],
@@ -145,26 +125,3 @@ def _call(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -
 
 def _wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> None:
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 3 or q.shape[2] != 2 or k.shape[2] not in (1, 2):
-        raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
-    if k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k and v need the same rows and heads, q and k one head size, H a multiple of Hk; {shapes}")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"q, k and v need one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape != cu_q.shape or cu.device != q.device:
-            raise ValueError(f"{name} must be int32 [B + 1] on {q.device}, got {cu.dtype} {tuple(cu.shape)}")
-    shape, target = tuple(lam.shape), (q.shape[0], q.shape[1], 1)
-    if len(shape) > 3 or any(a not in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False)):
-        raise ValueError(f"lam of shape {shape} does not broadcast to {list(target)}")
-    rows, heads, _, head_dim = q.shape
-    problem = Problem(
-        1, heads, k.shape[1], rows, k.shape[0], head_dim, v.shape[2], k.shape[2] == 1, causal,
-        dtype=q.dtype, device=q.device.type,
-    )  # fmt: skip
-    if (reason := limit(problem)) is not None:
-        raise ValueError(f"diff_attention_varlen cannot take this call: {reason}")
