@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -12,6 +13,9 @@ from diffvision import moved
 from diffvision.cli import main
 from diffvision.mistakes import Mistake
 from diffvision.training.settings import check
+
+# Without the lab, which nothing else needs, the names that moved there are gone.
+MODULES = {old: new for old, new in moved.MODULES.items() if find_spec("diffvision.lab") or ".lab." not in new}
 
 
 @pytest.fixture
@@ -23,9 +27,9 @@ def forget_old_names():
 
 
 @pytest.mark.usefixtures("forget_old_names")
-@pytest.mark.parametrize("old", moved.MODULES)
+@pytest.mark.parametrize("old", MODULES)
 def test_an_old_module_is_the_new_one_and_warns_once(old):
-    new = moved.MODULES[old]
+    new = MODULES[old]
     with pytest.warns(FutureWarning, match=f"{old} is now {new}:") as warned:
         module = import_module(old)
     assert len(warned) == 1
@@ -49,7 +53,7 @@ def test_an_old_name_is_the_new_one_and_warns_once(old):
 
 def test_no_row_hides_a_module_that_exists():
     finders = [finder for finder in sys.meta_path if not isinstance(finder, moved._Finder)]
-    for old in moved.MODULES:
+    for old in MODULES:
         parent, _, name = old.rpartition(".")
         path = import_module(moved.find_current(parent)).__path__
         assert not any(finder.find_spec(f"{parent}.{name}", path) for finder in finders), old
