@@ -4,8 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from diffvision.data.shards.evaluation_loader import EvaluationLoader
-from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.sample import SampleKind, SampleSource
 
 

@@ -10,7 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import Any, TypeGuard
 
@@ -45,7 +45,10 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     with _pil_errors():
         image = open_image(data, max_pixels)
         image.load()
-        return to_rgb(_upright(image))
+        with suppress(Exception):  # unreadable EXIF says nothing about the orientation
+            if image.getexif().get(_ORIENTATION, 1) != 1:  # not always: it copies
+                image = ImageOps.exif_transpose(image)
+        return to_rgb(image)
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -79,15 +82,6 @@ def _pil_errors() -> Iterator[None]:
         raise BadSample("image too large") from None
     except Exception as error:  # PIL's decoders raise nearly anything on damaged data
         raise BadSample("truncated image" if "truncated" in str(error) else "damaged image") from None
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return (
-            ImageOps.exif_transpose(image) if image.getexif().get(_ORIENTATION, 1) != 1 else image
-        )  # not always: it copies
-    except Exception:  # unreadable EXIF says nothing about the orientation
-        return image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -135,8 +129,15 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
     """
     if not isinstance(text, str):
         raise TypeError(f"a caption is text, not {type(text).__name__}: {text!r:.40}")
-    caption = _without_special_tokens(text.strip()[:max_chars]).strip()
-    if is_blank(caption):
+    caption = text.strip()[:max_chars]
+    plain = caption
+    for _ in range(3):  # HTML escapes can hide a special token, and can be nested
+        if "&" not in plain:
+            break
+        plain = html.unescape(plain)
+    if _SPECIAL_TOKENS.search(plain):
+        caption = _SPECIAL_TOKENS.sub(r"\1", plain).strip()
+    if not _VISIBLE.search(html.unescape(caption)):
         raise BadSample("empty caption")
     if _HALF_PAIR.search(caption):
         raise BadSample("caption not UTF-8")
@@ -151,20 +152,6 @@ def is_blank(text: str) -> bool:
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 _SPECIAL_TOKENS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)>", re.IGNORECASE)
-
-
-def _without_special_tokens(text: str) -> str:
-    """Return the text with special tokens such as `<end_of_text>` reduced to the words in them.
-
-    HTML escapes are undone first, because they can hide a special token, up to three times, because they can be nested.
-    `captions.text_only` handles those that appear only when a tokenizer cleans the text.
-    """
-    plain = text
-    for _ in range(3):
-        if "&" not in plain:
-            break
-        plain = html.unescape(plain)
-    return _SPECIAL_TOKENS.sub(r"\1", plain) if _SPECIAL_TOKENS.search(plain) else text
 
 
 def json_record(data: bytes) -> dict[str, Any]:

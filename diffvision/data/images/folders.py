@@ -35,7 +35,7 @@ from diffvision.data.images.samples import (
     Transform,
 )
 from diffvision.data.images.sources import class_prompts, is_image_source, open_source
-from diffvision.data.shards.evaluation_loader import EvaluationLoader
+from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
 from diffvision.data.shards.sources import decoded

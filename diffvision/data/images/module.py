@@ -27,8 +27,7 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.images.sources import class_prompts, find_images, is_image_source
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.evaluation_loader import EvaluationLoader
-from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet

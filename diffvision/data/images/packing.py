@@ -16,7 +16,6 @@ from diffvision.data.images.decode import clean_caption, decode_image, decode_te
 from diffvision.data.images.folders import ImageEvaluationFolder, in_order
 from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.images.sources import find_images
-from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import MANIFEST
@@ -244,7 +243,6 @@ class _Shards(Dataset):
             self,
             batch_size=None,
             num_workers=max(1, min(num_workers, len(self))),
-            collate_fn=identity_collate,
             generator=torch.Generator(),  # else it would draw from the process's generator
         )
         total = Packed()

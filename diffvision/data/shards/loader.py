@@ -1,29 +1,142 @@
-"""Batches for training: exact order, true length, an account of every sample, resumable at any batch.
+"""Batches of samples for training and for evaluation, with an account of every sample.
 
-Global batch i of an epoch is positions i*B .. (i+1)*B-1 of the epoch's order, whatever the number of workers and ranks;
-rank r of w has the r-th of w equal slices of it. A bad sample is replaced by the next good one at the
-same slot of a later global batch: no batch has a sample twice, and no rank needs to know of the others.
+`ShardLoader` has those for training: global batch i of an epoch is positions i*B .. (i+1)*B-1 of the epoch's order,
+whatever the number of workers and ranks; rank r of w has the r-th of w equal slices of it. A bad sample is replaced by
+the next good one at the same slot of a later global batch: no batch has a sample twice, and no rank needs to know of
+the others. `EvaluationLoader` has every sample once, in order.
 """
 
+import hashlib
+import random
+import struct
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from diffvision.data.shards.batch_reader import BatchReader, Request, check_settings, identity_collate
-from diffvision.data.shards.order import ShuffledOrder
-from diffvision.data.shards.report import Limits, Report
-from diffvision.data.shards.sample import BadSample, SampleKind, SampleSource
+from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
+from diffvision.data.shards.report import Limits, Report, Tally
+from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
 from diffvision.data.shards.watchdog import STALL_TIMEOUT, Pulse, watched
 
 _PREPARING_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """Positions start..stop-1 of an epoch's order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+class BatchReader(Dataset):
+    """Map-style dataset of Request -> (batch or None, Tally); each worker computes the epoch's order itself.
+
+    Args:
+        source: the samples.
+        kind: what to make of each sample.
+        order: epoch -> Order.
+        stride: samples in a global batch, the step at which substitutes are searched; None leaves bad samples out.
+        seed: with epoch and sample it seeds Python's, numpy's and torch's generators while the sample is decoded;
+            None leaves them alone.
+        limits: how many bad samples in a row are given up on.
+        pulse: beats with each sample that is decoded, or is bad.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        kind: SampleKind,
+        order: Callable[[int], Order],
+        *,
+        stride: int | None = None,
+        seed: int | None = None,
+        limits: Limits,
+        pulse: Pulse | None = None,
+    ) -> None:
+        self.source, self.kind, self.stride, self.seed, self.limits = source, kind, stride, seed, limits
+        self.pulse = pulse or Pulse()
+        self._make_order = order
+        self._order: tuple[int, Order] | None = None
+
+    def __getitem__(self, request: Request) -> tuple[Any, Tally]:
+        if self._order is None or self._order[0] != request.epoch:
+            self._order = (request.epoch, self._make_order(request.epoch))
+            self.source.on_progress(self.pulse.beat)  # here: a callback is not sent to other processes
+        if self.seed is None or get_worker_info() is not None:
+            return self._read(self._order[1], request)
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+        try:
+            return self._read(self._order[1], request)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+            torch.default_generator.set_state(states[2])
+
+    def _read(self, order: Order, request: Request) -> tuple[Any, Tally]:
+        tally = Tally(request.start, request.stop)
+        items: dict[int, Any] = {}
+        in_a_row = 0
+        for position, sample in enumerate(order.samples(request.start, request.stop), start=request.start):
+            try:
+                items[position] = self._item(sample, request.epoch)
+                in_a_row = 0
+            except BadSample as reason:
+                tally.bad[position] = (str(reason), self.source.describe(sample))
+                in_a_row += 1
+                if in_a_row >= self.limits.max_bad_in_a_row:
+                    tally.stop, tally.given_up = position + 1, True
+                    return None, tally
+        if self.stride is not None:
+            for position in tally.bad:
+                if (item := self._substitute(order, position, request.epoch)) is None:
+                    tally.given_up = True
+                    return None, tally
+                items[position] = item
+                tally.substituted += 1
+        batch = self.kind.collate([items[position] for position in sorted(items)]) if items else None
+        return batch, tally
+
+    def _substitute(self, order: Order, position: int, epoch: int) -> Any:
+        """Return the next good sample of the same slot in other global batches, or None if there is none."""
+        assert self.stride is not None
+        slot = range(position % self.stride, len(order), self.stride)
+        batch = position // self.stride
+        for step in range(1, min(len(slot), self.limits.max_bad_in_a_row + 1)):
+            other = slot[(batch + step) % len(slot)]
+            with suppress(BadSample):
+                return self._item(order.samples(other, other + 1)[0], epoch)
+        return None
+
+    def _item(self, sample: SampleId, epoch: int) -> Any:
+        """Read and decode one sample; what is drawn at random follows from the seed, the epoch and the sample."""
+        self.pulse.clock.value = time.monotonic()
+        members = self.source.members(sample)
+        if self.seed is not None:
+            digest = hashlib.blake2b(struct.pack("4q", self.seed, epoch, *sample), digest_size=20).digest()
+            words = struct.unpack("=QIQ", digest)
+            random.seed(words[0])
+            np.random.seed(words[1])  # noqa: NPY002 (transforms use numpy's global generator)
+            torch.default_generator.manual_seed(words[2])
+        try:
+            return self.kind.decode(members)
+        except BadSample:
+            raise
+        except Exception as error:
+            error.add_note(f"while making the sample {self.source.describe(sample)}")
+            raise
 
 
 class ShardLoader:
@@ -38,7 +151,10 @@ class ShardLoader:
         batch_size: samples of a global batch, over all ranks; each rank gets batch_size / world_size of them.
         seed: determines the order, with the epoch; and augmentation, with epoch and sample.
         num_workers: processes that read and decode; 0 does it in this one.
+        rank: this process's rank, of `world_size`.
+        world_size: the number of ranks.
         window: shards shuffled together, see `order.ShuffledOrder`.
+        limits: how many bad samples stop the run.
         stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
 
     Raises:
@@ -63,7 +179,7 @@ class ShardLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        check_settings(batch_size, num_workers, rank, world_size)
+        _check_settings(batch_size, num_workers, rank, world_size)
         if batch_size % world_size:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
         if len(shards) < batch_size:
@@ -88,7 +204,7 @@ class ShardLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            collate_fn=identity_collate,
+            collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
@@ -125,10 +241,11 @@ class ShardLoader:
         self._position, self._resume = (epoch, first), False
         self.report = report = self._new_report(epoch, first)
         self._requests.epoch, self._requests.first = epoch, first
+        last = len(self) - 1
         batches = watched(self._loader, self._pulse, self.stall_timeout)
         for number, (batch, tally) in enumerate(batches, start=first):
             report.add(tally, self.limits)
-            self._position = (epoch, number + 1) if number + 1 < len(self) else (epoch + 1, 0)
+            self._position = (epoch, number + 1) if number < last else (epoch + 1, 0)
             yield batch
 
     def names(self, epoch: int, batch: int) -> list[str]:
@@ -161,22 +278,20 @@ class ShardLoader:
                     f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now; the order of samples would "
                     "not be the same. Restore it, or start a new run from the weights alone"
                 )
-        self._compare_content(state.get("content", "names and counts:"))
-        self._position, self._resume = (int(state["epoch"]), int(state["batches_consumed"])), True
-
-    def _compare_content(self, saved: str) -> None:
-        kind, current = saved.partition(":")[0], self.shards.content
-        if kind != current.partition(":")[0]:  # a checkpoint of an earlier version, or a manifest written since
+        saved, current = state.get("content", "names and counts:"), self.shards.content
+        kinds = [content.partition(":")[0] for content in (saved, current)]
+        if kinds[0] != kinds[1]:  # a checkpoint of an earlier version, or a manifest written since
             warnings.warn(
-                f"resuming on shards of the same names and counts; whether they hold the same cannot be compared: the "
-                f"checkpoint knows their {kind}, now their {current.partition(':')[0]} are known",
-                stacklevel=3,
+                "resuming on shards of the same names and counts; whether they hold the same cannot be compared: the "
+                f"checkpoint knows their {kinds[0]}, now their {kinds[1]} are known",
+                stacklevel=2,
             )
         elif saved != current:
             raise ValueError(
                 f"cannot resume: the shards have the names and counts of those of the checkpoint, and other content "
                 f"({current}, not {saved}). Restore them, or start a new run from the weights alone"
             )
+        self._position, self._resume = (int(state["epoch"]), int(state["batches_consumed"])), True
 
     def _identity(self) -> dict[str, Any]:
         """Return all that an epoch's batches follow from, besides the epoch and augmentation."""
@@ -225,22 +340,21 @@ class _Requests:
         for batch in range(self.first, len(self)):
             start = batch * self.batch_size + self.rank * self.share
             if (number := order.window_at(start)) != window:
-                self._prepare(shard for n in (number, number + 1) for shard in order.window_shards(n))
+                self._prepare([shard for n in (number, number + 1) for shard in order.window_shards(n)])
                 window = number
             yield Request(epoch, start, start + self.share)
 
-    def _prepare(self, numbers: Iterator[int]) -> None:
+    def _prepare(self, numbers: list[int]) -> None:
         if self._wanted is None:
             self._wanted = SimpleQueue()
-            weakref.finalize(self, _end, self._wanted)
+            weakref.finalize(self, _end_preparing, self._wanted)
             for _ in range(_PREPARING_THREADS):
                 # Daemons: an interpreter that exits does not wait until all shards are fetched.
                 Thread(
                     target=_prepare_all, args=(self.shards, self._wanted), name="prepare-shards", daemon=True
                 ).start()
-        for number in numbers:
-            if self.shards.needs_preparing(number):
-                self._wanted.put(number)
+        for number in filter(self.shards.needs_preparing, numbers):
+            self._wanted.put(number)
 
 
 def _prepare_all(shards: SampleSource, wanted: SimpleQueue) -> None:
@@ -248,6 +362,83 @@ def _prepare_all(shards: SampleSource, wanted: SimpleQueue) -> None:
         shards.prepare(number)
 
 
-def _end(wanted: SimpleQueue) -> None:
+def _end_preparing(wanted: SimpleQueue) -> None:
     for _ in range(_PREPARING_THREADS):
         wanted.put(None)
+
+
+class EvaluationLoader:
+    """Batches of samples in order, each sample exactly once over all ranks; the last batch may be smaller.
+
+    Rank r of w has the r-th of w contiguous parts, so joining the ranks' results keeps the order. Bad samples are left
+    out and counted in `report`, which is of this rank's part.
+
+    Args:
+        source: the samples.
+        kind: what to make of each sample.
+        batch_size: samples of a batch, on each rank.
+        num_workers: processes that read and decode; 0 does it in this one.
+        rank: this process's rank, of `world_size`.
+        world_size: the number of ranks.
+        limits: how many bad samples stop the evaluation.
+        stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        kind: SampleKind,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        limits: Limits | None = None,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> None:
+        _check_settings(batch_size, num_workers, rank, world_size)
+        self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
+        self.stall_timeout, self._pulse = stall_timeout, Pulse()
+        start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
+        firsts = range(start, stop, batch_size)
+        self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
+        self._samples = stop - start
+        self._extra_counts, self._num_workers = source.extra_counts, num_workers
+        self.report = self.new_report()
+        order = partial(SequentialOrder, source.counts)
+        self._reader = BatchReader(source, kind, order, limits=self.limits, pulse=self._pulse)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.report = self.new_report()
+        for batch, tally in self.tallied(range(len(self))):
+            self.report.add(tally, self.limits)
+            if batch is not None:
+                yield batch
+
+    def tallied(self, numbers: Sequence[int]) -> Iterator[tuple[Any, Tally]]:
+        """Yield batches by their numbers: each (None where no sample is good) with what became of its samples."""
+        loader = DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=[self._requests[number] for number in numbers],
+            num_workers=min(self._num_workers, len(numbers)),
+            collate_fn=tuple,  # of what is a pair already
+            generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
+        )
+        yield from watched(loader, self._pulse, self.stall_timeout)
+
+    def new_report(self) -> Report:
+        """Return an empty report of this rank's part."""
+        return Report(self._samples, extra_counts=self._extra_counts)
+
+
+def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int) -> None:
+    """Raise ValueError for a batch size, number of workers or rank that is out of range."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: it counts the samples of a batch, 1 or more")
+    if num_workers < 0:
+        raise ValueError(f"num_workers is {num_workers}: it counts processes, 0 to read in this one")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")

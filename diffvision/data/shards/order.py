@@ -25,7 +25,7 @@ class Order(Protocol):
 class SequentialOrder:
     """Shards and rows as they come, for evaluation."""
 
-    def __init__(self, counts: np.ndarray) -> None:
+    def __init__(self, counts: np.ndarray, epoch: int = 0) -> None:
         self._ends = np.cumsum(counts)
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class ShuffledOrder:
         self._counts = np.asarray(counts, dtype=np.int64)[self._shards]
         ends = np.cumsum(self._counts)
         self._window_ends = np.append(ends[window - 1 : -1 : window], ends[-1:])
-        self._kept: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._shuffled: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return int(self._window_ends[-1]) if len(self._window_ends) else 0
@@ -68,7 +68,9 @@ class ShuffledOrder:
             number = self.window_at(start)
             begin = int(self._window_ends[number - 1]) if number else 0
             end = min(stop, int(self._window_ends[number]))
-            shards, rows = self._shuffled(number)
+            if self._shuffled is None or self._shuffled[0] != number:
+                self._shuffled = (number, *self._shuffle(number))
+            _, shards, rows = self._shuffled
             part = slice(start - begin, end - begin)
             samples += zip(shards[part].tolist(), rows[part].tolist(), strict=True)
             start = end
@@ -76,7 +78,7 @@ class ShuffledOrder:
 
     def window_at(self, position: int) -> int:
         """Return the number of the window that holds this position."""
-        if not 0 <= position < len(self):
+        if not 0 <= position < self._window_ends[-1]:
             raise IndexError(f"position {position} of an order of {len(self)} samples")
         return int(np.searchsorted(self._window_ends, position, side="right"))
 
@@ -84,13 +86,12 @@ class ShuffledOrder:
         """Return the shards of a window; none past the last one."""
         return self._shards[number * self.window : (number + 1) * self.window].tolist()
 
-    def _shuffled(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._kept is None or self._kept[0] != number:
-            part = slice(number * self.window, (number + 1) * self.window)
-            counts = self._counts[part]
-            shards = np.repeat(self._shards[part], counts)
-            begins = np.repeat(np.cumsum(counts) - counts, counts)
-            rows = np.arange(len(shards)) - begins
-            shuffle = np.random.default_rng([self._seed, self._epoch, 1, number]).permutation(len(shards))
-            self._kept = (number, shards[shuffle], rows[shuffle])
-        return self._kept[1], self._kept[2]
+    def _shuffle(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards and rows of a window's samples in their order."""
+        part = slice(number * self.window, (number + 1) * self.window)
+        counts = self._counts[part]
+        shards = np.repeat(self._shards[part], counts)
+        begins = np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.arange(len(shards)) - begins
+        order = np.random.default_rng([self._seed, self._epoch, 1, number]).permutation(len(shards))
+        return shards[order], rows[order]

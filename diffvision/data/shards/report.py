@@ -84,14 +84,20 @@ class Report:
         Raises:
             BadDataError: a limit is passed; the message has a summary.
         """
+        self.seen += tally.stop - tally.start - len(tally.bad)
+        if not tally.bad:
+            self.in_a_row = 0
+            return
+        self.substituted += tally.substituted
         for reason, example in tally.bad.values():
             self.skipped[reason] += 1
             shown = self.examples.setdefault(reason, [])
             if len(shown) < 3:
                 shown.append(example)
-        self.seen += tally.stop - tally.start - len(tally.bad)
-        self.substituted += tally.substituted
-        longest = self._longest_run(tally)
+        longest = 0
+        for position in range(tally.start, tally.stop):
+            self.in_a_row = self.in_a_row + 1 if position in tally.bad else 0
+            longest = max(longest, self.in_a_row)
         share = self.total / self.world_size  # of the whole epoch, or a run resumed near its end would stop at one
         if longest >= limits.max_bad_in_a_row or tally.given_up:
             raise BadDataError(
@@ -103,16 +109,6 @@ class Report:
                 f"{counted(self.bad)}: the limit is {limits.max_bad_fraction:.2%} of {share:,.0f}; correct or remove "
                 f"the files{', or raise max_bad_fraction' if limits.settable else ''}.\n{self.summary()}"
             )
-
-    def _longest_run(self, tally: Tally) -> int:
-        if not tally.bad:
-            self.in_a_row = 0
-            return 0
-        longest = 0
-        for position in range(tally.start, tally.stop):
-            self.in_a_row = self.in_a_row + 1 if position in tally.bad else 0
-            longest = max(longest, self.in_a_row)
-        return longest
 
     def summary(self) -> str:
         """Return a line of counts, and one for each reason."""

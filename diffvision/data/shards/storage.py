@@ -49,7 +49,7 @@ class ShardSet:
     def __init__(self, source: str | Path | Sequence[str | Path | Shard], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
         self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pinned(find_shards(source))]
-        self._recent: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, the latest last
+        self._used: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, in the order of opening
         self.counts = np.array(self._count(), dtype=np.int64)
         contents = [reader.content for reader in self._readers]
         self.content = f"{'+'.join(sorted({kind for kind, _ in contents}))}:{_digest(contents)}"
@@ -79,11 +79,11 @@ class ShardSet:
         return {}
 
     def reader(self, number: int) -> ShardReader:
-        """Return the reader of a shard, which stays open until 64 others have been read."""
-        self._recent[number] = None
-        self._recent.move_to_end(number)
-        if len(self._recent) > _MAX_OPEN:
-            self._readers[self._recent.popitem(last=False)[0]].close()
+        """Return the reader of a shard, which stays open until 64 others have been opened."""
+        if number not in self._used:
+            self._used[number] = None
+            if len(self._used) > _MAX_OPEN:
+                self._readers[self._used.popitem(last=False)[0]].close()
         return self._readers[number]
 
     def members(self, sample: SampleId) -> Members:
@@ -94,7 +94,8 @@ class ShardSet:
             ValueError: the shard was changed, and no manifest says what it should hold.
         """
         number, row = sample
-        return self.reader(number).read(row)
+        reader = self._readers[number] if number in self._used else self.reader(number)
+        return reader.read(row)
 
     def first(self) -> list[Members]:
         """Return the first few samples of the first shard; none where it cannot be read."""

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,11 @@ class Pulse:
     """The time at which any of the processes that share it last made progress."""
 
     def __init__(self) -> None:
-        self._last = multiprocessing.RawValue("d", 0.0)
+        self.clock = multiprocessing.RawValue("d", 0.0)  # as `time.monotonic`
 
     def beat(self) -> None:
         """Note progress, now."""
-        self._last.value = time.monotonic()
-
-    @property
-    def last(self) -> float:
-        """The time of the last progress, as `time.monotonic`."""
-        return self._last.value
+        self.clock.value = time.monotonic()
 
 
 def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[Any]:
@@ -73,8 +68,8 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
     try:
         while True:
             try:
-                with watch.waiting():
-                    batch = next(batches)
+                watch.since = time.monotonic()
+                batch = next(batches)
             except StopIteration:
                 return
             except Exception as error:
@@ -85,9 +80,11 @@ def watched(loader: DataLoader, pulse: Pulse, stall_timeout: float) -> Iterator[
                     _end(workers)
                     raise WorkerDiedError(deaths) from error
                 raise
+            finally:
+                watch.since = None
             yield batch
     finally:
-        watch.end()
+        watch.ended.set()
 
 
 def _end(workers: list[Any]) -> None:
@@ -135,29 +132,18 @@ class _Watch:
     def __init__(self, workers: list[int], pulse: Pulse, timeout: float) -> None:
         self.stall = ""  # what was stuck, once something was
         self._workers, self._pulse, self._timeout = workers, pulse, timeout
-        self._since: float | None = None
-        self._ended = threading.Event()
+        self.since: float | None = None  # when the wait for a batch began
+        self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-workers", daemon=True)
         if workers:
             self._thread.start()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
-
-    def end(self) -> None:
-        self._ended.set()
-
     def _run(self) -> None:
         tick = min(1.0, self._timeout / 10)
         quiet, warned, before = 0.0, False, time.monotonic()
-        while not self._ended.wait(tick):
-            now, since = time.monotonic(), self._since
-            if since is None or max(since, self._pulse.last) > before:
+        while not self.ended.wait(tick):
+            now, since = time.monotonic(), self.since
+            if since is None or max(since, self._pulse.clock.value) > before:
                 quiet, warned = 0.0, False
             else:
                 quiet += min(now - before, 2 * tick)  # bounded, because this process may have been suspended itself

@@ -11,8 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from diffvision.data.shards.evaluation_loader import EvaluationLoader
-from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet

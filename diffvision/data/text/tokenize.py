@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from diffvision.data.shards.batch_reader import identity_collate
 from diffvision.data.shards.cache import identity
 from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
@@ -296,7 +295,6 @@ def _read(
         batch_size=None,
         sampler=firsts,
         num_workers=min(num_workers, len(firsts)),
-        collate_fn=identity_collate,
         generator=torch.Generator(),  # else it would draw from the process's generator
     )
     with bar("tokenising", len(source)) as advance:

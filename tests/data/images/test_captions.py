@@ -131,3 +131,8 @@ def test_tokenizers_of_hugging_face(tmp_path):
 
 def test_other_tokenizers_are_left_as_they_are(corpus):
     assert text_only(corpus.tokenize) is corpus.tokenize
+
+
+@pytest.mark.parametrize("text", ["a &lt;end_of_text&gt; cat", "a &amp;lt;end_of_text&amp;gt; cat"])
+def test_a_special_token_that_is_escaped_is_made_plain_text(text):
+    assert clean_caption(text) == "a end_of_text cat"

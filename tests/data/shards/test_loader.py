@@ -11,7 +11,7 @@ import webdataset
 from torch.utils.data import get_worker_info
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.shards.batch_reader import BatchReader, Request
+from diffvision.data.shards.loader import BatchReader, Request
 
 LENIENT = Limits(max_bad_fraction=1.0)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.shards.evaluation_loader import EvaluationLoader
+from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
