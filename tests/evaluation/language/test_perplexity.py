@@ -1,4 +1,4 @@
-"""Perplexity, loss by position and associative recall of a table of probabilities, by hand."""
+"""Perplexity and loss by position of a table of probabilities, by hand."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples, windows
 from diffvision.evaluation.language.position_nll import position_nll
-from diffvision.lab.language.associative_recall import associative_recall, frequent_bigrams, repeated_bigrams
 
 NEXT = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.125, 0.125, 0.75]]
 LN2 = math.log(2)
@@ -54,9 +53,8 @@ def test_windows_do_not_change_a_model_without_memory(table):
 def test_bad_windows_and_empty_documents_are_named(table):
     with pytest.raises(ValueError, match="stride is 5 and window"):
         list(windows(torch.arange(9), 4, 5))
-    for evaluation in (perplexity, associative_recall):
-        with pytest.raises(ValueError, match="no document has two tokens"):
-            evaluation(table(NEXT), [torch.tensor([1])], window=4)
+    with pytest.raises(ValueError, match="no document has two tokens"):
+        perplexity(table(NEXT), [torch.tensor([1])], window=4)
 
 
 def test_loss_by_position_is_the_running_mean(table):
@@ -70,22 +68,3 @@ def test_loss_by_position_is_the_running_mean(table):
     assert set(few) == {"nll/1", "nll/4", "documents"}
     with pytest.raises(ValueError, match=r"more than 10 tokens \(the longest"):
         position_nll(table(NEXT), documents, length=10)
-
-
-def test_repeated_bigrams_of_the_row():
-    tokens = torch.tensor([[1, 2, 3, 1, 2, 2, 2], [1, 1, 1, 0, 1, 2, 3]])
-    assert repeated_bigrams(tokens).int().tolist() == [[0, 0, 0, 1, 0, 1], [0, 1, 0, 0, 0, 0]]
-
-
-def test_recall_parts_the_loss(table):
-    document = torch.tensor([0, 1, 1, 0, 1, 2])  # bigrams 01 11 10 01 12: the second 01, of 2 bits, is a hit
-    metrics = associative_recall(table(NEXT), [document, torch.tensor([0, 1])], window=8)
-    assert metrics["nll/ar_hit"] == pytest.approx(2 * LN2, rel=1e-6)
-    assert metrics["nll/others"] == pytest.approx((2 + 1 + 2 + 2 + 2) / 5 * LN2, rel=1e-6)
-    assert metrics["nll/all"] == pytest.approx(11 / 6 * LN2, rel=1e-6)
-    assert metrics["ar_hit_share"] == pytest.approx(1 / 6)
-    # a bigram that the training data is full of is no recall; nor is one of another window
-    frequent = frequent_bigrams([torch.tensor([0, 1, 0, 1, 2])], more_than=1)
-    assert len(frequent) == 1
-    assert math.isnan(associative_recall(table(NEXT), [document], window=8, frequent=frequent)["nll/ar_hit"])
-    assert associative_recall(table(NEXT), [document], window=2)["ar_hit_share"] == 0
