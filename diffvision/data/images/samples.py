@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate  # a worker's goes straight into shared memory
 
-from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch
+from diffvision.data.batches import ImageTextBatch, RetrievalBatch
 from diffvision.data.images.captions import text_only
 from diffvision.data.images.decode import (
     MAX_CAPTION,
@@ -148,24 +148,36 @@ class CaptionMember:
         return decode_text(data[:limit], cut=len(data) > limit)
 
 
-class ImageText:
+class _ImageKind:
+    """Joins samples, dictionaries: texts and lists become a list, other values what torch's `default_collate` makes."""
+
+    def collate(self, items: list[dict[str, Any]]) -> Any:
+        """Join decoded samples into a batch."""
+        return {key: _join([item[key] for item in items]) for key in items[0]}
+
+
+def _join(values: list[Any]) -> Any:
+    return values if isinstance(values[0], str | list) else default_collate(values)
+
+
+class ImageText(_ImageKind):
     """`ImageTextBatch`: an image and one caption as token ids, all of it text to the tokenizer (see `captions`)."""
 
     def __init__(self, image: ImageMember, caption: CaptionMember, tokenizer: Tokenizer) -> None:
         self.image, self.caption, self.tokenizer = image, caption, text_only(tokenizer)
 
-    def decode(self, members: Members) -> tuple[Tensor, str]:
-        """Decode one sample."""
+    def decode(self, members: Members) -> dict[str, Any]:
+        """Decode one sample; the tokenizer reads the captions of a whole batch."""
         caption = self.caption.one(members)  # first: it costs little, and a bad one saves the image
-        return self.image(members), caption
+        return {"image": self.image(members), "text": caption}
 
-    def collate(self, items: list[tuple[Tensor, str]]) -> ImageTextBatch:
+    def collate(self, items: list[dict[str, Any]]) -> ImageTextBatch:
         """Join decoded samples into a batch."""
-        images, captions = zip(*items, strict=True)
-        return {"image": default_collate(list(images)), "text": self.tokenizer(list(captions))}
+        batch = super().collate(items)
+        return {"image": batch["image"], "text": self.tokenizer(batch["text"])}
 
 
-class ImageLabel:
+class ImageLabel(_ImageKind):
     """`ImageLabelBatch`: an image and its class number, below `num_classes` where that is known.
 
     The number is that of a member (`cls`) or of a field of a JSON one (`json:label`).
@@ -176,81 +188,64 @@ class ImageLabel:
         self.key, _, self.field = key.partition(":")
         check_key(self.key, ("json",) if self.field else ("cls", "txt"))
 
-    def decode(self, members: Members) -> tuple[Tensor, int]:
+    def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
         if (data := members.get(self.key)) is None:
             raise missing("label", members, "label_key", ("cls", "txt", "json"))
         label = json_label(data, self.field) if self.field else decode_label(data)
         if self.num_classes is not None and label >= self.num_classes:
             raise BadSample("label beyond the classes")
-        return self.image(members), label
-
-    def collate(self, items: list[tuple[Tensor, int]]) -> ImageLabelBatch:
-        """Join decoded samples into a batch."""
-        images, labels = zip(*items, strict=True)
-        return {"image": default_collate(list(images)), "label": torch.tensor(labels, dtype=torch.int64)}
+        return {"image": self.image(members), "label": label}
 
 
-class Retrieval:
+class Retrieval(_ImageKind):
     """`RetrievalBatch`: an image and all its captions as text."""
 
     def __init__(self, image: ImageMember, caption: CaptionMember) -> None:
         self.image, self.caption = image, caption
 
-    def decode(self, members: Members) -> tuple[Tensor, list[str]]:
+    def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
         captions = self.caption.all(members)
-        return self.image(members), captions
-
-    def collate(self, items: list[tuple[Tensor, list[str]]]) -> RetrievalBatch:
-        """Join decoded samples into a batch."""
-        images, captions = zip(*items, strict=True)
-        return {"image": default_collate(list(images)), "captions": list(captions)}
+        return {"image": self.image(members), "captions": captions}
 
 
-class Composition:
+class Composition(Retrieval):
     """`RetrievalBatch`: an image, its captions, the right one first, and what kind of sample it is."""
 
-    def __init__(self, image: ImageMember, caption: CaptionMember) -> None:
-        self._captioned = Retrieval(image, caption)
-
-    def decode(self, members: Members) -> tuple[str, tuple[Tensor, list[str]]]:
+    def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
-        return kind_of(members), self._captioned.decode(members)
-
-    def collate(self, items: list[tuple[str, tuple[Tensor, list[str]]]]) -> RetrievalBatch:
-        """Join decoded samples into a batch."""
-        kinds, captioned = zip(*items, strict=True)
-        return {**self._captioned.collate(list(captioned)), "kind": list(kinds)}
+        kind = kind_of(members)
+        return {**super().decode(members), "kind": kind}
 
 
-class ImagePair:
+class ImagePair(_ImageKind):
     """`RetrievalBatch`: two images with a caption each, from `0.png` and `1.png` (or jpg) and `0.txt` and `1.txt`."""
 
     def __init__(self, transform: Transform) -> None:
         self._images = [ImageMember(transform, [f"{side}.{key}" for key in IMAGE_KEYS]) for side in (0, 1)]
         self._captions = [CaptionMember(f"{side}.txt") for side in (0, 1)]
 
-    def decode(self, members: Members) -> tuple[str, list[Tensor], list[str]]:
-        """Decode one sample."""
+    def decode(self, members: Members) -> list[dict[str, Any]]:
+        """Decode the two images of one sample."""
         names = sorted(members)
         for side, (image, caption) in enumerate(zip(self._images, self._captions, strict=True)):
             for one, what in ((image.keys, f"{side}.png or {side}.jpg"), ((caption.key,), caption.key)):
                 if not set(one) & set(names):
                     raise BadSample(f"missing {what}: the sample has {', '.join(names[:_LISTED]) or 'no members'}")
         captions = [caption.one(members) for caption in self._captions]
-        return kind_of(members), [image(members) for image in self._images], captions
+        kind = kind_of(members)
+        return [
+            {"image": image(members), "captions": [caption], "kind": kind}
+            for image, caption in zip(self._images, captions, strict=True)
+        ]
 
-    def collate(self, items: list[tuple[str, list[Tensor], list[str]]]) -> RetrievalBatch:
+    def collate(self, items: list[Any]) -> RetrievalBatch:
         """Join decoded samples into a batch, the two images of each next to each other."""
-        return {
-            "image": default_collate([image for _, images, _ in items for image in images]),
-            "captions": [[caption] for _, _, captions in items for caption in captions],
-            "kind": [kind for kind, _, _ in items for _ in range(2)],
-        }
+        return super().collate([one for pair in items for one in pair])
 
 
-class ImageObjects:
+class ImageObjects(_ImageKind):
     """`RetrievalBatch`: an image with names of objects in it, then as many of objects that are not.
 
     They are the lists `present` and `absent` of the sample's JSON; absent[i] is asked against present[i].
@@ -259,7 +254,7 @@ class ImageObjects:
     def __init__(self, image: ImageMember) -> None:
         self.image = image
 
-    def decode(self, members: Members) -> tuple[Tensor, list[str]]:
+    def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
         record = _record(members)
         if record is None:
@@ -268,12 +263,7 @@ class ImageObjects:
         present, absent = [names if isinstance(names, list) and names and is_caption(names) else [] for names in lists]
         if not present or len(present) != len(absent):
             raise BadSample("present and absent in the JSON are not two lists of names of one length")
-        return self.image(members), [clean_caption(name) for name in (*present, *absent)]
-
-    def collate(self, items: list[tuple[Tensor, list[str]]]) -> RetrievalBatch:
-        """Join decoded samples into a batch."""
-        images, names = zip(*items, strict=True)
-        return {"image": default_collate(list(images)), "captions": list(names)}
+        return {"image": self.image(members), "captions": [clean_caption(name) for name in (*present, *absent)]}
 
 
 def kind_of(members: Members) -> str:

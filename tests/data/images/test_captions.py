@@ -109,7 +109,7 @@ def test_tokens_are_openclips_and_the_cache_is_bounded(clip, monkeypatch):
 
 def test_training_batches_take_marks_for_text_whoever_gives_the_tokenizer(clip):
     kind = ImageText(None, None, clip)
-    batch = kind.collate([(torch.zeros(3, 1, 1), MARKS["full width"])])
+    batch = kind.collate([{"image": torch.zeros(3, 1, 1), "text": MARKS["full width"]}])
     check_row(batch["text"][0], clip)
 
 

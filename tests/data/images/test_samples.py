@@ -53,6 +53,6 @@ def test_batches_have_the_shapes_they_promise(corpus):
 
 def test_a_label_beyond_the_classes_is_a_bad_sample(corpus):
     kind = ImageLabel(ImageMember(to_float), num_classes=4)
-    assert kind.decode({"png": corpus.png(1), "cls": b"3"})[1] == 3
+    assert kind.decode({"png": corpus.png(1), "cls": b"3"})["label"] == 3
     with pytest.raises(BadSample, match="label beyond the classes"):
         kind.decode({"png": corpus.png(1), "cls": b"4"})

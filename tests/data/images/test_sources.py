@@ -52,7 +52,7 @@ def captioned(tmp_path):
 def labels_read(pictures):
     kind = ImageLabel(ImageMember(to_float))
     items = [kind.decode(ImageSet(pictures).members((0, row))) for row in range(len(pictures))]
-    return {number(image): label for image, label in items}
+    return {number(item["image"]): item["label"] for item in items}
 
 
 def captions_read(pictures):

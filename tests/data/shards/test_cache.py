@@ -268,14 +268,14 @@ def without_copies(shards):
 def test_what_replaces_a_shard_during_a_run_is_not_read_in_its_place(corpus, counted, serve, cache, caplog):
     url, _ = serve(counted)
     shards, kind = ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache), corpus.kind()
-    assert kind.decode(shards.members((1, 0)))[1] == "sample 10"
+    assert kind.decode(shards.members((1, 0)))["text"] == "sample 10"
     replace_shard(corpus, counted / "000001.tar", 70)
-    assert kind.decode(shards.members((1, 3)))[1] == "sample 13"  # it is open
+    assert kind.decode(shards.members((1, 3)))["text"] == "sample 13"  # it is open
     shards = without_copies(shards)
     with pytest.raises(BadSample, match="unreadable shard"):
         kind.decode(shards.members((1, 0)))
     assert "000001.tar was replaced since this run began" in caplog.text
-    assert kind.decode(shards.members((2, 0)))[1] == "sample 20"
+    assert kind.decode(shards.members((2, 0)))["text"] == "sample 20"
 
 
 def test_a_compressed_shard_that_is_overwritten_is_not_read_in_its_place(corpus, whole, tmp_path, cache):
@@ -283,7 +283,7 @@ def test_a_compressed_shard_that_is_overwritten_is_not_read_in_its_place(corpus,
     source.write_bytes(gzip.compress((whole / "000000.tar").read_bytes()))
     shards, kind = ShardSet(source, cache), corpus.kind()
     source.write_bytes(gzip.compress((whole / "000009.tar").read_bytes()))
-    assert kind.decode(shards.members((0, 3)))[1] == "sample 3"  # of its copy
+    assert kind.decode(shards.members((0, 3)))["text"] == "sample 3"  # of its copy
     shards = without_copies(shards)
     with pytest.raises(BadSample, match="unreadable shard"):
         kind.decode(shards.members((0, 3)))
