@@ -425,7 +425,7 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
 
 
 def stats_data(stats: dict[Path, ShardStats]) -> dict[str, dict[str, Any]]:
-    """Return the counts and quartiles of each directory as plain values."""
+    """Return the counts of each directory, and minimum, quartiles and maximum of the distributions, as plain values."""
 
     def quartiles(values: list[int]) -> list[float]:
         return np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist() if values else []
@@ -451,41 +451,29 @@ def stats_data(stats: dict[Path, ShardStats]) -> dict[str, dict[str, Any]]:
 
 
 def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
-    """Return a table with a column for each directory; empty rows are left out."""
+    """Return a table of `stats_data` with a column for each directory; rows without values are left out."""
     table = Table("", title=f"{source}")
-    rows: dict[str, list[str]] = {}
-    for directory, counts in stats.items():
+    for directory in stats:
         table.add_column(_relative(source, directory), justify="right")
-        for label, value in _described(counts).items():
-            rows.setdefault(label, []).append(value)
-    for label, values in rows.items():
-        if any(values):
-            table.add_row(label, *values)
+    columns = list(stats_data(stats).values())
+    for name in columns[0]:
+        cells = [_in_words(name, column[name]) for column in columns]
+        if any(cells):
+            table.add_row(name.replace("_", " "), *cells)
     return table
 
 
-def _described(stats: ShardStats) -> dict[str, str]:
-    widths, heights = (sorted(Counter(size[i] for size in stats.sizes.elements()).elements()) for i in (0, 1))
-    quartiles, of_texts = (
-        ", ".join(f"{q:.0f}" for q in np.quantile(values or [0], [0, 0.25, 0.5, 0.75, 1]))
-        for values in (stats.caption_lengths, stats.texts)
-    )
-    return {
-        "samples": f"{stats.samples:,}",
-        "damaged shards": f"{stats.damaged:,}, counted up to their damage" if stats.damaged else "",
-        "bytes": f"{stats.bytes:,}",
-        "bytes a sample": f"{stats.bytes / max(1, stats.samples):,.0f}",
-        "members": ", ".join(f"{name} {count:,}" for name, count in stats.members.most_common(6)),
-        "images": ", ".join(f"{mode} {count:,}" for mode, count in stats.modes.most_common(6)),
-        "width": f"{widths[0]} to {widths[-1]}" if widths else "",
-        "height": f"{heights[0]} to {heights[-1]}" if heights else "",
-        "captions": f"{len(stats.caption_lengths):,}",
-        "caption characters (quartiles)": quartiles if stats.caption_lengths else "",
-        "classes": f"{len(stats.labels):,}" if stats.labels else "",
-        "texts": f"{len(stats.texts):,}, {sum(stats.texts):,} characters" if stats.texts else "",
-        "text characters (quartiles)": of_texts if stats.texts else "",
-        "tokens": f"{sum(stats.tokens):,}" if stats.tokens else "",
-    }
+def _in_words(name: str, value: Any) -> str:
+    """Return a number, a distribution or the commonest of some names as text; an empty one where there is nothing."""
+    if not value:
+        return ""
+    if isinstance(value, list):
+        return ", ".join(f"{quantile:.0f}" for quantile in value)
+    if name == "labels":
+        return f"{len(value):,} classes"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count:,}" for key, count in Counter(value).most_common(6))
+    return f"{value:,}"
 
 
 def _relative(source: Source, path: Path) -> str:
