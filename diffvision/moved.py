@@ -80,7 +80,11 @@ MODULES = {
 }
 """old module or package -> new"""
 
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "diffvision.data.made.needle_text:training_documents": (
+        "diffvision.lab.datasets.needle_documents:training_documents"
+    ),
+}
 """old "module:name" -> new "module:name" """
 
 

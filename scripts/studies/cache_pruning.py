@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from diffvision.data.made.needle_text import training_documents
 from diffvision.data.text.tokenizers import Tokenizer, train_tokenizer
+from diffvision.lab.datasets.needle_documents import training_documents
 from diffvision.lab.datasets.recall import recall_documents
 from diffvision.models import language
 from grid import paired_interval

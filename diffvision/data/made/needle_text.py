@@ -2,18 +2,20 @@
 
 Two forms of one text. "text" is the paper's protocol ("magic number of a city", arXiv 2410.05258 section 3.4), for
 models that read English. "synthetic" has the same build from short words and two-digit numbers, for models of 1M to 30M
-parameters; `training_documents` writes documents of the same kind to mix into their training text.
+parameters.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diffvision.moved import get_renamed
 
 _CITIES = (
     "Amsterdam Athens Auckland Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest Cairo Caracas "
@@ -220,79 +222,6 @@ def compose_to_length(
     return text
 
 
-def training_documents(
-    form: str | Form = "synthetic",
-    *,
-    count: int,
-    lengths: tuple[int, int] = (12, 140),
-    most_needles: int = 16,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Yield documents to mix into training text, from which retrieval can be learned.
-
-    Two of three have facts that are stated and asked for many times, from which a small model learns to look back. The
-    third is a haystack with questions at its end, as in the evaluation, except that needles and questions are in random
-    order.
-
-    Args:
-        form: a name in `FORMS`, or a form.
-        count: the number of documents.
-        lengths: least and most words of a document, short ones being the more frequent (log-uniform); a tokenizer makes
-            one to two tokens of a word.
-        most_needles: the most in a document; no more than a word in eight.
-        seed: other seeds give other documents; the evaluation's are different ones, except by chance.
-
-    Raises:
-        ValueError: unknown form, or lengths without room for one needle and its question.
-    """
-    form = as_form(form)
-    bare = _words(form.needle) + _words(form.answer)
-    if not bare <= lengths[0] <= lengths[1]:
-        raise ValueError(f"lengths is {lengths}: a needle and its question have {bare} words; give (least, most)")
-    for number in range(count):
-        draw = random.Random(f"training {seed} {number}")
-        length = round(math.exp(draw.uniform(*map(math.log, lengths))))
-        needles = draw.randint(1, max(1, min(most_needles, length // 8, len(form.cities))))
-        cities = draw.sample(list(form.cities), needles)
-        numbers = draw.sample(range(form.lowest, form.highest + 1), needles)
-        pairs = [{"city": city, "number": str(value)} for city, value in zip(cities, numbers, strict=True)]
-        yield (_stated_and_asked if number % 3 else _hidden)(form, draw, pairs, length)
-
-
-def _stated_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
-    """Return facts one by one, and after each some questions for any of those so far."""
-    stream = form.haystack(draw)
-    stated: list[dict[str, str]] = []
-    text, words = "", 0
-    while words < length:
-        kind = draw.random()
-        if len(stated) < len(pairs) and (not stated or kind < 0.3):
-            stated.append(pairs[len(stated)])
-            part = " " + form.needle.format(**stated[-1])
-        elif kind < 0.9:
-            part = "\n" + form.answer.format(**draw.choice(stated))
-        else:
-            part = " " + next(stream)
-        text, words = text + part, words + _words(part)
-    return text.strip()
-
-
-def _hidden(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
-    """Return facts anywhere in a haystack, and a question for each of them."""
-    sentences = [form.needle.format(**pair) for pair in pairs]
-    stream, left = form.haystack(draw), length - len(pairs) * (_words(form.needle) + _words(form.answer))
-    while left > 0:
-        sentences.append(next(stream))
-        left -= _words(sentences[-1])
-    draw.shuffle(sentences)
-    draw.shuffle(pairs)
-    return " ".join(sentences) + "".join("\n" + form.answer.format(**pair) for pair in pairs)
-
-
-def _words(text: str) -> int:
-    return len(text.split())
-
-
 def as_form(form: str | Form) -> Form:
     """Return the form of a name in `FORMS`, or the form that is given; raise ValueError for an unknown name."""
     if isinstance(form, Form):
@@ -300,3 +229,7 @@ def as_form(form: str | Form) -> Form:
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
     return FORMS[form]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = get_renamed(__name__)

@@ -1,15 +1,14 @@
 """`recall`: synthetic text that can only be continued from its context, for the training text of small models.
 
-Facts to retrieve (`needle_text`) and words with made-up names (`mapping_text`), in documents of a few to a few
+Facts to retrieve (`needle_documents`) and words with made-up names (`mapping_text`), in documents of a few to a few
 hundred words. The synthetic forms of the needle and many-shot evaluations ask for what is learned here.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffvision.data.made import needle_text
 from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
-from diffvision.lab.datasets import mapping_text
+from diffvision.lab.datasets import mapping_text, needle_documents
 
 LEAST_WORDS = 12
 _PER_SHARD = 4000
@@ -50,6 +49,6 @@ def make_recall(directory: str | Path, documents: int = 60_000, words: int = 140
 def recall_documents(count: int, words: int = 140, seed: int = 0) -> Iterator[str]:
     """Yield the documents, every fourth with a mapping; arguments as `make_recall`."""
     mappings = mapping_text.training_documents(count // 4, seed=seed)
-    needles = needle_text.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)
+    needles = needle_documents.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)
     for number in range(count):
         yield next(mappings if number % 4 == 3 else needles)

@@ -12,7 +12,6 @@ from diffvision.data.made.needle_text import (
     compose,
     compose_to_length,
     sentences_of,
-    training_documents,
 )
 from diffvision.evaluation.language.needle import needle, needle_samples
 
@@ -111,27 +110,6 @@ def test_a_tokenizer_without_borders_is_refused(synthetic):
 
     with pytest.raises(ValueError, match="must be separate tokens"):
         list(needle_samples(Pairs(), length=60, depth=0.5, samples=4, form=synthetic))
-
-
-def test_training_documents_are_of_the_same_kind():
-    documents = list(training_documents(count=30, lengths=(20, 120), most_needles=4))
-    assert documents == list(training_documents(count=30, lengths=(20, 120), most_needles=4))
-    assert len(set(documents)) == 30
-    for number, document in enumerate(documents):
-        facts = dict(re.findall(r"# (\w+) (\d+);", document))
-        asked = re.findall(r"\? (\w+) (\d+);", document)
-        assert 1 <= len(facts) <= 4
-        assert all(facts[city] == value for city, value in asked)
-        if number % 3:  # told and asked in turn: no question before its fact
-            assert all(document.index(f"# {city} ") < document.index(f"? {city} ") for city, _ in asked)
-        else:  # hidden: all the questions at the end, one for each
-            assert sorted(city for city, _ in asked) == sorted(facts)
-            assert "#" not in document.partition("\n")[2]
-        assert len(document.split()) <= 120 + 6
-    with pytest.raises(ValueError, match=r"lengths is \(5, 5\): a needle"):
-        next(training_documents(count=1, lengths=(5, 5)))
-    with pytest.raises(ValueError, match="unknown form 'x'"):
-        next(training_documents("x", count=1))
 
 
 def test_a_haystack_of_ones_own_keeps_its_order(synthetic, draw):

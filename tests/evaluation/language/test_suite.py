@@ -14,7 +14,7 @@ from PIL import Image
 from diffvision.analysis.figures import COLOURS, png
 from diffvision.analysis.figures import language as figures
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.made.needle_text import FORMS, training_documents
+from diffvision.data.made.needle_text import FORMS, compose_to_length
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
@@ -55,7 +55,8 @@ TASKS = ["perplexity", "position_nll", "needle"]
 def home(tmp_path_factory):
     """Two checkpoints with their tokenizer, and texts."""
     home = tmp_path_factory.mktemp("language")
-    texts = [*training_documents(count=40, lengths=(40, 90))]
+    settings = {"length": 400, "needles": 3, "queries": 2, "depth": 0.5}
+    texts = [compose_to_length(FORMS["synthetic"], random.Random(seed), len, **settings).text for seed in range(40)]
     tokenizer = train_tokenizer(texts, 400)
     for name in ("transformer-debug", "diff-debug"):
         torch.manual_seed(0)

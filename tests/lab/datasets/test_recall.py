@@ -1,5 +1,7 @@
 """Synthetic text to be continued from its context."""
 
+import re
+
 import pytest
 
 from diffvision.cli import main
@@ -7,6 +9,7 @@ from diffvision.data import ShardSet
 from diffvision.data.check import check_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import documents_of
+from diffvision.lab.datasets.needle_documents import training_documents
 from diffvision.lab.datasets.recall import make_recall, recall_documents
 
 
@@ -38,3 +41,24 @@ def test_bad_settings_are_named(tmp_path, capsys):
     assert main(["data", "make", "recall", str(tmp_path), "--copies", "2"]) == 2
     assert "unrecognized arguments: --copies 2" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_training_documents_are_of_the_same_kind():
+    documents = list(training_documents(count=30, lengths=(20, 120), most_needles=4))
+    assert documents == list(training_documents(count=30, lengths=(20, 120), most_needles=4))
+    assert len(set(documents)) == 30
+    for number, document in enumerate(documents):
+        facts = dict(re.findall(r"# (\w+) (\d+);", document))
+        asked = re.findall(r"\? (\w+) (\d+);", document)
+        assert 1 <= len(facts) <= 4
+        assert all(facts[city] == value for city, value in asked)
+        if number % 3:  # told and asked in turn: no question before its fact
+            assert all(document.index(f"# {city} ") < document.index(f"? {city} ") for city, _ in asked)
+        else:  # hidden: all the questions at the end, one for each
+            assert sorted(city for city, _ in asked) == sorted(facts)
+            assert "#" not in document.partition("\n")[2]
+        assert len(document.split()) <= 120 + 6
+    with pytest.raises(ValueError, match=r"lengths is \(5, 5\): a needle"):
+        next(training_documents(count=1, lengths=(5, 5)))
+    with pytest.raises(ValueError, match="unknown form 'x'"):
+        next(training_documents("x", count=1))

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from diffvision.data import ShardSet
-from diffvision.data.made.needle_text import training_documents
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
@@ -19,6 +18,7 @@ from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.lab.command import run
 from diffvision.lab.datasets.mapping_text import training_documents as mappings
+from diffvision.lab.datasets.needle_documents import training_documents
 from diffvision.lab.language.many_shot import Example, Task
 from diffvision.lab.language.options import LabOptions
 from diffvision.models import language
