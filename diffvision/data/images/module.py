@@ -16,6 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, lines_of
 from diffvision.data.images.image_set import ImageCollection, ImageSet
+from diffvision.data.images.pipelines import is_pipeline, pipeline_loader
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
     CaptionMember,
@@ -27,7 +28,7 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.images.sources import class_prompts, find_images, is_image_source
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
@@ -40,7 +41,8 @@ class ImageTextData(pl.LightningDataModule):
 
     Args:
         train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar.gz`), http(s), s3 or gs
-            URLs, or a list of these; or images as `images.sources.find_images` takes them, read where they lie.
+            URLs, or a list of these; or images as `images.sources.find_images` takes them, read in place.
+            In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
         batch_size: global, over all ranks.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         num_workers: processes that read and decode, on each rank.
@@ -93,15 +95,17 @@ class ImageTextData(pl.LightningDataModule):
             if isinstance(folder, ImageEvaluationFolder):
                 _say("evaluating", folder.path, folder.images("test"), "test")
 
-    def train_dataloader(self) -> ShardLoader:
+    def train_dataloader(self) -> Any:
         """Return the training batches, `ImageTextBatch`es."""
         tokenizer = setting_or_model(self, "tokenizer")
         if tokenizer is None:
             raise ValueError(_no_tokenizer(self))
         if self._images is not None and self._images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        source = _training_source(self, self._images)
         image = ImageMember(setting_or_model(self, "transform") or to_float, self.image_key)
+        if is_pipeline(self.train):
+            return _pipeline_loader(self, ImageText(image, CaptionMember(self.caption_key or "txt"), tokenizer))
+        source = _training_source(self, self._images)
         kind = ImageText(image, CaptionMember(self.caption_key or caption_key_of(source)), tokenizer)
         return training_loader(self, source, kind)
 
@@ -205,9 +209,11 @@ class ImageLabelData(pl.LightningDataModule):
         if self.evaluation is not None:
             self._evaluation_source  # noqa: B018  # it is kept
 
-    def train_dataloader(self) -> ShardLoader:
+    def train_dataloader(self) -> Any:
         """Return the training batches, `ImageLabelBatch`es."""
         self._check_training_classes()
+        if is_pipeline(self.train):
+            return _pipeline_loader(self, self._kind(None, "transform", self.label_key))
         source = _training_source(self, self._images)
         return training_loader(self, source, self._kind(source, "transform", self.label_key))
 
@@ -232,7 +238,8 @@ class ImageLabelData(pl.LightningDataModule):
         """Return the number of classes that the images have, or that shards or their evaluation folder name, if any."""
         if self._images is not None:
             return _classes(self._images)
-        find_shards(self.train)  # raises where there are none
+        if not is_pipeline(self.train):
+            find_shards(self.train)  # raises where there are none
         names = _packed_names(self.train)
         if names or self.evaluation is None:
             return len(names) or None
@@ -312,9 +319,10 @@ class ImageLabelData(pl.LightningDataModule):
                 f"{images.source} has {classes} classes, the model {limit}: set model.num_classes to {classes}"
             )
 
-    def _kind(self, source: ShardSet | ImageSet, transform: str, label_key: str | None) -> ImageLabel:
+    def _kind(self, source: ShardSet | ImageSet | None, transform: str, label_key: str | None) -> ImageLabel:
         image = ImageMember(setting_or_model(self, transform) or to_float, self.image_key)
-        return ImageLabel(image, label_key or label_key_of(source), setting_or_model(self, "num_classes"))
+        key = label_key or ("cls" if source is None else label_key_of(source))
+        return ImageLabel(image, key, setting_or_model(self, "num_classes"))
 
 
 class FolderLoader:
@@ -360,6 +368,10 @@ def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | 
 
 def _training_source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
     return _shards(data, data.train, "train") if images is None else ImageSet(images)
+
+
+def _pipeline_loader(data: ImageTextData | ImageLabelData, kind: ImageText | ImageLabel) -> Any:
+    return pipeline_loader(data.train, kind, data.batch_size // rank_and_world_size(data)[1], data.num_workers)
 
 
 def _shards(data: ImageTextData | ImageLabelData, source: str | list[str], split: str) -> ShardSet:
