@@ -9,6 +9,8 @@ from diffvision.evaluation.options import Options, Precision
 if TYPE_CHECKING:
     from diffvision.comparison.result import Comparison
 
+ENDINGS = (".html", ".json", ".csv")  # of the files that are written
+
 
 def compare(
     models: str | list[str],
@@ -53,17 +55,19 @@ def compare(
             of another ending.
     """
     from diffvision.comparison.comparing import compare_models
-    from diffvision.comparison.output import check_outputs, write_outputs
     from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.inference import InferenceSettings
-    from diffvision.evaluation.output import bar, check_folder, listed
+    from diffvision.evaluation.output import bar, check_file, check_folder, listed
     from diffvision.opening import open_model
     from diffvision.tables import show
 
     outputs = [] if output is None else listed(output)
-    check_outputs(outputs)
+    for name in outputs:
+        if not name.endswith(ENDINGS):
+            raise ValueError(f"output is {name}: end it in {', '.join(ENDINGS)}, which decides what is written")
+        check_file(name)
     if cache is not None:
         check_folder(cache, "cache")
     if rounds < 0:
@@ -80,5 +84,7 @@ def compare(
         rounds,
     )
     show(comparison.show, data=comparison.to_dict())
-    write_outputs(comparison, outputs)
+    for name in outputs:
+        comparison.write(name)
+        print(f"written: {name}")
     return comparison

@@ -83,11 +83,14 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         """
         features = self._features()
         samples = _samples(X)
+        for number, sample in enumerate(samples if self.tower == "text" else ()):
+            if not isinstance(sample, str):
+                raise ValueError(f"X[{number}] is a {type(sample).__name__}: the text tower takes strings")
         batches = []
         for start in range(0, len(samples), self.batch_size):
             batch = samples[start : start + self.batch_size]
             if self.tower == "text":
-                batches.append(features.of_texts([_text(one, start + i) for i, one in enumerate(batch)]))
+                batches.append(features.of_texts(batch))
             else:
                 batches.append(features.of_images([_image(one, start + i) for i, one in enumerate(batch)]))
         rows = torch.cat(batches)
@@ -153,12 +156,6 @@ def _samples(X: Any) -> list[Any]:
     if not samples:
         raise ValueError("X holds 0 samples: give at least 1 image or text")
     return samples
-
-
-def _text(sample: Any, number: int) -> str:
-    if not isinstance(sample, str):
-        raise ValueError(f"X[{number}] is a {type(sample).__name__}: the text tower takes strings")
-    return str(sample)
 
 
 def _image(sample: Any, number: int) -> Image.Image:

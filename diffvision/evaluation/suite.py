@@ -126,13 +126,8 @@ def evaluate(
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
             that do not fit.
     """
-    names = _fitting(folder, None if tasks is None else expand(tasks))
-    if tasks is not None and (unfit := [name for name in expand(tasks) if name not in names]):
-        others = [name for name, evaluation in _EVALUATIONS.items() if evaluation.folder == folder.task]
-        raise ValueError(
-            f"evaluation folder {folder.name!r} is for {folder.task}: it cannot be used for {', '.join(unfit)}, "
-            f"only for {', '.join(others)}"
-        )
+    planned = plan([folder], None if tasks is None else expand(tasks), options)
+    names = planned[0][1] if planned else []
     features = Features(model, transform, tokenizer, InferenceSettings(**settings))
     return means(measure(features, folder, names, options))
 
@@ -193,10 +188,11 @@ def plan(
             "no evaluation folder found: point data at a folder in CLIP_benchmark's layout (test/nshards.txt, "
             "test/0.tar, classnames.txt, ...), such as one that `diffvision data make digits DIR` writes"
         )
+    wanted = tasks if tasks is not None else [name for name, row in _EVALUATIONS.items() if row.by_default]
     planned: list[tuple[EvaluationFolder, list[str]]] = []
     seen: set[tuple[str, str]] = set()
     for folder in folders:
-        names = _fitting(folder, tasks)
+        names = [name for name in wanted if EVALUATIONS[name].folder == folder.task]
         if names and (folder.task, folder.name) in seen:
             raise ValueError(f"two {folder.task} folders are named {folder.name!r}: evaluate them one at a time")
         seen.add((folder.task, folder.name))
@@ -290,9 +286,3 @@ def table(results: Mapping[str, Mapping[str, float]], title: str = "") -> Table:
         )
         previous = names
     return printed
-
-
-def _fitting(folder: EvaluationFolder, tasks: Sequence[str] | None) -> list[str]:
-    """Return those of the tasks that a folder fits; without tasks, those that run on it by default."""
-    names = tasks if tasks is not None else [name for name, row in _EVALUATIONS.items() if row.by_default]
-    return [name for name in names if EVALUATIONS[name].folder == folder.task]

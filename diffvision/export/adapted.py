@@ -38,6 +38,7 @@ EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.index.json")
+_HEADS = "heads is {!r}: give all, entropy:0.5, or numbers as 0,3,5"
 MEASURED = 64  # samples for the choice of heads by entropy
 # Weights of a BERT file that its class may leave out: heads of pretraining, a pooler, a buffer of older versions.
 _LEFT_OUT = re.compile(r"^cls\.|^(bert\.)?(pooler\.dense\.|embeddings\.position_ids$)")
@@ -63,7 +64,9 @@ def write_adapted(
     if checkpoint is None and (folder := _bert_folder(model)):
         _write_bert(folder, target, method, heads)
         return
-    opened = _open(model, checkpoint)
+    opened = open_ours(model, checkpoint)
+    if opened.weights is None:
+        raise ValueError(f"{model} has new weights: give --checkpoint, a tag of pretrained ones or a file")
     module: Any = opened.module
     inputs = _random_inputs(opened)
     chosen = _heads(heads, opened, data, tokenizer, inputs)
@@ -79,14 +82,6 @@ def write_adapted(
 
 
 # ---- model and heads -----------------------------------------------------------------------------------------------
-
-
-def _open(spec: str, checkpoint: str | None) -> Model:
-    """Open the pretrained model."""
-    model = open_ours(spec, checkpoint)
-    if model.weights is None:
-        raise ValueError(f"{spec} has new weights: give --checkpoint, a tag of pretrained ones or a file")
-    return model
 
 
 def _random_inputs(opened: Model) -> dict[str, Tensor]:
@@ -114,18 +109,17 @@ def _heads(
 ) -> Heads | None:
     """Return the heads that the argument `heads` describes."""
     kind, _, rest = heads.partition(":")
-    try:
-        if kind == "entropy":
-            batches = [inputs] if data is None else list(_batches(opened, data, tokenizer))
-            chosen = highest_entropy(opened.module, batches, float(rest or 0.5))
-            measured = f"{MEASURED} samples of {data}" if data else "random inputs: give --data for those of real ones"
-            print(f"heads of highest entropy on {measured}: {json.dumps(chosen)}")
-            return chosen
+    if kind != "entropy":
         return _numbered(heads)
-    except ValueError as error:
-        if kind == "entropy" and "could not convert" not in str(error):
-            raise
-        raise ValueError(f"heads is {heads!r}: give all, entropy:0.5, or numbers as 0,3,5") from None
+    try:
+        share = float(rest or 0.5)
+    except ValueError:
+        raise ValueError(_HEADS.format(heads)) from None
+    batches = [inputs] if data is None else list(_batches(opened, data, tokenizer))
+    chosen = highest_entropy(opened.module, batches, share)
+    measured = f"{MEASURED} samples of {data}" if data else "random inputs: give --data for those of real ones"
+    print(f"heads of highest entropy on {measured}: {json.dumps(chosen)}")
+    return chosen
 
 
 def _numbered(heads: str) -> Heads | None:
@@ -135,7 +129,7 @@ def _numbered(heads: str) -> Heads | None:
     try:
         numbers = [int(part) for part in heads.split(",")]
     except ValueError:
-        raise ValueError(f"heads is {heads!r}: give all, entropy:0.5, or numbers as 0,3,5") from None
+        raise ValueError(_HEADS.format(heads)) from None
     return lambda depth, attention: numbers
 
 

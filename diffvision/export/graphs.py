@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from diffvision import __version__
 from diffvision.models.adapt import merge_dex
 from diffvision.models.language.cache import KVCache, LayerCache
 from diffvision.models.language.decoder import LanguageModel
@@ -63,7 +64,7 @@ def graphs(
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device, without weights: load some into it first")
-    about = {"diffvision": _version(), "model": name, "variant": _variants(model)}
+    about = {"diffvision": __version__, "model": name, "variant": _variants(model)}
     if any(isinstance(part, AttentionLayer) and part.mergeable for part in model.modules()):
         # The merged layer computes the same function with fewer operations.
         model = merge_dex(copy.deepcopy(model))
@@ -291,12 +292,6 @@ class _CopiedLayer(LayerCache):
 
 
 # ---- metadata ------------------------------------------------------------------------------------------------------
-
-
-def _version() -> str:
-    from diffvision import __version__
-
-    return __version__
 
 
 def _variants(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from diffvision.analysis.capture import check_attention
 from diffvision.analysis.maps import image_trunk
 from diffvision.analysis.page import html_page
 from diffvision.inspection import inputs
-from diffvision.inspection.measurements import Measurement, measure_caption, measure_image, measure_text
+from diffvision.inspection.measurements import Measurement, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
 from diffvision.inspection.page import draw
 from diffvision.inspection.summary import as_json
@@ -70,8 +70,7 @@ def _measure(
             measurements.append(measure_image(model.module, transformed[picture.name], picture.name, captions))
             advance(1)
         for passage in passages.values():
-            measure = measure_text if model.transform is None else measure_caption
-            measurements.append(measure(model.module, passage))
+            measurements.append(measure_text(model.module, passage, "text" if model.is_language else "caption"))
             advance(1)
     return measurements
 

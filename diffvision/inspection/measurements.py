@@ -105,22 +105,17 @@ def measure_image(
     return Measurement("image", title, layers, (rows, columns), relevance)
 
 
-def measure_caption(model: nn.Module, passage: Passage) -> Measurement:
-    """Measure a text tower on a caption; padding is left out where the tower is causal."""
+def measure_text(model: nn.Module, passage: Passage, tower: str = "text") -> Measurement:
+    """Measure a language model on a text, or the text tower ("caption") of an OpenCLIP model on a caption.
+
+    Padding is left out if the tower is causal.
+    """
     tokens = passage.tokens[None].to(next(model.parameters()).device)
     layers = [
         _measured(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None)
-        for layer in opened_layers(model, {"text": tokens})
+        for layer in opened_layers(model, {"tokens" if tower == "text" else "text": tokens})
     ]
-    return Measurement("caption", passage.name, layers)
-
-
-def measure_text(model: nn.Module, passage: Passage) -> Measurement:
-    """Measure a language model on a text."""
-    tokens = passage.tokens[None].to(next(model.parameters()).device)
-    focus = _text_focus(passage)
-    layers = [_measured(layer, focus, None) for layer in opened_layers(model, {"tokens": tokens})]
-    return Measurement("text", passage.name, layers)
+    return Measurement(tower, passage.name, layers)
 
 
 def _text_focus(passage: Passage) -> Focus:

@@ -80,7 +80,7 @@ def test_empty_and_missing_splits(circle, to_tensor, numbers, classified):
     classified.rows["empty"] = []
     with pytest.raises(ValueError, match="split 'empty' of evaluation folder"):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="empty"))
-    with pytest.raises(ValueError, match="has no split 'val': it has train"):
+    with pytest.raises(ValueError, match="has no split val, which zero_shot"):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="val"))
 
 
