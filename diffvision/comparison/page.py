@@ -9,10 +9,11 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layers import LayerPanel, layer_panels
 from diffvision.analysis.figures.runs import run_curves
 from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
-from diffvision.comparison.result import FACTOR, Comparison, difference_text, in_short
+from diffvision.comparison.result import FACTOR, Comparison, format_difference
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order
 _HEADLINES = ("/acc1", "/acc", "retrieval_recall@1", "/group_score", "/auc")
+_COSTS = {"FLOPs": "FLOPs of a forward pass", "ratio [lowest, highest]": "ratio of speeds [lowest, highest]"}
 _MOST = 4  # panels in a row of curves
 
 
@@ -47,32 +48,22 @@ def _results(comparison: Comparison) -> Section:
     first, *others = comparison.labels
     rows: list[list] = []
     for title, metrics in comparison.sections():
-        counts = sorted({row.count for row in metrics if row.count is not None})
-        over = f", {' and '.join(f'{count:,}' for count in counts)} samples" if counts else ""
-        rows.append([f"{title}{over}"])
+        rows.append([title])
         for row in metrics:
             scaled = {label: row.values[label] for label in comparison.labels}
             digits = 1 if row.factor == FACTOR else 3
             top = 100 if row.factor == FACTOR else None
             cells = bars(scaled, factor=row.factor, digits=digits, top=top)
             unit = ", %" if row.factor == FACTOR else ""
-            rows.append([f"{row.name}{unit}", *cells, *(difference_text(row, label) for label in others)])
+            rows.append([f"{row.name}{unit}", *cells, *(format_difference(row, label) for label in others)])
     heads = [f"{label} − {first} [95%]" for label in others] if len(others) > 1 else ["difference [95% interval]"]
     table = Table(["", *comparison.labels, *heads], rows, models=comparison.labels)
     return Section("Results", [table, *map(Text, _notes(comparison, ("Paired", "Across seeds", "No verdict")))])
 
 
 def _costs(comparison: Comparison) -> Section:
-    contestants = comparison.contestants
-    rows = [
-        ["parameters", *(f"{one.cost.parameters:,}" for one in contestants)],
-        ["FLOPs of a forward pass", *(in_short(one.cost.flops) for one in contestants)],
-    ]
-    if contestants[0].cost.speed is not None:
-        rows.append([f"{comparison.unit}/s", *(f"{one.cost.speed or 0:,.0f}" for one in contestants)])
-        ratios = [one.cost.ratio(contestants[0].cost) for one in contestants]
-        texts = ["–" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for ratio in ratios]
-        rows.append(["ratio of speeds [lowest, highest]", "1", *texts[1:]])
+    costs = comparison.costs()
+    rows = [[_COSTS.get(name, name), *(cell or "1" for cell in cells)] for name, cells in costs.items()]
     return Section("Cost", [Table(["", *comparison.labels], rows), *map(Text, _notes(comparison, ("FLOPs", "Speed")))])
 
 

@@ -149,19 +149,32 @@ class Comparison:
             console.print(note, style="dim", highlight=False)
 
     def sections(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield the metrics of each task and dataset, with a title."""
-        names = dict.fromkeys(row.metric.rpartition("/")[0] for row in self.rows)
-        for name in names:
-            yield name, [row for row in self.rows if row.metric.rpartition("/")[0] == name]
+        """Yield the metrics of each task and dataset, with a title that says the number of samples."""
+        for name in dict.fromkeys(row.metric.rpartition("/")[0] for row in self.rows):
+            rows = [row for row in self.rows if row.metric.rpartition("/")[0] == name]
+            counts = sorted({row.count for row in rows if row.count is not None})
+            shown = [f"{count:,}" for count in counts]
+            over = f"{shown[0]} to {shown[-1]}" if len(shown) > 2 else " and ".join(shown)
+            yield f"{name}, {over} samples" if counts else name, rows
+
+    def costs(self) -> dict[str, list[str]]:
+        """Return what the models cost, a text for each: parameters, FLOPs, and speed where it was measured."""
+        first = self.contestants[0].cost
+        costs = [one.cost for one in self.contestants]
+        rows = {
+            "parameters": [f"{cost.parameters:,}" for cost in costs],
+            "FLOPs": [format_flops(cost.flops) for cost in costs],
+        }
+        if first.per_second:
+            rows[f"{self.unit}/s"] = [f"{cost.speed:,.0f}" for cost in costs]
+            ratios = [cost.ratio(first) for cost in costs[1:]]
+            texts = ["" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for ratio in ratios]
+            rows["ratio [lowest, highest]"] = ["", *texts]
+        return rows
 
     def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
         unit = "%" if rows[0].factor == FACTOR else "nats a token" if rows[0].name == "nll" else ""
-        counts = {row.count for row in rows if row.count is not None}
-        ends = (
-            f"{min(counts):,} to {max(counts):,}" if len(counts) > 2 else " and ".join(f"{n:,}" for n in sorted(counts))
-        )
-        over = f", {ends} samples" if counts else ""
-        table = _table(f"{title}{over}")
+        table = _table(title)
         table.add_column("", no_wrap=True)
         table.add_column("model", overflow="fold")
         table.add_column(unit, justify="right", no_wrap=True)
@@ -169,24 +182,17 @@ class Comparison:
         reference = f"from {first}" if len(first) <= _LONGEST_LABEL else "from the first"
         table.add_column(escape(f"{reference} [95% interval]"), overflow="fold")
         for row in rows:
-            for number, label in enumerate(self.labels):
-                if label in row.values:
-                    cells = [escape(label), shown(row.values[label], row.factor), difference_text(row, label)]
-                    table.add_row(row.name if not number else "", *cells)
+            for number, (label, values) in enumerate(row.values.items()):
+                cells = [escape(label), format_mean(values, row.factor), format_difference(row, label)]
+                table.add_row(row.name if not number else "", *cells)
         return table
 
     def _costs(self) -> Table:
-        table = _table("cost")
-        timed = any(one.cost.per_second for one in self.contestants)
-        speed = (f"{self.unit}/s", "ratio [lowest, highest]") if timed else ()
-        for name in ("model", "parameters", "FLOPs", *speed):
+        table, costs = _table("cost"), self.costs()
+        for name in ("model", *costs):
             table.add_column(escape(name), justify="left" if name == "model" else "right", overflow="fold")
-        for one in self.contestants:
-            cells = [escape(one.label), f"{one.cost.parameters:,}", in_short(one.cost.flops)]
-            if timed:
-                ratio = None if one is self.contestants[0] else one.cost.ratio(self.contestants[0].cost)
-                cells += [f"{one.cost.speed:,.0f}", "" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)]
-            table.add_row(*cells)
+        for label, *cells in zip(self.labels, *costs.values(), strict=True):
+            table.add_row(escape(label), *cells)
         return table
 
     def _lambdas(self) -> Table:
@@ -277,14 +283,14 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
-def shown(values: Sequence[float], factor: int) -> str:
+def format_mean(values: Sequence[float], factor: int) -> str:
     """Return the mean, and over several seeds the standard deviation."""
     digits = 1 if factor == FACTOR else 3
     mean = f"{factor * statistics.mean(values):.{digits}f}"
     return f"{mean} ± {factor * statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def difference_text(row: Row, label: str) -> str:
+def format_difference(row: Row, label: str) -> str:
     """Return a difference with its interval and its word, such as "-2.1 [-3.0, -1.2] lower"."""
     one = row.differences.get(label)
     if one is None:
@@ -296,7 +302,7 @@ def difference_text(row: Row, label: str) -> str:
     return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.word}"
 
 
-def in_short(flops: int) -> str:
+def format_flops(flops: int) -> str:
     """Return FLOPs with three digits, such as "17.6 G"."""
     for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if flops >= size:
