@@ -115,13 +115,13 @@ class Keys:
             return self._reading()
         for shard in filter(_is_file, shards):
             with suppress(OSError, ValueError):
-                index, _, samples = _opened(shard)
+                index, _, samples = _open(shard)
                 if len(index):
                     return self._reading_of(index, samples, directory)
         return self._reading()
 
     def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
-        if language := _language(index):
+        if language := _language_of(index):
             return _Reading(language, text=TextMember())
         if (folder := _evaluation(directory)) is not None:
             return _Reading(folder.task, folder.kind(_no_tensor))
@@ -201,7 +201,7 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         jobs += [_Job(s, "not in the manifest" if listed and s.name not in listed else "", reading) for s in shards]
-        jobs += _absent(directory, listed, shards) if _is_directory(source) else []
+        jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
     return list(_in_parallel(_check, jobs, num_workers, "checking"))
 
 
@@ -250,7 +250,7 @@ def _parent(shard: Shard) -> Path:
     return Path(shard.location).parent
 
 
-def _absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
+def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
     """Return a job with a problem for each shard that the manifest or nshards.txt has and the directory lacks."""
     names = {shard.name for shard in shards}
     absent = [Shard(str(directory / name)) for name in listed if name not in names]
@@ -271,7 +271,7 @@ def _evaluation(directory: Path) -> EvaluationFolder | None:
     return folder if directory.name in folder.splits else None
 
 
-def _opened(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
+def _open(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
     """Return a shard's index, read anew; what was wrong with its sidecar; and its samples as training reads them.
 
     Raises:
@@ -298,7 +298,7 @@ def _check(job: _Job) -> ShardCheck:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is reported as problems
-            index, problems, samples = _opened(shard)
+            index, problems, samples = _open(shard)
             result.problems += problems + _problems(shard, index)
             _decode(result, job.reading, index, samples)
     except ValueError as error:  # training would stop
@@ -343,7 +343,7 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     return problems
 
 
-def _language(index: ShardIndex) -> str:
+def _language_of(index: ShardIndex) -> str:
     """Return what a shard of a language corpus holds, "text" or "tokens"; "" where it is none."""
     kinds = {name.rpartition(".")[2] for name in index.types}
     if index.other_types:
@@ -372,7 +372,7 @@ def _no_tokens(captions: list[str]) -> Tensor:
 
 
 def _measure(shard: Shard) -> ShardStats:
-    index, _, samples = _opened(Shard(shard.location))  # up to its damage, whatever a manifest says
+    index, _, samples = _open(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
     with samples.reader(0).hold() as path:
         stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
@@ -381,7 +381,7 @@ def _measure(shard: Shard) -> ShardStats:
         for name in index.members(row):
             stats.members[name] += 1
             try:
-                if kind := _language(index):
+                if kind := _language_of(index):
                     (stats.tokens if kind == "tokens" else stats.texts).extend(
                         _read_language(reader, row, [name], kind)
                     )
@@ -457,13 +457,13 @@ def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
         table.add_column(_relative(source, directory), justify="right")
     columns = list(stats_data(stats).values())
     for name in columns[0]:
-        cells = [_in_words(name, column[name]) for column in columns]
+        cells = [_describe_value(name, column[name]) for column in columns]
         if any(cells):
             table.add_row(name.replace("_", " "), *cells)
     return table
 
 
-def _in_words(name: str, value: Any) -> str:
+def _describe_value(name: str, value: Any) -> str:
     """Return a number, a distribution or the commonest of some names as text; an empty one where there is nothing."""
     if not value:
         return ""

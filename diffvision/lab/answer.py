@@ -132,14 +132,14 @@ def _conversations(path: Path) -> dict[str, list[dict[str, str]]]:
     """Return the messages that are to be answered, by the numbers of their rows."""
     from diffvision.data.rows import read_rows
     from diffvision.data.shards.sample import BadSample
-    from diffvision.data.text.chat import ASSISTANT, messages_of
+    from diffvision.data.text.chat import ASSISTANT, read_messages
 
     conversations: dict[str, list[dict[str, str]]] = {}
     for number, row in read_rows(path):
         where = f"row {number} of {path}"
         try:
             is_prompt = isinstance(row, dict) and "prompt" in row and not {"response", "completion"} & row.keys()
-            messages = messages_of({**row, "response": ""} if is_prompt else row)
+            messages = read_messages({**row, "response": ""} if is_prompt else row)
         except BadSample as reason:
             raise ValueError(f"{where}: {reason}") from reason
         if messages and messages[-1]["role"] == ASSISTANT:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
-from diffvision.data.images.tables import captions_of, path_inside
+from diffvision.data.images.tables import check_path, read_captions
 
 _TRIED = 100  # images that are looked for, to find their folder
 _KARPATHY = {"val": "validation", "restval": "train"}
 """Our names of his splits. `restval` is what he left over of COCO's val2014; everyone trains on it."""
 
 
-def caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollection]]:
+def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollection]]:
     """Return {split: its images} of a file of captions; COCO's own has only one, "".
 
     Args:
@@ -32,8 +32,8 @@ def caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollect
     try:
         content = json.loads(table.read_text("utf-8"))
         if "annotations" in content:
-            return {"": partial(_collection, root, table, "", _coco(content))}
-        if not (splits := _karpathy(content)):
+            return {"": partial(_collection, root, table, "", _read_coco(content))}
+        if not (splits := _read_karpathy(content)):
             raise ValueError("no images")
         return {split: partial(_collection, root, table, split, images) for split, images in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -43,15 +43,15 @@ def caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollect
         ) from None
 
 
-def _coco(content: Any) -> dict[Any, Captions]:
+def _read_coco(content: Any) -> dict[Any, Captions]:
     """Return {file name: captions} of `images`, and `annotations` with a caption of one of them each."""
     captions: dict[Any, list[str]] = {image["id"]: [] for image in content["images"]}
     for annotation in content["annotations"]:
         captions[annotation["image_id"]].append(annotation["caption"])
-    return {image["file_name"]: captions_of(captions[image["id"]]) for image in content["images"]}
+    return {image["file_name"]: read_captions(captions[image["id"]]) for image in content["images"]}
 
 
-def _karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
+def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
     """Return {split: {path: captions}}."""
     splits: dict[str, dict[Any, Captions]] = {}
     for image in content["images"]:
@@ -59,19 +59,19 @@ def _karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
         split = _KARPATHY.get(image["split"], image["split"])
         if not isinstance(split, str) or not split:
             raise ValueError(f"{name} is of the split {split!r}")
-        splits.setdefault(split, {})[name] = captions_of([sentence["raw"] for sentence in image["sentences"]])
+        splits.setdefault(split, {})[name] = read_captions([sentence["raw"] for sentence in image["sentences"]])
     return splits
 
 
 def _collection(root: Path, table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
-    folder = _folder(root, table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
+    folder = _find_folder(root, table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
     resolved = folder.resolve()
-    names = [path_inside(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
+    names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)
     return ImageCollection(source, names, ImageFiles(folder, names), captions=list(captions.values()))
 
 
-def _folder(root: Path, table: Path, names: list[str]) -> Path:
+def _find_folder(root: Path, table: Path, names: list[str]) -> Path:
     """Return the folder that the paths in a table are relative to: `root`, or one near the table that has some of them.
 
     COCO's captions are in `annotations`, and its images in `train2017` next to that; Karpathy's files do not say where

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.images.image_set import ImageCollection
-from diffvision.data.images.tables import captions_of, label_of, numbered, path_inside, resolved_columns
+from diffvision.data.images.tables import check_path, number_labels, read_captions, read_label, resolve_columns
 from diffvision.data.shards.sample import BadSample
 from diffvision.files import user_cache
 
@@ -34,7 +34,7 @@ def _datasets() -> Any:
     return datasets
 
 
-def saved_splits(path: Path) -> list[str]:
+def list_saved_splits(path: Path) -> list[str]:
     """Return the splits of a folder that `datasets` saved as a dictionary of datasets."""
     try:
         return list(json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])
@@ -42,17 +42,17 @@ def saved_splits(path: Path) -> list[str]:
         raise ValueError(f"{path}/dataset_dict.json does not list splits: save the dataset again") from None
 
 
-def from_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageCollection:
+def read_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageCollection:
     """Return the images of a folder that `datasets` saved."""
     try:
         loaded = _datasets().load_from_disk(str(path))
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{path} is not all of what `datasets` saved ({error}): save it again") from None
     source = str(path) if split is None else f"{path}, split {split}"
-    return _from_columns(source, loaded if split is None else loaded[split], columns)
+    return _read_columns(source, loaded if split is None else loaded[split], columns)
 
 
-def from_parquet(
+def read_parquet(
     source: str, files: list[Path], columns: dict[str, str], root: Path, every: Sequence[Path] = ()
 ) -> ImageCollection:
     """Return the images of .parquet files.
@@ -65,21 +65,21 @@ def from_parquet(
         every: the files of all splits; names of classes are numbered with theirs.
     """
     rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache("datasets")))
-    return _from_columns(source, rows, columns, root, every)
+    return _read_columns(source, rows, columns, root, every)
 
 
-def _from_columns(
+def _read_columns(
     source: str, rows: Any, columns: dict[str, str], root: Path | None = None, every: Sequence[Path] = ()
 ) -> ImageCollection:
     """Return the rows of a `datasets.Dataset`."""
     datasets = _datasets()
-    resolved = resolved_columns(rows.column_names, columns, source)
+    resolved = resolve_columns(rows.column_names, columns, source)
     image = resolved["image"]
     if isinstance(rows.features[image], datasets.Image):
         rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
     if root is not None:
         _check_paths(source, rows.data.column(image), root)
-    captions = [captions_of(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+    captions = [read_captions(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
     if "label" in resolved:
@@ -90,13 +90,13 @@ def _from_columns(
                 raise ValueError(f"{source}, row {row} has no label, but {cells[row]}: take such rows out")
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
-            texts = [label_of(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
-            labels, classnames = numbered(texts, _labels_in(every, resolved["label"]))
+            texts = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
+            labels, classnames = number_labels(texts, _read_labels(every, resolved["label"]))
     names = [f"row {row}" for row in range(len(rows))]
     return ImageCollection(source, names, _Rows(rows, image, root), captions, labels, classnames)
 
 
-def _labels_in(files: Sequence[Path], column: str) -> list[str]:
+def _read_labels(files: Sequence[Path], column: str) -> list[str]:
     """Return the labels in .parquet files, of which only that column is read; a test split may have none."""
     from pyarrow import parquet
 
@@ -105,7 +105,7 @@ def _labels_in(files: Sequence[Path], column: str) -> list[str]:
         if column in parquet.read_schema(file).names:
             for cell in parquet.read_table(file, columns=[column])[column].unique().to_pylist():
                 with suppress(ValueError):  # a missing label is refused when its split is read
-                    labels.append(label_of(cell, str(file)))
+                    labels.append(read_label(cell, str(file)))
     return labels
 
 
@@ -123,7 +123,7 @@ def _check_paths(source: str, column: Any, root: Path) -> None:
     resolved = root.resolve()
     for row, path in enumerate(paths):
         if not embedded[row]:
-            path_inside(resolved, path, f"{source}, row {row}")
+            check_path(resolved, path, f"{source}, row {row}")
 
 
 class _Rows:
@@ -161,13 +161,13 @@ def _torchvision_class(location: str) -> Callable[..., Any]:
     return rooted[name]
 
 
-def torchvision_splits(location: str) -> list[str]:
+def list_torchvision_splits(location: str) -> list[str]:
     """Return the splits of `torchvision:NAME:ROOT`."""
     parameters = inspect.signature(_torchvision_class(location)).parameters
     return ["train", "test"] if {"train", "split"} & parameters.keys() else []
 
 
-def from_torchvision(location: str, split: str | None) -> ImageCollection:
+def read_torchvision(location: str, split: str | None) -> ImageCollection:
     """Return the images of `torchvision:NAME:ROOT`; nothing is downloaded."""
     dataset_class = _torchvision_class(location)
     name, _, root = location.removeprefix(TORCHVISION).partition(":")
@@ -193,7 +193,7 @@ def from_torchvision(location: str, split: str | None) -> ImageCollection:
     reader = _Encoded(rows, f"{name} {split} {len(rows)}")
     location = f"{location}, split {split}" if split else location
     if isinstance(targets[0], str | list | tuple):
-        return ImageCollection(location, names, reader, captions=[captions_of(target) for target in targets])
+        return ImageCollection(location, names, reader, captions=[read_captions(target) for target in targets])
     labels = np.array([int(target) for target in targets], dtype=np.int64)
     return ImageCollection(
         location, names, reader, labels=labels, classnames=tuple(map(str, getattr(rows, "classes", ())))

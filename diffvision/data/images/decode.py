@@ -42,7 +42,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     Transparent parts show white, 16-bit and floating grey is rescaled rather than clipped, EXIF orientation is applied.
     """
-    with _pil_errors():
+    with _translate_errors():
         image = open_image(data, max_pixels)
         image.load()
         with suppress(Exception):  # unreadable EXIF says nothing about the orientation
@@ -57,7 +57,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise BadSample("empty image")
     if len(data) > MAX_IMAGE_BYTES:
         raise BadSample("image too large")
-    with _pil_errors():
+    with _translate_errors():
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     if image.format != "PNG" and data.count(b"\xff\xda") > MAX_SCANS:
         raise BadSample("too many scans")
@@ -69,7 +69,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 @contextmanager
-def _pil_errors() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL's, about damaged EXIF, palettes, and sizes, which are checked here
@@ -87,7 +87,7 @@ def _pil_errors() -> Iterator[None]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to 8-bit RGB, see `decode_image`."""
     if image.mode.startswith("I") or image.mode == "F":
-        return _rescaled(image).convert("RGB")
+        return _rescale(image).convert("RGB")
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         layered = image.convert("RGBA")
         flat = Image.new("RGB", image.size, BACKGROUND)
@@ -96,7 +96,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _rescaled(image: Image.Image) -> Image.Image:
+def _rescale(image: Image.Image) -> Image.Image:
     """Rescale grey of more than 8 bits to 8: from 0..65535 for integers in it, else from the image's range."""
     values = np.asarray(image)
     low, high = 0.0, 65535.0

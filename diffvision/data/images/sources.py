@@ -17,25 +17,25 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.coco import caption_file
+from diffvision.data.images.coco import read_caption_file
 from diffvision.data.images.datasets import (
     TORCHVISION,
-    from_parquet,
-    from_saved,
-    from_torchvision,
-    saved_splits,
-    torchvision_splits,
+    list_saved_splits,
+    list_torchvision_splits,
+    read_parquet,
+    read_saved,
+    read_torchvision,
 )
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
 from diffvision.data.images.tables import (
     COLUMNS,
     are_numbers,
-    captions_of,
-    csv_rows,
-    json_lines,
-    label_of,
-    numbered,
-    path_inside,
+    check_path,
+    number_labels,
+    read_captions,
+    read_csv,
+    read_json_lines,
+    read_label,
 )
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
@@ -80,7 +80,7 @@ class ImageSource:
             raise ValueError(f"{self.location} has no split {split!r}: {known}")
         images = self.parts[split]()
         if classnames and images.labels is not None and (images.classnames or are_numbers(classnames)):
-            return _renumbered(images, classnames)
+            return _renumber(images, classnames)
         return images
 
 
@@ -139,10 +139,10 @@ def open_source(
     location, columns = str(source), columns or {}
     if unknown := sorted(columns.keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
-    return ImageSource(location, _parts(location, None if table is None else Path(table), columns))
+    return ImageSource(location, _find_parts(location, None if table is None else Path(table), columns))
 
 
-def _renumbered(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
+def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
     known = {name: number for number, name in enumerate(class_prompts(classnames))}
     assert images.labels is not None
     labels, indices = np.unique(images.labels, return_inverse=True)
@@ -156,51 +156,51 @@ def _renumbered(images: ImageCollection, classnames: Sequence[str]) -> ImageColl
     return replace(images, labels=numbers[indices], classnames=tuple(classnames))
 
 
-def _parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+def _find_parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
     """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
     if location.startswith(TORCHVISION):
-        names = torchvision_splits(location)
-        return {name: partial(from_torchvision, location, name or None) for name in names or [""]}
+        names = list_torchvision_splits(location)
+        return {name: partial(read_torchvision, location, name or None) for name in names or [""]}
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
     if path.is_file():
-        return _of_table(path.parent, path, columns)
+        return _open_table(path.parent, path, columns)
     if table is not None:
-        return _of_table(path, table, columns)
+        return _open_table(path, table, columns)
     if (path / "dataset_dict.json").is_file():
-        saved = named_splits(saved_splits(path), path)
-        return _alike({split: partial(from_saved, path, name, columns) for split, name in saved.items()})
+        saved = named_splits(list_saved_splits(path), path)
+        return _number_together({split: partial(read_saved, path, name, columns) for split, name in saved.items()})
     tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
     if any(map(file_split, tables)):
-        return _of_tables(path, by_split(tables, path), columns)
-    folders, index = [p.name for p in _class_folders(path)], _index_table(path)
+        return _open_tables(path, by_split(tables, path), columns)
+    folders, index = [p.name for p in _class_folders(path)], _find_index_table(path)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
         folders = [name for name in folders if splits_in(name) or any(_files(path / name, _SAMPLE_SUFFIXES))]
     are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
     if folders and all(map(splits_in, folders)) and (are_called_so or index is None):
         named = named_splits(folders, path)
-        return {split: partial(_from_split, path, named, name, columns) for split, name in named.items()}
+        return {split: partial(_read_split, path, named, name, columns) for split, name in named.items()}
     if index is not None:
-        return _of_table(path, index, columns)
+        return _open_table(path, index, columns)
     nested = [] if any(_files(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in _files(path, _ROWS)]
     if splits := by_split(nested, path):
-        return _of_tables(path, splits, columns)
-    return {"": partial(_from_folder, path, columns)}
+        return _open_tables(path, splits, columns)
+    return {"": partial(_read_folder, path, columns)}
 
 
-def _of_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
     if not table.is_file():
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder of images")
     if table.suffix.lower() == ".json":
-        return caption_file(root, table)
-    return {"": partial(_from_tables, str(table), root, [table], columns)}
+        return read_caption_file(root, table)
+    return {"": partial(_read_tables, str(table), root, [table], columns)}
 
 
-def _of_tables(
+def _open_tables(
     path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]
 ) -> dict[str, Callable[[], ImageCollection]]:
     """Return the reader of each split's tables, whose paths are relative to one folder."""
@@ -208,19 +208,19 @@ def _of_tables(
     if all(table.suffix.lower() == ".parquet" for table in every):
         return {
             split: partial(
-                from_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
+                read_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
             )
             for split, names in splits.items()
         }
-    return _alike(
+    return _number_together(
         {
-            split: partial(_from_tables, f"{path}, split {split}", path, [path / name for name in names], columns)
+            split: partial(_read_tables, f"{path}, split {split}", path, [path / name for name in names], columns)
             for split, names in splits.items()
         }
     )
 
 
-def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callable[[], ImageCollection]]:
+def _number_together(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callable[[], ImageCollection]]:
     """Return the parts with the classes of all of them numbered together, where tables name classes."""
 
     def read(split: str) -> ImageCollection:
@@ -236,18 +236,18 @@ def _alike(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callabl
         names = [
             other.classnames or map(str, set(other.labels.tolist())) for other in others if other.labels is not None
         ]
-        return _renumbered(images, numbered([name for of_split in names for name in of_split])[1])
+        return _renumber(images, number_labels([name for of_split in names for name in of_split])[1])
 
     return {split: partial(read, split) for split in parts}
 
 
-def _from_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
+def _read_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
     """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
-    images = _from_folder(path / name, columns)
+    images = _read_folder(path / name, columns)
     if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and splits_in(inner):
         raise ValueError(f"{path / name} has {inner}, named as a split, as its only class: move its folders one up")
     known = _folder_names(path, named)
-    return _renumbered(images, known) if images.classnames and set(images.classnames) <= set(known) else images
+    return _renumber(images, known) if images.classnames and set(images.classnames) <= set(known) else images
 
 
 def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
@@ -255,29 +255,29 @@ def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
     return sorted({folder.name for name in available.values() for folder in _class_folders(path / name)})
 
 
-def _index_table(path: Path) -> Path | None:
+def _find_index_table(path: Path) -> Path | None:
     """Return the table in a folder of images that describes them."""
     tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
     return next((known for known in tables if known.is_file()), None)
 
 
-def _from_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
+def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
     if (path / "state.json").is_file():
-        return from_saved(path, None, columns)
-    if (index := _index_table(path)) is not None:
-        return _of_table(path, index, columns)[""]()
+        return read_saved(path, None, columns)
+    if (index := _find_index_table(path)) is not None:
+        return _open_table(path, index, columns)[""]()
     images = list(_files(path, IMAGE_SUFFIXES))
     if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(_files(path, (".txt",)))):
-        return _from_texts(path)
+        return _read_texts(path)
     if images:
         if others := sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES):
             raise ValueError(
                 f"{path} has {', '.join(others[:5])} next to its images: give the table that describes them as the "
                 "source, or move it elsewhere if none does"
             )
-        return _from_classes(path, images)
+        return _read_classes(path, images)
     if parquet := sorted(_files(path, (".parquet",))):
-        return from_parquet(str(path), parquet, columns, path)
+        return read_parquet(str(path), parquet, columns, path)
     raise ValueError(f"no images in {path}")
 
 
@@ -312,7 +312,7 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _from_classes(path: Path, images: list[Path]) -> ImageCollection:
+def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     """Read a folder for each class, numbered in the order of their names, as torchvision's ImageFolder does."""
     files = sorted(image.relative_to(path) for image in images)
     if loose := [file for file in files if len(file.parts) == 1]:
@@ -347,7 +347,7 @@ def _class_folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _from_texts(path: Path) -> ImageCollection:
+def _read_texts(path: Path) -> ImageCollection:
     """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted."""
     root = path.resolve()
     names: list[str] = []
@@ -358,7 +358,7 @@ def _from_texts(path: Path) -> ImageCollection:
         text = file.with_suffix(".txt")
         for link in (file, text):
             if link.is_symlink():
-                path_inside(root, str(link.relative_to(path)), f"{link}, a link")
+                check_path(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
         captions.append((_text(text),) if text.is_file() else ())
     _check_undivided(path, names)
@@ -370,29 +370,29 @@ def _text(path: Path) -> str:
     return path.read_bytes().decode("utf-8-sig", "surrogateescape")
 
 
-def _from_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[str, str]) -> ImageCollection:
+def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[str, str]) -> ImageCollection:
     """Read tables of one format as one, with paths relative to `root`."""
     suffixes = {table.suffix.lower() for table in tables}
     if len(suffixes) > 1:
         raise ValueError(f"{source} has tables in several formats, {tables[0].name} and others: keep one format")
     if suffixes == {".parquet"}:
-        return from_parquet(source, list(tables), columns, root)
+        return read_parquet(source, list(tables), columns, root)
     resolved = root.resolve()
     images: list[str] = []
     captions: list[Captions] = []
     labels: list[str] = []
     for table in tables:
-        for line, row in json_lines(table, columns) if suffixes == {".jsonl"} else csv_rows(table, columns):
-            images.append(path_inside(resolved, row["image"], f"{table}, line {line}"))
+        for line, row in read_json_lines(table, columns) if suffixes == {".jsonl"} else read_csv(table, columns):
+            images.append(check_path(resolved, row["image"], f"{table}, line {line}"))
             if "caption" in row:
-                captions.append(captions_of(row["caption"]))
+                captions.append(read_captions(row["caption"]))
             if "label" in row:
-                labels.append(label_of(row["label"], f"{table}, line {line}"))
+                labels.append(read_label(row["label"], f"{table}, line {line}"))
     if not images:
         raise ValueError(f"{source} has no rows: give a table of images")
     if any(len(column) not in (0, len(images)) for column in (captions, labels)):
         raise ValueError(f"{source}: not all of these tables have captions, or labels: name their columns alike")
-    numbers, classnames = numbered(labels) if labels else (None, ())
+    numbers, classnames = number_labels(labels) if labels else (None, ())
     return ImageCollection(source, images, ImageFiles(root, images), captions or None, numbers, classnames)
 
 

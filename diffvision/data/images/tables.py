@@ -30,7 +30,7 @@ _DELIMITERS = (",", "\t", "|")
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
-def captions_of(cell: Any) -> Captions:
+def read_captions(cell: Any) -> Captions:
     """Return the captions in a cell: a text, or a list of texts.
 
     Of anything else there are none, as in shards: such a sample is counted when it is read.
@@ -41,7 +41,7 @@ def captions_of(cell: Any) -> Captions:
     return (captions,) if isinstance(captions, str) else tuple(captions)
 
 
-def label_of(cell: Any, where: str) -> str:
+def read_label(cell: Any, where: str) -> str:
     """Return a label as text.
 
     Raises:
@@ -54,7 +54,7 @@ def label_of(cell: Any, where: str) -> str:
     return text
 
 
-def numbered(labels: Sequence[str], others: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
+def number_labels(labels: Sequence[str], others: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return class numbers, and the names of classes that are not numbered as they are.
 
     Whole numbers from 0 on, also as 10.0, stay as they are. Other numbers are numbered in their order, and names in
@@ -85,7 +85,7 @@ def _number(text: str) -> int | float:
     return int(value) if (value := float(text)).is_integer() else value
 
 
-def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
+def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
     """Return which column is which: an image, and a caption or a label; those given, else those with usual names."""
     if len(header) == 1 and ";" in header[0]:
         raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
@@ -117,7 +117,7 @@ def resolved_columns(header: Sequence[str], given: dict[str, str], table: Any) -
     return resolved
 
 
-def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a table; a missing cell is an empty one.
 
     The columns of a .csv may also be separated by tabs or `|`, as its first line tells.
@@ -133,7 +133,7 @@ def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
             else:
                 reader = csv.reader(file, strict=True, delimiter=_delimiter(table, columns))
             header = next(reader, [])
-            position = {what: header.index(name) for what, name in resolved_columns(header, columns, table).items()}
+            position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
             line = reader.line_num
             for row in filter(None, reader):
                 line = reader.line_num
@@ -145,7 +145,9 @@ def csv_rows(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
         raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+        raise ValueError(
+            f"{table}, line {_find_undecodable_line(table)}, is not UTF-8: save the file as UTF-8"
+        ) from None
 
 
 def _delimiter(table: Path, columns: dict[str, str]) -> str:
@@ -154,12 +156,12 @@ def _delimiter(table: Path, columns: dict[str, str]) -> str:
         first = file.readline()
     for delimiter in _DELIMITERS:
         with suppress(ValueError, csv.Error):
-            resolved_columns(next(csv.reader([first], delimiter=delimiter), []), columns, table)
+            resolve_columns(next(csv.reader([first], delimiter=delimiter), []), columns, table)
             return delimiter
     return ","
 
 
-def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a file with a JSON object in each line."""
     resolved: dict[str, str] | None = None
     try:
@@ -168,25 +170,27 @@ def json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict
                 if not text.strip():
                     continue
                 try:
-                    row = json.loads(text, object_pairs_hook=_object)
+                    row = json.loads(text, object_pairs_hook=_check_object)
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
-                resolved = resolved or resolved_columns(list(row), columns, table)
+                resolved = resolved or resolve_columns(list(row), columns, table)
                 yield line, {what: row.get(name, "") for what, name in resolved.items()}
     except UnicodeDecodeError:
-        raise ValueError(f"{table}, line {_undecodable(table)}, is not UTF-8: save the file as UTF-8") from None
+        raise ValueError(
+            f"{table}, line {_find_undecodable_line(table)}, is not UTF-8: save the file as UTF-8"
+        ) from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
     return row
 
 
-def _undecodable(path: Path) -> int:
+def _find_undecodable_line(path: Path) -> int:
     """Return the first line that is not UTF-8; the csv reader, which reads ahead, does not know."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -197,7 +201,7 @@ def _undecodable(path: Path) -> int:
     return 0
 
 
-def path_inside(root: Path, image: Any, where: str) -> str:
+def check_path(root: Path, image: Any, where: str) -> str:
     """Return the path of an image, relative to the root; raise ValueError where it leads out of the root.
 
     A table, which may come from others, cannot put other files of this machine into a dataset. A row without an image

@@ -75,8 +75,8 @@ def make_aro(directory: str | Path, source: str | Path, images: str | Path | Non
     finder = Images([*([Path(images)] if images else []), root], "give the folder of the images as --images")
     folders = []
     for name, file, read in (
-        ("vg-relation", "visual_genome_relation.json", _relations),
-        ("vg-attribution", "visual_genome_attribution.json", _attributions),
+        ("vg-relation", "visual_genome_relation.json", _read_relations),
+        ("vg-attribution", "visual_genome_attribution.json", _read_attributions),
     ):
         if (root / file).is_file():
             rows, cases = read(root / file, finder)
@@ -84,7 +84,7 @@ def make_aro(directory: str | Path, source: str | Path, images: str | Path | Non
             folders.append(Folder(name, "composition", cases, left_out=left_out))
     for name in ("coco_order", "flickr30k_order"):
         if (root / f"{name}.json").is_file():
-            cases = _shuffled(root / f"{name}.json", finder)
+            cases = _read_orders(root / f"{name}.json", finder)
             folders.append(Folder(name.replace("_", "-"), "composition", cases))
     if not folders:
         raise BadSource(f"{root} has none of ARO's files: {_LAYOUT}")
@@ -97,22 +97,22 @@ def make_aro(directory: str | Path, source: str | Path, images: str | Path | Non
     )
 
 
-def _relations(path: Path, images: Images) -> tuple[int, list[Case]]:
+def _read_relations(path: Path, images: Images) -> tuple[int, list[Case]]:
     """Return the number of rows, and the cases of relations that count."""
     rows = read_rows(path, relation_name=str, **_CAPTIONS, **_BOX)
     kinds = [row["relation_name"] for row in rows]
-    return len(rows), _boxed(path, rows, kinds, images, lambda kind: kind not in NOT_COUNTED)
+    return len(rows), _make_cases(path, rows, kinds, images, lambda kind: kind not in NOT_COUNTED)
 
 
-def _attributions(path: Path, images: Images) -> tuple[int, list[Case]]:
+def _read_attributions(path: Path, images: Images) -> tuple[int, list[Case]]:
     """Return the number of rows, and the cases of pairs of attributes that count."""
     rows = read_rows(path, attributes=list, **_CAPTIONS, **_BOX)
     kinds = [" and ".join(map(str, row["attributes"][:2])) for row in rows]
     count = Counter(kinds)
-    return len(rows), _boxed(path, rows, kinds, images, lambda kind: count[kind] >= MIN_CASES)
+    return len(rows), _make_cases(path, rows, kinds, images, lambda kind: count[kind] >= MIN_CASES)
 
 
-def _boxed(
+def _make_cases(
     path: Path, rows: list[dict[str, Any]], kinds: list[str], images: Images, counts: Callable[[str], bool]
 ) -> list[Case]:
     """Return the cases of the rows whose kind counts, each with its box."""
@@ -131,15 +131,15 @@ def _boxed(
     return cases
 
 
-def _shuffled(path: Path, images: Images) -> list[Case]:
+def _read_orders(path: Path, images: Images) -> list[Case]:
     cases = []
     for number, row in enumerate(read_rows(path, image=str, caption_options=list), start=1):
-        captions = [_cleaned(caption) for caption in texts_in(row["caption_options"], path, number)]
+        captions = [_clean(caption) for caption in texts_in(row["caption_options"], path, number)]
         cases.append(composition(images(row["image"]), captions))
     return cases
 
 
-def _cleaned(caption: str) -> str:
+def _clean(caption: str) -> str:
     """Return a caption in lower case, without punctuation, cut to 30 words; one that is so already stays as it is."""
     return " ".join(one_line(_PUNCTUATION.sub(" ", caption.lower())).split()[:MAX_WORDS])
 

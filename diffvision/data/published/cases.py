@@ -243,7 +243,7 @@ def write_folders(
         refuse_existing(directory / folder.name / "test")
     images.check()
     sizes = _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
-    folders = [_usable(folder, sizes) for folder in folders]
+    folders = [_drop_faulty(folder, sizes) for folder in folders]
     for folder in folders:
         target = directory / folder.name
         cases = track(folder.cases, f"writing {folder.name}")
@@ -255,20 +255,20 @@ def write_folders(
     left_out = {folder.name: folder.left_out for folder in folders if folder.left_out}
     write_about(directory, source, licence, samples=samples, left_out=left_out)
     written = ", ".join(f"{count:,} samples in {name}" for name, count in samples.items())
-    return "\n".join([written, *(f"left out of {name}: {_listed(counts)}" for name, counts in left_out.items())])
+    return "\n".join([written, *(f"left out of {name}: {_list_counts(counts)}" for name, counts in left_out.items())])
 
 
-def _usable(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Folder:
+def _drop_faulty(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Folder:
     """Return a folder without the cases that say nothing; raise BadSource if there are no others."""
-    faults = [_fault(case, sizes) for case in folder.cases]
+    faults = [_find_fault(case, sizes) for case in folder.cases]
     kept = [case for case, fault in zip(folder.cases, faults, strict=True) if not fault]
     left_out = folder.left_out | Counter(filter(None, faults))
     if not kept:
-        raise BadSource(f"no row of the set can be used for {folder.name} ({_listed(left_out) or 'it has none'})")
+        raise BadSource(f"no row of the set can be used for {folder.name} ({_list_counts(left_out) or 'it has none'})")
     return replace(folder, cases=kept, left_out=left_out)
 
 
-def _fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
+def _find_fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
     """Return why a case says nothing; "" where it says something."""
     captions = [line for name, text in case.texts.items() if name.endswith("txt") for line in text.split("\n")]
     if any(map(is_blank, captions)):
@@ -283,7 +283,7 @@ def _fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
     return ""
 
 
-def _listed(left_out: Mapping[str, int]) -> str:
+def _list_counts(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
 
 
@@ -292,7 +292,7 @@ def _decode_all(images: Sequence[Path | bytes]) -> dict[Path | bytes, tuple[int,
     sizes = {}
     for image in track(list(dict.fromkeys(images)), "checking images"):
         try:
-            sizes[image] = decode_image(_data(image)).size
+            sizes[image] = decode_image(_read_image(image)).size
         except BadSample as reason:
             name = image if isinstance(image, Path) else "an image in the table"
             raise ValueError(f"{name}: {reason}; get the set's images again") from None
@@ -303,17 +303,17 @@ def _samples(cases: Iterable[Case]) -> Iterator[Sample]:
     for number, case in enumerate(cases):
         members: dict[str, str | bytes] = {"__key__": f"{number:06d}"}
         for name, image in case.images.items():
-            data = _data(image) if case.box is None else _cropped(_data(image), case.box)
+            data = _read_image(image) if case.box is None else _crop(_read_image(image), case.box)
             suffix = SUFFIXES[open_image(data).format or ""]
             members[f"{name}.{suffix}" if name else suffix] = data
         yield {**members, **case.texts}
 
 
-def _data(image: Path | bytes) -> bytes:
+def _read_image(image: Path | bytes) -> bytes:
     return image if isinstance(image, bytes) else image.read_bytes()
 
 
-def _cropped(data: bytes, box: Box) -> bytes:
+def _crop(data: bytes, box: Box) -> bytes:
     """Return a box of an image as PNG; what lies outside of the image is black, as where PIL crops."""
     png = BytesIO()
     decode_image(data).crop(box).save(png, "PNG", compress_level=1)

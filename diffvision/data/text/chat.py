@@ -107,13 +107,13 @@ class Chat:
                 prefix with it.
             BadText: a text that cannot be tokenised.
         """
-        return self.encode_messages(messages_of(_record(row)))
+        return self.encode_messages(read_messages(_record(row)))
 
     def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Return what `encode` does, of a conversation in messages of role and content."""
         ids: list[int] = []
         learned: list[bool] = []
-        marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
+        marked = [{key: self._mark_names(text) for key, text in message.items()} for message in messages]
         written = ""
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = [self._variables(marked[:number], prompt=True) for number in answers]
@@ -124,7 +124,7 @@ class Chat:
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
             for text, is_learned in ((prompt, False), (prompt + turn, True)):
-                new = self._continuation(written, text[len(written) :])
+                new = self._encode_after(written, text[len(written) :])
                 ids += new
                 learned += [is_learned] * len(new)
                 written = text
@@ -139,7 +139,7 @@ class Chat:
             BadSample: the template fails.
             BadText: a text that cannot be tokenised.
         """
-        marked = [{key: self._marked(text) for key, text in message.items()} for message in messages]
+        marked = [{key: self._mark_names(text) for key, text in message.items()} for message in messages]
         return self._encode(self.render(marked, prompt=True))
 
     def render(self, messages: Messages, *, prompt: bool) -> str:
@@ -154,13 +154,13 @@ class Chat:
         given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
         return {"messages": messages, "add_generation_prompt": prompt, **given}
 
-    def _marked(self, text: str) -> str:
+    def _mark_names(self, text: str) -> str:
         """Return the text with a mark inside each name of a special token."""
         if _MARK in text:
             raise BadSample("text with the noncharacter U+FDD0")
         return self._names.sub(lambda name: name[0][:1] + _MARK + name[0][1:], text)
 
-    def _continuation(self, written: str, text: str) -> list[int]:
+    def _encode_after(self, written: str, text: str) -> list[int]:
         """Return the ids of a text after another, as the two are encoded together where they do not join.
 
         Some tokenizers put a space before a text that stands alone, which a continuation must not have; and some
@@ -192,7 +192,7 @@ class MessageMember(RowMember):
     def _document(self, data: bytes) -> str | BadSample:
         row = super()._document(data)
         try:
-            return row if isinstance(row, BadSample) else "\n".join(m["content"] for m in messages_of(_record(row)))
+            return row if isinstance(row, BadSample) else "\n".join(m["content"] for m in read_messages(_record(row)))
         except BadSample as reason:
             return reason
 
@@ -211,7 +211,7 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     bos = _json(_folder(source) / "tokenizer_config.json").get("bos_token") or ""
     bos_token = bos["content"] if isinstance(bos, dict) else str(bos)
     if chosen == "tokenizer":
-        template = template_of(source)
+        template = find_template(source)
         if template is None:
             raise ValueError(
                 f"the tokenizer {source} has no chat template ({CHAT_TEMPLATE} next to it, or chat_template in its "
@@ -240,7 +240,7 @@ def read_template(file: Path) -> str:
         raise ValueError(f"chat template {file} is not UTF-8 ({error}): convert it") from None
 
 
-def messages_of(record: Any) -> Messages:
+def read_messages(record: Any) -> Messages:
     """Return the messages of a row: the first of the layouts that it has.
 
     These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
@@ -280,7 +280,7 @@ def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
     return (message.get(role), message.get(content)) if isinstance(message, dict) else (None, None)
 
 
-def template_of(source: str | Path) -> str | None:
+def find_template(source: str | Path) -> str | None:
     """Return the template that came with a tokenizer, of several the default one; None if there is none.
 
     Args:

@@ -42,17 +42,17 @@ def from_tiktoken(name: str) -> tokenizers.Tokenizer:
             f"tiktoken cannot get {name!r}: {error}; it is downloaded once, into the directory that TIKTOKEN_CACHE_DIR "
             "names: copy it there, or give a tokenizer.json"
         ) from error
-    return converted(encoding)
+    return convert_encoding(encoding)
 
 
-def converted(encoding: Any) -> tokenizers.Tokenizer:
+def convert_encoding(encoding: Any) -> tokenizers.Tokenizer:
     """Convert a `tiktoken.Encoding` to a tokenizer of the `tokenizers` library.
 
     Raises:
         ValueError: the two do not agree on a few lines of difficult text.
     """
     ranks: dict[bytes, int] = encoding._mergeable_ranks
-    names = _byte_names()
+    names = _name_bytes()
 
     def word(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
@@ -94,7 +94,7 @@ def _add_special(result: tokenizers.Tokenizer, special: dict[str, int]) -> None:
             raise ValueError(f"special token {name!r} has id {number}, which another token has")
 
 
-def _byte_names() -> list[str]:
+def _name_bytes() -> list[str]:
     """Return the character for each byte in byte-level vocabularies: itself where printable, as in GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -232,14 +232,14 @@ def documents_of(
     before, read = account.seen, 0
     for number, count in enumerate(source.counts):
         for row in range(int(count)):
-            yield from _usable(source, (number, row), text, account)
+            yield from _read_usable(source, (number, row), text, account)
             read += 1
             # A sample may have one document or many, so their number is estimated from those read.
             expected = (account.seen - before) * len(source) // read
             check_limits(account, limits, expected=before + expected)
 
 
-def _usable(
+def _read_usable(
     source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
 ) -> Iterator[str]:
     """Yield the documents of a sample, and count all of them."""
@@ -268,7 +268,7 @@ def _write(
     account = TokenAccount(tokenizer.vocab_size, tokenizer.eos_id, tokenizer.fingerprint)
     account.chat = None if chat is None else chat.name
     pieces = _read(source, parts, num_workers, account, limits)
-    shards = _texts(pieces, tokens_per_shard) if chat is None else _conversations(pieces, tokens_per_shard)
+    shards = _cut_texts(pieces, tokens_per_shard) if chat is None else _join_conversations(pieces, tokens_per_shard)
     for number, arrays in enumerate(shards):
         name = f"{number:06d}"
         members = {member: _npy(array) for member, array in arrays.items()}
@@ -309,12 +309,12 @@ def _read(
             yield part
 
 
-def _texts(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
+def _cut_texts(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield shards of text, of `size` tokens each but the last."""
     yield from ({MEMBER: tokens} for tokens in _cut((part.tokens for part in parts), size))
 
 
-def _conversations(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
+def _join_conversations(parts: Iterable[_Part], size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield shards of whole parts, of no less than `size` tokens each but the last."""
     pending: list[_Part] = []
     for part in chain(parts, [None]):

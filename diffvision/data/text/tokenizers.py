@@ -186,7 +186,7 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     if path.is_dir():
         path = path / FILE
     if path.is_file():
-        tokenizer = Tokenizer(_read(path), *_configured(path))
+        tokenizer = Tokenizer(_read(path), *_read_ends(path))
         tokenizer.source = path
         return tokenizer
     if str(source) in TIKTOKENS:
@@ -210,7 +210,7 @@ def _write(path: Path, content: Any) -> None:
         file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
 
 
-def _configured(path: Path) -> tuple[str | None, str | None]:
+def _read_ends(path: Path) -> tuple[str | None, str | None]:
     """Return the end and the beginning of a text by tokenizer_config.json next to the file, or None.
 
     Where the settings do not say whether the beginning is added, the tokenizer does: it adds it to every text or not.

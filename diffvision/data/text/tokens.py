@@ -92,10 +92,10 @@ def find_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
     """
     accounts: dict[str, TokenAccount | None] = {}
     for shard in shards:
-        parent = _parent(shard)
+        parent = _parent_of(shard)
         if parent not in accounts:
             text = read_small_file(parent if shard.remote else Path(parent), TOKENS)
-            accounts[parent] = None if text is None else _parsed(text, f"{parent}/{TOKENS}")
+            accounts[parent] = None if text is None else _parse(text, f"{parent}/{TOKENS}")
     return accounts
 
 
@@ -119,11 +119,11 @@ def are_conversations(source: Any) -> bool:
     )
 
 
-def _parent(shard: Shard) -> str:
+def _parent_of(shard: Shard) -> str:
     return shard.location.rpartition("/")[0] or "."
 
 
-def _parsed(text: str, where: str) -> TokenAccount:
+def _parse(text: str, where: str) -> TokenAccount:
     try:
         fields = json.loads(text)
         if fields.pop("format", None) != TOKENS_FORMAT:
@@ -144,7 +144,7 @@ def check_tokens(data: bytes, shard: Shard) -> int:
         BadSample: it is not, or there is no tokens.json.
         ValueError: tokens.json is of another format.
     """
-    account = find_accounts([shard])[_parent(shard)]
+    account = find_accounts([shard])[_parent_of(shard)]
     if account is None:
         raise BadSample(f"token array without a {TOKENS}")
     try:
@@ -178,8 +178,8 @@ class TokenShards(ShardSet):
         super().__init__(source, cache)
         self.length = length
         accounts = find_accounts(self.shards)
-        self.account = _joined(accounts, str(source))
-        self._tokens = np.array([_listed(s, accounts[_parent(s)]) for s in self.shards], dtype=np.int64)
+        self.account = _join(accounts, str(source))
+        self._tokens = np.array([_count_listed(s, accounts[_parent_of(s)]) for s in self.shards], dtype=np.int64)
         self._starts: dict[tuple[int, str], int] = {}  # shard, member -> byte in the tar at which its numbers begin
         self.counts = self._counted_sequences(source)
 
@@ -333,7 +333,7 @@ class TokenSequence:
         return batch
 
 
-def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount:
+def _join(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount:
     joined: TokenAccount | None = None
     for parent, account in accounts.items():
         if account is None:
@@ -366,7 +366,7 @@ def _joined(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccou
     return joined
 
 
-def _listed(shard: Shard, account: TokenAccount | None) -> int:
+def _count_listed(shard: Shard, account: TokenAccount | None) -> int:
     if account is None or shard.name not in account.shards:
-        raise ValueError(f"{_parent(shard)}/{TOKENS} does not list {shard.name}: make the token shards anew")
+        raise ValueError(f"{_parent_of(shard)}/{TOKENS} does not list {shard.name}: make the token shards anew")
     return account.shards[shard.name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.text.chat import TEMPLATES, Chat, Messages, open_chat, read_template, template_of
+from diffvision.data.text.chat import TEMPLATES, Chat, Messages, find_template, open_chat, read_template
 from diffvision.data.text.templates import render
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.lab.language.generations import tokenizer_of
@@ -56,7 +56,7 @@ def template_text(model: Model, chosen: str | None) -> str | None:
     if (theirs := _of_transformers(model)) is not None:
         return theirs.get_chat_template() if theirs.chat_template else None
     source = model.tokenizer.source
-    return None if source is None else template_of(source)
+    return None if source is None else find_template(source)
 
 
 def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from diffvision.cli import main
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
-from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, messages_of, open_chat
+from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, open_chat, read_messages
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 from diffvision.data.text.tokens import TokenShards
 
@@ -142,14 +142,14 @@ def test_a_row_writes_no_special_tokens():
     ],
 )
 def test_layouts_of_rows(row, expected):
-    messages = messages_of(row)
+    messages = read_messages(row)
     assert [message["role"][0] for message in messages] == list(expected)
     assert [message["content"] for message in messages][-2:] == ["q", "a"]
 
 
 def test_open_thoughts_reasoning_is_text_of_the_answer():
     row = {"problem": "q", "deepseek_reasoning": "so", "deepseek_solution": "a", "domain": "math"}
-    assert messages_of(row)[1]["content"] == "<think>\nso\n</think>\n\na"
+    assert read_messages(row)[1]["content"] == "<think>\nso\n</think>\n\na"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 
-from diffvision.data.text.tiktokens import _byte_names, converted
+from diffvision.data.text.tiktokens import _name_bytes, convert_encoding
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [
@@ -144,7 +144,7 @@ class Ranked:
     name, eot_token = "ranked", 400
 
     def __init__(self, tokenizer):
-        byte = {name: number for number, name in enumerate(_byte_names())}
+        byte = {name: number for number, name in enumerate(_name_bytes())}
         vocabulary = tokenizer._backend.get_vocab()
         self._mergeable_ranks = {bytes(byte[c] for c in word): n - 1 for word, n in vocabulary.items() if n}
         self._pat_str = r" ?\w+| ?[^\s\w]++|\s++$|\s+"
@@ -166,7 +166,7 @@ class Ranked:
 
 def test_tiktokens_encodings_are_converted_exactly(tokenizer, tmp_path):
     ranked = Ranked(tokenizer)
-    made = Tokenizer(converted(ranked), END)
+    made = Tokenizer(convert_encoding(ranked), END)
     for text in (*TEXTS, "the the  thetext\n\n x = [1, 2]", f"a{END}b"):
         assert made.encode(text) == ranked.encode_ordinary(text)
         assert made.decode(made.encode(text)) == text
@@ -179,7 +179,7 @@ def test_an_encoding_that_differs_is_refused(tokenizer):
     ranked = Ranked(tokenizer)
     ranked.encode_ordinary = lambda text: []
     with pytest.raises(ValueError, match="cannot be converted exactly"):
-        converted(ranked)
+        convert_encoding(ranked)
 
 
 def test_a_name_that_cannot_be_had_says_what_to_do(monkeypatch):
