@@ -1,3 +1,4 @@
+import gzip
 import io
 import json
 import os
@@ -11,7 +12,7 @@ from diffvision.data import ShardSet
 from diffvision.data.check import Keys, check_shards, shard_stats
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.make import check, stats, write_manifest
-from diffvision.data.shards.writer import write_evaluation_split
+from diffvision.data.shards.writer import write_evaluation_split, write_tar
 from tests.data.conftest import Corpus
 
 
@@ -254,3 +255,17 @@ def test_the_samples_of_an_evaluation_folder_are_read_as_evaluation_does(corpus,
     (folder / "dataset_type.txt").write_text("retrieval")
     (result,) = check_shards(tmp_path, 0)
     assert (result.read, result.bad) == ("retrieval", {"empty caption": 1})
+
+
+def test_what_the_index_cannot_read_is_counted_with_webdataset(shards, capsys):
+    path = shards / "000001.tar"
+    path.write_bytes(gzip.compress(path.read_bytes()))  # and its name does not say so
+    assert "webdataset reads 10 samples: unpack it" in " ".join(problems(shards)["000001.tar"])
+    counted = shard_stats([str(path)])[shards]
+    assert (counted.samples, counted.damaged) == (10, 1)
+    assert counted.members == {"png": 10, "txt": 10, "cls": 10}
+
+
+def test_members_that_are_not_read_are_counted(tmp_path):
+    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a b", "mp4": b"film"}])
+    assert shard_stats(tmp_path)[tmp_path].members == {"txt": 1, "mp4": 1}

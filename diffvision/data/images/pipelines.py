@@ -64,20 +64,19 @@ class PipelineSamples(IterableDataset):
     def __init__(self, pipeline: Any, kind: ImageText | ImageLabel) -> None:
         self.pipeline, self.kind = pipeline, kind
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         for sample in self.pipeline:
             try:
                 yield self._item(sample)
             except BadSample as reason:
                 warnings.warn(f"samples are left out: {reason}", stacklevel=2)
 
-    def collate(self, items: list[tuple[Tensor, Any]]) -> Any:
+    def collate(self, items: list[dict[str, Any]]) -> Any:
         """Join samples into a batch."""
-        if isinstance(self.kind, ImageText) and isinstance(items[0][1], Tensor):
-            return {"image": default_collate([image for image, _ in items]), "text": torch.stack([t for _, t in items])}
-        return self.kind.collate(items)
+        has_tokens = isinstance(items[0].get("text"), Tensor)
+        return default_collate(items) if has_tokens else self.kind.collate(items)
 
-    def _item(self, sample: Any) -> tuple[Tensor, Any]:
+    def _item(self, sample: Any) -> dict[str, Any]:
         target_key = self.kind.caption if isinstance(self.kind, ImageText) else self.kind
         if isinstance(sample, Mapping):
             members = {name: data for name, data in sample.items() if isinstance(data, bytes)}
@@ -98,5 +97,5 @@ class PipelineSamples(IterableDataset):
                 "by type or pairs; batches come from webdataset.WebLoader"
             )
         if isinstance(self.kind, ImageText):
-            return image, target if isinstance(target, Tensor) else clean_caption(target)
-        return image, int(target)
+            return {"image": image, "text": target if isinstance(target, Tensor) else clean_caption(target)}
+        return {"image": image, "label": int(target)}

@@ -173,8 +173,8 @@ class ImageText(_ImageKind):
 
     def collate(self, items: list[dict[str, Any]]) -> ImageTextBatch:
         """Join decoded samples into a batch."""
-        batch = super().collate(items)
-        return {"image": batch["image"], "text": self.tokenizer(batch["text"])}
+        images = default_collate([item["image"] for item in items])
+        return {"image": images, "text": self.tokenizer([item["text"] for item in items])}
 
 
 class ImageLabel(_ImageKind):
