@@ -5,30 +5,30 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.metadata import version
 from typing import Any
+
+import jsonargparse
+
+from diffvision.signatures import missing_names, require_names
 
 TESTED = ">=4.53,<5"  # as pyproject.toml has it
 
-# module:name -> the parameters of a function; None: a variable.
-NAMES: dict[str, tuple[str, ...] | None] = {
-    "jsonargparse._common:check_import_path": ("path",),
-    "jsonargparse._common:parsing_settings": None,
-    "jsonargparse._loaders_dumpers:get_yaml_default_loader": (),
-    "jsonargparse._loaders_dumpers:yaml_default_loader": None,
-    "jsonargparse._optionals:_get_config_read_mode": (),
-    "jsonargparse._optionals:_set_config_read_mode": ("urls_enabled", "fsspec_enabled"),
-}
+NAMES = (
+    "jsonargparse._common.check_import_path(path)",
+    "jsonargparse._common.parsing_settings",
+    "jsonargparse._loaders_dumpers.get_yaml_default_loader()",
+    "jsonargparse._loaders_dumpers.yaml_default_loader",
+    "jsonargparse._optionals._get_config_read_mode()",
+    "jsonargparse._optionals._set_config_read_mode(urls_enabled, fsspec_enabled)",
+)
 
 
 def missing() -> list[str]:
     """Return the names of `NAMES` that the installed jsonargparse lacks; empty if it has all."""
-    return [fault for name, parameters in NAMES.items() if (fault := _fault(name, parameters))]
+    return missing_names(NAMES, {"jsonargparse": jsonargparse})
 
 
 def require() -> None:
@@ -37,25 +37,7 @@ def require() -> None:
     Raises:
         ValueError: it lacks some.
     """
-    if lacking := missing():
-        raise ValueError(
-            f"jsonargparse {version('jsonargparse')} lacks what limits the imports of a configuration "
-            f"({', '.join(lacking)}): diffvision was tested with jsonargparse {TESTED}; install one of these versions"
-        )
-
-
-def _fault(name: str, parameters: tuple[str, ...] | None) -> str:
-    module, _, member = name.partition(":")
-    dotted = name.replace(":", ".")
-    try:
-        value = getattr(import_module(module), member)
-    except (ImportError, AttributeError):
-        return dotted
-    if parameters is None:
-        return ""
-    if not callable(value) or tuple(inspect.signature(value).parameters) != parameters:
-        return f"{dotted}({', '.join(parameters)})"
-    return ""
+    require_names("jsonargparse", TESTED, missing(), "limits the imports of a configuration")
 
 
 def check_import(path: str) -> None:

@@ -1,10 +1,11 @@
-"""Signatures read from source: settings and their types, without the seconds that importing their modules takes."""
+"""Settings and their types, read from source without importing it; and private names that a package must have."""
 
 import ast
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, SimpleNamespace
@@ -181,3 +182,34 @@ def _statements(module: str) -> list[ast.stmt]:
         return []
     body = ast.parse(file.read_bytes()).body
     return [inner for node in body for inner in ([node] if not isinstance(node, ast.If) else node.body)]
+
+
+def missing_names(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
+    """Return which private names the installed version of a package lacks.
+
+    Args:
+        names: such as "trainer.fit_loop._data_fetcher", or with the parameters of a function "saver._save(trainer)".
+        objects: by the first part of the names.
+    """
+    return [name for name in names if not _has(objects, name)]
+
+
+def _has(objects: Mapping[str, Any], name: str) -> bool:
+    path, is_function, parameters = name.partition("(")
+    owner, *members = path.split(".")
+    value = objects[owner]
+    for member in members:
+        if not hasattr(value, member):
+            return False
+        value = getattr(value, member)
+    return not is_function or ", ".join(inspect.signature(value).parameters) == parameters.removesuffix(")")
+
+
+def require_names(package: str, tested: str, missing: list[str], purpose: str) -> None:
+    """Raise ValueError if the installed version of a package lacks names; `tested` are the versions that have them."""
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{package} {version(package)} lacks what {purpose}: install {package}{tested} "
+            f"({', '.join(missing[:3])}{more})"
+        )

@@ -46,7 +46,8 @@ def test_other_parameters_are_named(monkeypatch):
 def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(capsys):
     assert main(["fit", "--config", "configs/clip/debug.yaml"]) == 1
     error = capsys.readouterr().err
-    assert "lacks what limits the imports of a configuration (jsonargparse._optionals._set_config_read_mode)" in error
+    assert "lacks what limits the imports of a configuration: install jsonargparse>=" in error
+    assert "jsonargparse._optionals._set_config_read_mode" in error
     (finding,) = doctor.check_private_names()
     assert "jsonargparse lacks" in finding.text
 

@@ -1,16 +1,14 @@
 """Everything of Lightning that is private and still used here, behind functions with names of ours.
 
-`NAMES` lists what the installed version must have; `missing` compares. Nothing of this package is imported here.
+`NAMES` lists what the installed version must have; `missing` compares.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import evaluation_loop
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+from diffvision.signatures import missing_names, require_names
 
 TESTED = ">=2.6.5,<2.7"  # as pyproject.toml has it
 NAMES = {
@@ -80,7 +80,7 @@ def missing() -> list[str]:
         }
     finally:
         logging.disable(messages)
-    return [name for name in NAMES if not _is_there(name, objects)]
+    return missing_names(NAMES, objects)
 
 
 def require() -> None:
@@ -89,23 +89,7 @@ def require() -> None:
     Raises:
         ValueError: it lacks some.
     """
-    if lacking := missing():
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise ValueError(
-            f"lightning {version('lightning')} lacks what training relies on: install lightning{TESTED} "
-            f"({', '.join(lacking[:3])}{more})"
-        )
-
-
-def _is_there(name: str, objects: dict[str, Any]) -> bool:
-    path, is_method, parameters = name.partition("(")
-    owner, *members = path.split(".")
-    value = objects[owner]
-    for member in members:
-        if not hasattr(value, member):
-            return False
-        value = getattr(value, member)
-    return not is_method or ", ".join(inspect.signature(value).parameters) == parameters.removesuffix(")")
+    require_names("lightning", TESTED, missing(), "training relies on")
 
 
 # --- loops ---
