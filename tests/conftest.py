@@ -13,6 +13,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from diffvision.plugins import LAB
+
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -35,6 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
     work there.
     """
+    for item in items:
+        if item.get_closest_marker("lab") is not None and not LAB.exists():
+            item.add_marker(pytest.mark.skip(reason="there is no lab"))
     # A case of a GPU stays with `pytest -m gpu`, one that is too long with `pytest -m nightly`.
     collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
     for item in items:

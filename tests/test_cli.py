@@ -25,6 +25,7 @@ def test_every_command_explains_its_arguments(name, capsys):
     assert f"usage: diffvision {name}" in capsys.readouterr().out
 
 
+@pytest.mark.lab
 def test_data_make_lists_the_datasets(capsys):
     assert cli.main(["data", "make", "--help"]) == 0
     printed = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Plugins: what a package adds by entry points works in timm, `data make` and `evaluate`, and is imported when used."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from diffvision import plugins
 from diffvision.plugins import PluginTable, entry_points, load
 
 PACKAGE = '''
+from diffvision.evaluation.language.tasks import LanguageEvaluation
 from diffvision.evaluation.suite import Evaluation
 from diffvision.nn import DiffAttention
 
@@ -37,7 +39,28 @@ def squares(directory, seed: int = 0):
     return "squares"
 
 
+def length(work):
+    return {"tokens": float(sum(map(len, work.documents))), "settings": float(work.inputs["length"])}
+
+
+def hello(name: str, *, loud: bool = False) -> None:
+    """Greet somebody.
+
+    Args:
+        name: who is greeted.
+        loud: in capitals.
+    """
+    print(f"HELLO {name.upper()}" if loud else f"Hello {name}")
+
+
+def draw(results):
+    from matplotlib.figure import Figure
+
+    return Figure()
+
+
 COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
+LENGTH = LanguageEvaluation(length, draw, "documents", prepare=lambda request: request.settings["number"])
 '''
 ENTRY_POINTS = """
 [diffvision.attention]
@@ -48,6 +71,12 @@ squares = tiny_plugin:squares
 
 [diffvision.tasks]
 count = tiny_plugin:COUNT
+
+[diffvision.language_tasks]
+length = tiny_plugin:LENGTH
+
+[diffvision.commands]
+hello = tiny_plugin:hello
 """
 
 
@@ -126,6 +155,55 @@ assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
     ]
 
 
+def test_command_of_a_plugin_has_its_own_options(tmp_path):
+    install(tmp_path)
+    program = """
+from diffvision.cli import main
+assert main(["hello", "you", "--loud"]) == 0
+assert main(["hello", "you", "--quiet"]) == 2
+assert main(["--help"]) == 0
+"""
+    printed = run(tmp_path, program)
+    assert "HELLO YOU" in printed
+    assert re.search(r"\n  hello +greet somebody\n", printed)
+
+
+def test_task_of_a_plugin_runs_in_evaluate_language_with_its_settings(tmp_path):
+    install(tmp_path)
+    (tmp_path / "a.txt").write_text("some words and more")
+    program = """
+import os; os.chdir(FOLDER)
+from diffvision.cli import main
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.models import language
+tokenizer = train_tokenizer(["some words and more"], 300)
+language.save(language.create("diff-debug", vocab_size=tokenizer.vocab_size), "model", tokenizer)
+common = ["evaluate-language", "model", "--tasks", "length", "--data", "a.txt", "--output", "out", "--device", "cpu"]
+assert main([*common, "--settings", '{"number": 5}']) == 0
+"""
+    run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
+    metrics = json.loads((tmp_path / "out" / "length.json").read_text())["models"]["model"]
+    assert metrics["settings"] == 5
+    assert metrics["tokens"] > 2
+
+
+def test_evaluation_of_images_imports_no_language_models(tmp_path):
+    program = """
+import os, sys; os.chdir(FOLDER)
+from diffvision.cli import main
+assert main(["data", "make", "digits", "digits", "--copies", "1"]) == 0
+assert main(["evaluate", "CLIP-debug", "--data", "digits/zero_shot", "--num_workers", "0"]) == 0
+print(*sorted(sys.modules), sep="\\n")
+"""
+    modules = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path)))).splitlines()
+    assert "diffvision.evaluation.suite" in modules
+    language = ("diffvision.evaluation.language", "diffvision.models.language", "diffvision.data.text")
+    assert [
+        name for name in modules if name.startswith((*language, "diffvision.opening.texts", "diffvision.lab"))
+    ] == []
+    assert "diffvision.evaluation.blind" not in modules
+
+
 def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
     installed("[some.table]\nthird = json:dumps\n")
     table = PluginTable("some.table", {"first": str.upper, "second": str.lower}, object)
@@ -161,7 +239,7 @@ def test_two_packages_with_one_name_are_refused(installed):
         plugins.entry_points("some.table")
 
 
-@pytest.mark.skipif(not plugins.LAB.exists(), reason="there is no lab")
+@pytest.mark.lab
 def test_each_entry_of_the_lab_is_importable():
     groups = [line[1:-1] for line in plugins.LAB.read_text().splitlines() if line.startswith("[")]
     assert groups

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from diffvision.models import hub, language
+from diffvision.models import hub
 from diffvision.models.architecture import check, recorded
 from diffvision.models.bounds import bounded
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
-from diffvision.opening import images, texts
+from diffvision.models.names import host_names
+from diffvision.opening import images
 from diffvision.opening.model import Host, Model
 from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
 from diffvision.opening.specs import is_name, labelled, no_path, unknown
@@ -75,12 +76,16 @@ def open_model(
             checkpoints.
     """
     _check_preprocess(preprocess)
-    if tokenizer is not None and (str(spec) in language.model_names() or not is_name(str(spec))):
+    if tokenizer is not None and (str(spec) in host_names()["language"] or not is_name(str(spec))):
+        from diffvision.opening import texts  # imports the language models, as below
+
         texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
     model = _open(spec, checkpoint, dict(preprocess or {}))
     if model.is_language:
         if preprocess:
             raise ValueError(f"preprocess is for images, and {spec} is a language model: leave preprocess out")
+        from diffvision.opening import texts
+
         model = texts.with_tokenizer(model, tokenizer)
     elif tokenizer is not None:
         raise ValueError(f"tokenizer is {tokenizer!r}: that is for language models; {spec} has its own")
@@ -110,6 +115,8 @@ def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
     if run_in(folder) or not folder.is_dir() or folder_host(folder) != "transformers":
         model = open_model(spec, checkpoint)
     else:
+        from diffvision.opening import texts
+
         refuse_checkpoint(checkpoint, text)
         model = texts.with_tokenizer(texts.open_as_language(folder), None)
     # A folder of huggingface_hub's cache is named by its revision.
@@ -156,6 +163,8 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
     refuse_urls(checkpoint, "checkpoint")
     if not isinstance(spec, Path):
         if text.startswith(HUGGING_FACE):
+            from diffvision.opening import texts
+
             refuse_checkpoint(checkpoint, text)
             return texts.open_transformers(text.removeprefix(HUGGING_FACE))
         if text.startswith(FOLDER):
@@ -178,7 +187,9 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
     import open_clip
 
-    if name in language.model_names():
+    if name in host_names()["language"]:
+        from diffvision.opening import texts
+
         return texts.open_language_name(name, checkpoint)
     if name.startswith(HUB):
         repository = name.removeprefix(HUB)
@@ -198,6 +209,8 @@ def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str,
     folder = Path(name.removeprefix(FOLDER))
     host = folder_host(folder)
     if host == "language" or host == "transformers":
+        from diffvision.opening import texts
+
         refuse_checkpoint(checkpoint, str(folder))
         return texts.open_language(folder) if host == "language" else texts.open_transformers_folder(folder)
     opened = images.open_timm if host == "timm" else images.open_open_clip
@@ -212,6 +225,8 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
     """Open a file of weights that records its model."""
     name, is_language = read_origin(path)
     if is_language:
+        from diffvision.opening import texts
+
         return texts.open_language(path, name)
     if name is None:
         raise ValueError(
