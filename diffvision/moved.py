@@ -52,6 +52,7 @@ MODULES = {
             "tuxpaint",
         )
     },
+    "diffvision.comparison.output": "diffvision.comparison.result",
     **{f"diffvision.demo.{name}": f"diffvision.lab.demo.{name}" for name in ("text", "text_page")},
     **{
         f"diffvision.evaluation.language.{name}": f"diffvision.lab.language.{name}"
@@ -74,6 +75,9 @@ MODULES = {
     },
     "diffvision.evaluation.language.faithfulness": "diffvision.lab.faithfulness",
     "diffvision.evaluation.language.mathematics": "diffvision.lab.mathematics",
+    "diffvision.export.citations": "diffvision.export.card",
+    "diffvision.export.extras": "diffvision.export.formats",
+    "diffvision.export.options": "diffvision.export.formats",
     "diffvision.models.vision": "diffvision.models.vit",
     "diffvision.ops.attention.eager": "diffvision.ops.attention.reference",
     "diffvision.training.durable": "diffvision.training.fault_tolerance",

@@ -139,7 +139,7 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     """
     calls = 0
 
-    def counted(call: Call) -> Scores | None:
+    def count_and_see(call: Call) -> Scores | None:
         nonlocal calls
         calls += 1
         return see(call)
@@ -147,11 +147,11 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     with ExitStack() as stack:
         for name, layer in model.named_modules():
             if isinstance(layer, AttentionLayer) and not layer.no_maps:
-                stack.enter_context(_captured_ours(name, layer, counted))
+                stack.enter_context(_capture_ours(name, layer, count_and_see))
             elif isinstance(layer, _TIMM):
-                stack.enter_context(_captured_timm(name, layer, counted))
+                stack.enter_context(_capture_timm(name, layer, count_and_see))
         if is_transformers(model):
-            stack.enter_context(_captured_transformers(model, counted))
+            stack.enter_context(_capture_transformers(model, count_and_see))
         yield
     if not calls:
         raise ValueError(_no_attention(model))
@@ -210,11 +210,11 @@ def _no_attention(model: nn.Module) -> str:
 
 
 @contextmanager
-def _captured_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
+def _capture_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
     attend = layer.attend
     calls: list[Call] = []
 
-    def captured_attend(inputs: Inputs) -> Tensor:
+    def attend_and_see(inputs: Inputs) -> Tensor:
         x, q, k, v, mask, is_causal, _, _ = inputs
 
         def combine(maps: Tensor, lam: Tensor | None, allowed: Tensor) -> Tensor:
@@ -232,16 +232,16 @@ def _captured_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]
         with torch.autocast(q.device.type, enabled=False):
             return (applied @ call.values(applied.dtype)).to(v.dtype)
 
-    layer.__dict__["attend"] = captured_attend  # found before the class's method
+    layer.__dict__["attend"] = attend_and_see  # found before the class's method
     try:
-        with _noted_projection(layer.proj, calls):
+        with _note_projection(layer.proj, calls):
             yield
     finally:
         del layer.__dict__["attend"]
 
 
 @contextmanager
-def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
+def _capture_timm(name: str, layer: Any, see: See) -> Iterator[None]:
     calls: list[Call] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -257,14 +257,14 @@ def _captured_timm(name: str, layer: Any, see: See) -> Iterator[None]:
 
     hook = layer.register_forward_pre_hook(enter, with_kwargs=True)
     try:
-        with _noted_projection(layer.out_proj if isinstance(layer, DiffParallelScalingBlock) else layer.proj, calls):
+        with _note_projection(layer.out_proj if isinstance(layer, DiffParallelScalingBlock) else layer.proj, calls):
             yield
     finally:
         hook.remove()
 
 
 @contextmanager
-def _noted_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None]:
+def _note_projection(projection: nn.Module, calls: list[Call]) -> Iterator[None]:
     """Store the input of a layer's output projection in the layer's last call."""
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -299,7 +299,7 @@ def _four_axes(lam: Tensor) -> Tensor:
 
 
 @contextmanager
-def _captured_transformers(model: Any, see: See) -> Iterator[None]:
+def _capture_transformers(model: Any, see: See) -> Iterator[None]:
     """Have transformers compute attention by the formula within the block.
 
     Raises:
@@ -330,7 +330,7 @@ def _captured_transformers(model: Any, see: See) -> Iterator[None]:
     AttentionMaskInterface.register(_INTERFACE, mask)
     model.set_attn_implementation(_INTERFACE)
     try:
-        with _original_attention(model):
+        with _restore_attention(model):
             yield
     finally:
         model.set_attn_implementation(before)
@@ -352,7 +352,7 @@ def _transformers_call(
 
 
 @contextmanager
-def _original_attention(model: nn.Module) -> Iterator[None]:
+def _restore_attention(model: nn.Module) -> Iterator[None]:
     """Restore transformers' `forward` within the block in layers that `replace_attention` changed."""
     replaced = [(module, type(module)) for module in model.modules() if type(module).__name__ == "LlamaAttention"
                 and type(module).__module__ == "diffvision.models.replace"]  # fmt: skip

@@ -85,11 +85,11 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
             None if layer.lam is None else layer.lam.cpu(),
             layer.causal,
         )
-        for layer in opened_layers(model, batch)
+        for layer in open_layers(model, batch)
     ]
 
 
-def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
+def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
     """Yield the maps and values of every attention layer that one image or text goes through, in order.
 
     Queries, keys and values of all layers are kept from one forward pass, and the maps of a layer are computed when it
@@ -106,11 +106,11 @@ def opened_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Lay
     with evaluating(model), captured(model, calls.append):
         run_towers(model, batch)
     while calls:
-        yield opened(calls.pop(0))
+        yield open_call(calls.pop(0))
 
 
 @torch.no_grad()
-def opened(call: Call) -> LayerMaps:
+def open_call(call: Call) -> LayerMaps:
     """Return the maps and values of the first sample of a call, without gradients."""
     scores = call.scores()
     of_all = scores.maps()

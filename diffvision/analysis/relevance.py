@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured
-from diffvision.analysis.maps import image_trunk, opened
+from diffvision.analysis.maps import image_trunk, open_call
 from diffvision.models.modes import evaluating
 
 
@@ -70,7 +70,7 @@ def _weighted(call: Call, gradient: Tensor) -> Tensor:
 
     The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.
     """
-    layer = opened(call)
+    layer = open_call(call)
     applied = layer.applied.detach().requires_grad_()
     heads = layer.outputs(applied)[2]  # [H, N, V]
     width = heads.shape[0] * heads.shape[2]

@@ -59,11 +59,11 @@ def compare(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.inference import InferenceSettings
-    from diffvision.evaluation.output import bar, check_file, check_folder, listed
+    from diffvision.evaluation.output import bar, check_file, check_folder, split_names
     from diffvision.opening import open_model
     from diffvision.tables import show
 
-    outputs = [] if output is None else listed(output)
+    outputs = [] if output is None else split_names(output)
     for name in outputs:
         if not name.endswith(ENDINGS):
             raise ValueError(f"output is {name}: end it in {', '.join(ENDINGS)}, which decides what is written")
@@ -77,8 +77,8 @@ def compare(
     reader = None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=features)
     comparison = compare_models(
         [models] if isinstance(models, str) else [str(model) for model in models],
-        None if data is None else listed(data),
-        None if tasks is None else listed(tasks),
+        None if data is None else split_names(data),
+        None if tasks is None else split_names(tasks),
         InferenceSettings(batch_size, num_workers, device, precision, bar, features, reader),
         options,
         rounds,

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffvision.analysis.curves import Curve, over_seconds, read_metrics
 from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.comparison.costs import Cost, costs
-from diffvision.comparison.entries import Entry, Group, grouped, read_entries
+from diffvision.comparison.entries import Entry, Group, group_seeds, read_entries
 from diffvision.comparison.measuring import (
     data_of,
     first_images,
@@ -48,7 +48,7 @@ def compare_models(
             opening and the evaluations raise.
     """
     entries = read_entries(specs)
-    groups = grouped(entries)
+    groups = group_seeds(entries)
     data = data_of(entries) if data is None else data
     for entry in entries:
         check_spec(entry.model)  # before the first is opened

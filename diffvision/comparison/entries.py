@@ -6,11 +6,12 @@ A run's directory stands for the checkpoint that `opening.runs` chooses.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffvision.models.architecture import flatten
 from diffvision.opening import best_checkpoint, labelled, run_in
 from diffvision.opening.runs import run_config, setting
 from diffvision.opening.weights import run_of
@@ -78,7 +79,7 @@ def read_entries(models: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def grouped(entries: Sequence[Entry]) -> list[Group]:
+def group_seeds(entries: Sequence[Entry]) -> list[Group]:
     """Return the models in order; runs whose configurations differ in their seeds alone are one.
 
     Raises:
@@ -122,32 +123,24 @@ def _is_seed(entry: Entry, others: Sequence[Entry]) -> bool:
     """Return whether a run differs from others in its seeds, and in nothing else."""
     if not entry.config or entry.seed in [other.seed for other in others]:
         return False
-    return _lasting(entry.config) == _lasting(others[0].config)
+    return _model_settings(entry.config) == _model_settings(others[0].config)
 
 
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which model is trained and how, by their full names."""
     incidental = (*_INCIDENTAL, *(f"trainer.{name}" for name in _INCIDENTAL_TRAINER))
+    flat = {".".join(name): value for name, value in flatten(config, lists=True)}
     return {
         name: value
-        for name, value in _flat(config)
+        for name, value in flat.items()
         if not name.startswith(incidental) and not name.endswith(".dirpath")  # of checkpoints
     }
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    parts = dict(enumerate(value)) if isinstance(value, list) else value
-    if not isinstance(parts, dict):
-        yield name, value
-        return
-    for key, part in parts.items():
-        yield from _flat(part, f"{name}.{key}" if name else str(key))
 
 
 def _difference(first: Entry, second: Entry) -> str:
     if not first.config or not second.config:
         return "they are not two runs of `diffvision fit`"
-    a, b = _lasting(first.config), _lasting(second.config)
+    a, b = _model_settings(first.config), _model_settings(second.config)
     names = sorted(
         (name for name in {**a, **b} if a.get(name) != b.get(name)), key=lambda name: name.split(".")[0] != "model"
     )

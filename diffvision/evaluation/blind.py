@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.cache import Cache, Rows, digest, in_pieces, joined, model_digest
+from diffvision.evaluation.cache import Cache, Rows, digest, in_pieces, join_rows, model_digest
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.perplexity import perplexity_samples
@@ -78,7 +78,7 @@ class Blind:
 
         identity = digest(model=self._identity, batch_size=self.batch_size, texts=batches) if self.cache else ""
         pieces = in_pieces(self.cache, identity, len(batches), BATCHES, scored, f"rank{rank}-of-{world}-")
-        rows = joined([rows for rows, _ in pieces])
+        rows = join_rows([rows for rows, _ in pieces])
         scores = gather_rows(rows.get("scores"), device_of(self.model.module), torch.float64)
         self._known |= dict(zip(unknown, scores.tolist(), strict=True))
         return torch.tensor([self._known[text] for text in texts], dtype=torch.float64)

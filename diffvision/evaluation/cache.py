@@ -131,7 +131,7 @@ def in_pieces(
     """Yield the results of units 0 to count - 1 in pieces of `size` units, from the cache where it has a piece.
 
     A unit is a batch or a class: whatever `compute` computes at a time. Each piece is yielded as the rows of its units,
-    joined, and the list of the units' notes.
+    join_rows, and the list of the units' notes.
 
     Args:
         cache: where pieces are read and saved; None computes all of them.
@@ -149,7 +149,7 @@ def in_pieces(
     for i, (piece, units) in enumerate(zip(kept, pieces, strict=True)):
         if piece is None:
             parts = [next(computed) for _ in units]
-            piece = joined([rows for rows, _ in parts]), [note for _, note in parts]
+            piece = join_rows([rows for rows, _ in parts]), [note for _, note in parts]
             if cache is not None:
                 cache.save(identity, f"{name}{i:06}", *piece)
         yield piece
@@ -158,7 +158,7 @@ def in_pieces(
         raise RuntimeError("compute yielded more units than it was called with")
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[Rows]) -> Rows:
     """Return the rows of all parts, concatenated by key; parts without rows are left out."""
     parts = [part for part in parts if part]
     return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}

@@ -70,7 +70,7 @@ def run(
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.inference import InferenceSettings
-    from diffvision.evaluation.output import bar, check_folder, listed
+    from diffvision.evaluation.output import bar, check_folder, split_names
     from diffvision.evaluation.prompts import check_prompts
     from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (
@@ -87,15 +87,15 @@ def run(
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
-    specs = [_named(one) for one in (model if isinstance(model, list) else [model])]
+    specs = [_label_model(one) for one in (model if isinstance(model, list) else [model])]
     for _, spec in specs[1:]:
         if isinstance(spec, str):
             check_spec(spec)  # before the first is evaluated
     _check_models([label for label, _ in specs], checkpoint)
     feature_cache = None if cache is None else Cache(cache)
-    folders = [folder for path in listed(data) for folder in find_folders(path)]
+    folders = [folder for path in split_names(data) for folder in find_folders(path)]
     options = replace(options, classnames=classnames or options.classnames, templates=templates or options.templates)
-    planned = plan(folders, None if tasks is None else expand(listed(tasks)), options)
+    planned = plan(folders, None if tasks is None else expand(split_names(tasks)), options)
     prompts = check_prompts(planned, options)
     reader: Any = blind
     if reader is not None:
@@ -124,7 +124,7 @@ def run(
             for folder, names in planned:
                 features = Features(opened.module, opened.transform, opened.tokenizer, settings)
                 results[label] |= means(measure(features, folder, names, options))
-            described[label] = _described(opened, spec, checkpoint)
+            described[label] = _describe(opened, spec, checkpoint)
         if rank_and_world()[0] == 0:
             report(results, described, output)
             if feature_cache is not None:
@@ -132,14 +132,14 @@ def run(
     return results if isinstance(model, list) else next(iter(results.values()))
 
 
-def _named(model: Any) -> tuple[str, Any]:
+def _label_model(model: Any) -> tuple[str, Any]:
     """Return the label of a model, and the model: a spec, or opened already."""
     from diffvision.opening import Model, labelled
 
     return (model.name, model) if isinstance(model, Model) else labelled(model)
 
 
-def _described(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, str]:
+def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, str]:
     """Return the names of a model and its weights for records, and both in words.
 
     A file of weights is recorded as the checkpoint of its model's name.

@@ -33,10 +33,10 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
             "has fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
         )
     scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
-    samples: Metrics = {**by_kind("acc", selected(scores), pairs.kinds), "ties": each(tied(scores))}
+    samples: Metrics = {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}
     if features.blind is not None:
         likelihoods = features.blind.log_likelihoods(pairs.captions).split(counts.tolist())
-        samples |= by_kind("blind_acc", selected(likelihoods), pairs.kinds)
+        samples |= by_kind("blind_acc", is_first_best(likelihoods), pairs.kinds)
     return samples
 
 
@@ -46,7 +46,7 @@ def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
     Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending. An exact tie counts as right,
     as in CLIP_benchmark, where this is `acc` and `text_acc`. Its `image_acc` is always 1 with one image to choose from.
     """
-    return selected(caption_scores(images, texts, owner)).sum().item() / len(images)
+    return is_first_best(caption_scores(images, texts, owner)).sum().item() / len(images)
 
 
 def caption_scores(images: Tensor, texts: Tensor, owner: Tensor) -> list[Tensor]:
@@ -55,11 +55,11 @@ def caption_scores(images: Tensor, texts: Tensor, owner: Tensor) -> list[Tensor]
     return [(image[None] @ captions.T)[0] for image, captions in zip(images, texts.split(counts), strict=True)]
 
 
-def selected(scores: Sequence[Tensor]) -> Tensor:
+def is_first_best(scores: Sequence[Tensor]) -> Tensor:
     """Return where no score is above the first one, bool [N]."""
     return torch.tensor([int(of_image.argmax()) == 0 for of_image in scores])
 
 
-def tied(scores: Sequence[Tensor]) -> Tensor:
+def is_first_tied(scores: Sequence[Tensor]) -> Tensor:
     """Return where the first score is equal to the highest of the others, up to `ROUNDING`, bool [N]."""
     return torch.stack([(of_image[0] - of_image[1:].max()).abs() <= ROUNDING for of_image in scores])

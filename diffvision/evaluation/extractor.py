@@ -110,7 +110,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give a whole number")
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}: give a number of at least 1")
-        opened = _opened(
+        opened = _open(
             self.model,
             self.checkpoint,
             resolve_device(self.device),
@@ -132,7 +132,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
 
 
 @lru_cache(maxsize=2)
-def _opened(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Model:
+def _open(model: str, checkpoint: str | Path | None, device: str, seed: int, stamp: Any) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return open_model(model, checkpoint, device=device).for_images()

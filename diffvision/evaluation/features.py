@@ -22,7 +22,7 @@ from diffvision.evaluation.cache import (
     digest,
     files_digest,
     in_pieces,
-    joined,
+    join_rows,
     model_digest,
     tensor_digest,
     without_addresses,
@@ -98,7 +98,7 @@ class Features:
         kinds = {name: dtype for name, dtype in _CAPTIONED.items() if name != "texts" or encode_texts}
         rows = self._split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), kinds)
         owner = torch.arange(len(rows["counts"])).repeat_interleave(rows["counts"])
-        strings = _unpacked("captions", rows), _unpacked("kinds", rows)
+        strings = _unpack("captions", rows), _unpack("kinds", rows)
         return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings)
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
@@ -109,24 +109,24 @@ class Features:
         rank, world = rank_and_world()
         start, stop = (len(texts) * r // world for r in (rank, rank + 1))
 
-        def vectors(numbers: Sequence[int]) -> Iterator[tuple[Rows, None]]:
+        def encode_classes(numbers: Sequence[int]) -> Iterator[tuple[Rows, None]]:
             for number in self.progress(numbers, "classes"):
                 vector = F.normalize(self._encode_texts(texts[start + number]), dim=-1).mean(dim=0)
                 yield {"classes": (vector / vector.norm())[None]}, None
 
         identity = self._identity(texts=texts) if self.cache else ""
-        with self._frozen():
-            pieces = list(in_pieces(self.cache, identity, stop - start, CLASSES, vectors, f"rank{rank}-"))
-        return gather_rows(joined([rows for rows, _ in pieces]).get("classes"), self.device)
+        with self._evaluating():
+            pieces = list(in_pieces(self.cache, identity, stop - start, CLASSES, encode_classes, f"rank{rank}-"))
+        return gather_rows(join_rows([rows for rows, _ in pieces]).get("classes"), self.device)
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
         """Return features [B, D] of a batch of images in memory, computed by this process alone."""
-        with self._frozen():
+        with self._evaluating():
             return self._encode_images(torch.stack([self.transform(image) for image in images]))
 
     def of_texts(self, texts: list[str]) -> Tensor:
         """Return features [B, D] of a batch of texts, computed by this process alone."""
-        with self._frozen():
+        with self._evaluating():
             return self._encode_texts(texts)
 
     def _split(
@@ -165,7 +165,7 @@ class Features:
             world_size=world,
         )
 
-        def encoded(numbers: Sequence[int]) -> Iterator[tuple[Rows, Any]]:
+        def encode_numbers(numbers: Sequence[int]) -> Iterator[tuple[Rows, Any]]:
             shown = self.progress(numbers, f"{folder.name}/{split}")  # numbers, for their length is known
             for _, (batch, tally) in zip(shown, batches.tallied(numbers), strict=True):
                 yield {} if batch is None else encode(batch), dataclasses.asdict(tally)
@@ -175,15 +175,15 @@ class Features:
         )
         size = max(1, IMAGES // self.batch_size)
         parts, report = [], batches.new_report()
-        with self._frozen():
-            for rows, tallies in in_pieces(self.cache, identity, len(batches), size, encoded, f"rank{rank}-"):
+        with self._evaluating():
+            for rows, tallies in in_pieces(self.cache, identity, len(batches), size, encode_numbers, f"rank{rank}-"):
                 parts.append(rows)
                 for tally in tallies:
                     report.add(Tally(**tally), batches.limits)
         if report.skipped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in report.skipped.items())
             warnings.warn(f"{folder.path}/{split}: unreadable samples are left out ({reasons})", stacklevel=3)
-        return joined(parts)
+        return join_rows(parts)
 
     def _identity(self, **parts: Any) -> str:
         """Return a digest of all that rows depend on, besides `parts`."""
@@ -218,13 +218,13 @@ class Features:
         rows = {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
             "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
-            **_packed("captions", captions),
-            **_packed("kinds", batch.get("kind") or [""] * len(batch["captions"])),
+            **_pack("captions", captions),
+            **_pack("kinds", batch.get("kind") or [""] * len(batch["captions"])),
         }
         return rows | ({"texts": F.normalize(self._encode_texts(captions), dim=-1)} if encode_texts else {})
 
     def _encode_images(self, images: Tensor) -> Tensor:
-        return _finite(image_features(self.model, images.to(self.device, self.dtype)).float().cpu(), "images")
+        return _check_finite(image_features(self.model, images.to(self.device, self.dtype)).float().cpu(), "images")
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
         if not hasattr(self.model, "encode_text"):
@@ -234,31 +234,31 @@ class Features:
             )
         if self.tokenizer is None:
             raise ValueError("this evaluation reads text: give the model's tokenizer (open_clip.get_tokenizer(name))")
-        return _finite(self.model.encode_text(self.tokenizer(texts).to(self.device)).float().cpu(), "texts")
+        return _check_finite(self.model.encode_text(self.tokenizer(texts).to(self.device)).float().cpu(), "texts")
 
     @contextmanager
-    def _frozen(self) -> Iterator[None]:
+    def _evaluating(self) -> Iterator[None]:
         """Put the model in evaluation mode, without gradients, in its precision."""
         with evaluating(self.model), autocast(self.device, self.settings.precision):
             yield
 
 
-def _packed(key: str, strings: Sequence[str]) -> Rows:
+def _pack(key: str, strings: Sequence[str]) -> Rows:
     """Return strings as rows, which can be cached and gathered: their bytes, end to end, and the length of each."""
     encoded = [string.encode() for string in strings]
     content = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
     return {key: content, f"{key}_bytes": torch.tensor([len(one) for one in encoded], dtype=torch.int64)}
 
 
-def _unpacked(key: str, rows: Rows) -> list[str]:
-    """Return the strings that `_packed` made rows of."""
+def _unpack(key: str, rows: Rows) -> list[str]:
+    """Return the strings that `_pack` made rows of."""
     lengths = rows[f"{key}_bytes"].tolist()
     content = rows[key].numpy().tobytes()
     stops = itertools.accumulate(lengths)
     return [content[stop - length : stop].decode() for stop, length in zip(stops, lengths, strict=True)]
 
 
-def _finite(features: Tensor, of: str) -> Tensor:
+def _check_finite(features: Tensor, of: str) -> Tensor:
     """Return the features, and raise a ValueError for NaN, which rankings would treat as a number."""
     if not features.isfinite().all():
         raise ValueError(

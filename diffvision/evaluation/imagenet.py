@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Literal
 
 WNID = re.compile(r"n\d{8}")
 """A noun of WordNet, after which ImageNet's folders are named."""
@@ -42,12 +41,11 @@ def imagenet_names() -> list[str]:
     return list(open_clip.IMAGENET_CLASSNAMES)
 
 
-def imagenet_templates(which: Literal["openai", "simple"] = "openai") -> list[str]:
-    """Return OpenCLIP's 80 ("openai") or 7 ("simple") templates, with {c} where the class name belongs."""
+def imagenet_templates() -> list[str]:
+    """Return OpenCLIP's 80 templates, with {c} where the class name belongs."""
     import open_clip
 
-    makers = {"openai": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
-    return [make("{c}") for make in makers[which]]
+    return [make("{c}") for make in open_clip.OPENAI_IMAGENET_TEMPLATES]
 
 
 def imagenet_numbers(classes: Sequence[str]) -> list[int] | None:

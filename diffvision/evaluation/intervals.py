@@ -142,7 +142,7 @@ def bootstrap_interval(
         members = classes == label
         units = np.unique(first.units.numpy()[members], return_inverse=True)[1]
         sums = np.stack([np.bincount(units, values[members]) for values in (a, b, counts)])
-        means += _drawn(sums, generator, resamples) / len(present)
+        means += _draw_means(sums, generator, resamples) / len(present)
     if first.exponential:
         means = np.exp(np.minimum(means, 700))
     low, high = np.quantile(means[1] - means[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -154,7 +154,7 @@ def mean_interval(samples: PerSample) -> tuple[float, float]:
     return bootstrap_interval(samples._replace(values=torch.zeros_like(samples.values)), samples)
 
 
-def _drawn(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
+def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
     """Return both models' means over drawn units, [2, resamples].
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from diffvision.data.images.folders import TEMPLATES, EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.prompts import Prompts, given_templates
+from diffvision.evaluation.prompts import Prompts, read_templates
 from diffvision.evaluation.samples import Metrics, PerSample
 
 
@@ -31,11 +31,11 @@ def objects(features: Features, folder: EvaluationFolder, options: Options) -> M
             "because the threshold for each half of the images is chosen on the other half"
         )
     names = sorted(set(asked.captions))
-    templates = given_templates(options) or folder.templates or list(TEMPLATES)
+    templates = read_templates(options) or folder.templates or list(TEMPLATES)
     vectors = features.classes(Prompts(names, templates, None).texts())
     row = {name: number for number, name in enumerate(names)}
     scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.captions]]).sum(dim=1)
-    return asked_metrics(*_sides(scores, asked.owner))
+    return asked_metrics(*_split_sides(scores, asked.owner))
 
 
 def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> Metrics:
@@ -90,7 +90,7 @@ def best_threshold(scores: Tensor, truth: Tensor) -> float:
     return float(cuts[best[len(best) // 2]])
 
 
-def _sides(scores: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _split_sides(scores: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores of present objects, of absent ones, and the image of each of these pairs."""
     counts = owner.bincount()
     present, absent = torch.cat([of_image.view(2, -1) for of_image in scores.split(counts.tolist())], dim=1)

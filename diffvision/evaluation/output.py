@@ -13,7 +13,7 @@ from diffvision.files import replacing
 from diffvision.progress import track
 
 
-def listed(names: str | Path | Sequence[str | Path]) -> list[str]:
+def split_names(names: str | Path | Sequence[str | Path]) -> list[str]:
     """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths.
 
     What exists under its whole name is one path, with commas or not.

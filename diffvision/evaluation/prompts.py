@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,21 +62,18 @@ def _start(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
-def imagenet(name: str = "imagenet", templates: Literal["openai", "simple"] = "openai") -> Prompts:
-    """Return ImageNet's prompts: its class names and the 80 ("openai") or 7 ("simple") templates that OpenCLIP carries.
+def imagenet(name: str = "imagenet") -> Prompts:
+    """Return ImageNet's prompts: the class names and 80 templates that OpenCLIP carries.
 
     Args:
         name: "imagenet", "imagenet-v2", "imagenet-sketch" (all 1000 classes), "imagenet-a" or "imagenet-r" (200 each,
             in the order of the 1000, the indexes from timm). Dashes, underscores and case do not matter.
-        templates: which list.
 
     Raises:
         ValueError: another name.
     """
     names, indices = imagenet_names(), variant_numbers(name)
-    return Prompts(
-        names if indices is None else [names[index] for index in indices], imagenet_templates(templates), indices
-    )
+    return Prompts(names if indices is None else [names[index] for index in indices], imagenet_templates(), indices)
 
 
 def prompts_of(folder: EvaluationFolder, options: Options = Options()) -> Prompts:  # noqa: B008  frozen
@@ -132,7 +129,7 @@ def check_prompts(planned: Iterable[tuple[EvaluationFolder, Sequence[str]]], opt
     return lines
 
 
-def given_templates(options: Options) -> list[str]:
+def read_templates(options: Options) -> list[str]:
     """Return the templates that are given: one, those of a file, "imagenet" for its 80, or a list."""
     given = options.templates or []
     if not isinstance(given, str):
@@ -144,7 +141,7 @@ def given_templates(options: Options) -> list[str]:
 
 def _templates(folder: EvaluationFolder, options: Options) -> list[str]:
     """Return the templates for a folder's classes; none where it has none and none are given."""
-    if given := given_templates(options):
+    if given := read_templates(options):
         return given
     own = list(folder.templates or [])
     from_imagenet = options.classnames == IMAGENET or imagenet_numbers(folder.classnames or []) is not None
@@ -161,13 +158,15 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
                 "wnid: leave it out"
             )
         # The names of a variant depend on its labels.
-        return [] if not classes and is_imagenet(folder.name) else _named(classes, imagenet_names(), IMAGENET, folder)
+        if not classes and is_imagenet(folder.name):
+            return []
+        return _name_classes(classes, imagenet_names(), IMAGENET, folder)
     if isinstance(given, str):
-        return _named(classes, _lines(given, "classnames"), given, folder)
+        return _name_classes(classes, _lines(given, "classnames"), given, folder)
     if given:
-        return _named(classes, list(given), "classnames", folder)
+        return _name_classes(classes, list(given), "classnames", folder)
     if folder.own_names:
-        return _named(classes, list(folder.own_names), "its classnames.txt", folder)
+        return _name_classes(classes, list(folder.own_names), "its classnames.txt", folder)
     if (numbers := imagenet_numbers(classes)) is not None:
         names = imagenet_names()
         return [names[number] for number in numbers]
@@ -180,7 +179,7 @@ def _class_names(folder: EvaluationFolder, options: Options) -> list[str]:
     return classes
 
 
-def _named(classes: list[str], names: list[str], of: str, folder: EvaluationFolder) -> list[str]:
+def _name_classes(classes: list[str], names: list[str], of: str, folder: EvaluationFolder) -> list[str]:
     """Return the name of each class: in order where there are as many, else by the class's number or wnid."""
     if not classes:
         return names

@@ -110,7 +110,7 @@ def _heads(
     """Return the heads that the argument `heads` describes."""
     kind, _, rest = heads.partition(":")
     if kind != "entropy":
-        return _numbered(heads)
+        return _parse_heads(heads)
     try:
         share = float(rest or 0.5)
     except ValueError:
@@ -122,7 +122,7 @@ def _heads(
     return chosen
 
 
-def _numbered(heads: str) -> Heads | None:
+def _parse_heads(heads: str) -> Heads | None:
     """Return the heads that "all" or "0,3,5" stands for, in every layer."""
     if heads == "all":
         return None
@@ -205,7 +205,7 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
     draws = torch.Generator().manual_seed(0)
     shape = (2, min(64, before.config.max_position_embeddings))
     inputs = {"input_ids": torch.randint(before.config.vocab_size, shape, generator=draws)}
-    after: Any = adapt_model(copy.deepcopy(before), method, heads=_numbered(heads))
+    after: Any = adapt_model(copy.deepcopy(before), method, heads=_parse_heads(heads))
     _compare(before, after, inputs, method)
     with written_whole(target) as made:
         # Of the encoder's weights alone: folders below hold other modules of sentence-transformers, as 2_Dense.

@@ -132,17 +132,17 @@ def _training(history: History) -> dict[str, Any]:
     return {
         "model": setting(history.config, "model.init_args.model"),
         "started from": setting(history.config, "model.init_args.pretrained"),
-        "optimizer": _listed(setting(history.config, "model.init_args.optimizer")),
+        "optimizer": _join_settings(setting(history.config, "model.init_args.optimizer")),
         "batch size": setting(history.config, "data.init_args.batch_size"),
         "epochs": setting(history.config, "trainer.max_epochs"),
         "steps": history.step,
         "precision": setting(history.config, "trainer.precision"),
-        "averaged weights (EMA)": _listed(history.callback("EMA")),
+        "averaged weights (EMA)": _join_settings(history.callback("EMA")),
         "seed": setting(history.config, "seed_everything"),
     }
 
 
-def _listed(settings: Any) -> str | None:
+def _join_settings(settings: Any) -> str | None:
     """Return settings in one line, without those that are None; None if there are no settings."""
     if not isinstance(settings, dict):
         return None

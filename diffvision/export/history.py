@@ -27,7 +27,7 @@ class History:
     """The content of a run's directory.
 
     Attributes:
-        config: its config.yaml without private values (see `published`).
+        config: its config.yaml without private values (see `redact`).
         curves: logged values by metric, including those before the run was resumed.
         step: optimizer steps at the checkpoint; None if no record next to it has the number.
         records: results of `diffvision evaluate` in JSON files of the directory.
@@ -75,19 +75,19 @@ def read_history(run: Path, checkpoint: Path) -> History:
         curves = read_metrics(run)
     except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
         curves = {}
-    return History(published(config), curves, _step(checkpoint), tuple(_records(run)))
+    return History(redact(config), curves, _step(checkpoint), tuple(_records(run)))
 
 
-def published(value: Any, name: str = "") -> Any:
+def redact(value: Any, name: str = "") -> Any:
     """Return a configuration without private values.
 
     Absolute paths keep their last two parts, URLs lose user, password and query, and settings named like secrets
     ("api_key") become "...".
     """
     if isinstance(value, dict):
-        return {key: published(part, str(key)) for key, part in value.items()}
+        return {key: redact(part, str(key)) for key, part in value.items()}
     if isinstance(value, list):
-        return [published(part, name) for part in value]
+        return [redact(part, name) for part in value]
     if not isinstance(value, str):
         return value
     if _SECRET.search(name):

@@ -63,7 +63,7 @@ def files_of(folder: str | Path) -> list[str]:
     names = [file.relative_to(path).as_posix() for file in inside]
     if links := [name for name, file in zip(names, inside, strict=True) if file.is_symlink()]:
         raise ValueError(f"{folder} has links ({', '.join(links[:3])}), which may lead anywhere: put the files there")
-    if foreign := [name for name in names if not _sent(name)]:
+    if foreign := [name for name in names if not _is_sent(name)]:
         raise ValueError(
             f"{folder} holds {', '.join(foreign[:3])} ({len(foreign)} files), of kinds that are not sent, such as "
             f"pickles, which could run code where they are loaded: keep {', '.join(SENT)}"
@@ -73,7 +73,7 @@ def files_of(folder: str | Path) -> list[str]:
     return names
 
 
-def _sent(name: str) -> bool:
+def _is_sent(name: str) -> bool:
     hidden = any(part.startswith(".") for part in name.split("/"))
     return name == _CODE or (name.endswith(SENT) and not hidden)
 

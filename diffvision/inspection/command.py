@@ -43,16 +43,16 @@ def inspect(
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.inspection.inputs import read_pictures
     from diffvision.inspection.inspecting import (
+        as_list,
         check_counts,
         inspect_models,
-        listed,
         open_models,
         pictures_and_passages,
     )
     from diffvision.inspection.output import check_output
 
-    texts, pictures = listed(text), listed(image)
-    answers, masks = listed(answer), listed(mask)
+    texts, pictures = as_list(text), as_list(image)
+    answers, masks = as_list(answer), as_list(mask)
     check_output(Path(output))
     check_counts(pictures, texts)
     read_pictures(pictures, masks if pictures else [])  # what cannot be read is reported before a model is loaded

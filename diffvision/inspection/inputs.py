@@ -103,7 +103,7 @@ def _names(paths: Sequence[str]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(Path(path)) for path in paths]
 
 
-def transformed(picture: Picture, transform: Callable[[Image.Image], Tensor]) -> TransformedPicture:
+def transform_picture(picture: Picture, transform: Callable[[Image.Image], Tensor]) -> TransformedPicture:
     """Return the picture after a model's transform.
 
     The colours are restored from a white and a black image after the same transform, so that pixels and region are
@@ -120,7 +120,7 @@ def transformed(picture: Picture, transform: Callable[[Image.Image], Tensor]) ->
     return TransformedPicture(tensor, undone(tensor).permute(1, 2, 0).numpy(), inside)
 
 
-def by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
+def share_by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
     """Return the part of each patch that the object covers, [rows * columns], from pixels [h, w]."""
     return torch.nn.functional.adaptive_avg_pool2d(inside[None, None], (rows, columns)).flatten()
 
@@ -149,7 +149,9 @@ def sample_passage(tokenizer: Any, max_length: int | None) -> Passage:
     return Passage("a number among words", torch.tensor(tokens), _words(tokens, tokenizer), sample.needle)
 
 
-def passages(texts: Sequence[str], answers: Sequence[str], tokenizer: Any, max_length: int | None) -> list[Passage]:
+def read_passages(
+    texts: Sequence[str], answers: Sequence[str], tokenizer: Any, max_length: int | None
+) -> list[Passage]:
     """Return texts as a language model's tokens, after a start token.
 
     Raises:
@@ -174,7 +176,7 @@ def passages(texts: Sequence[str], answers: Sequence[str], tokenizer: Any, max_l
     return read
 
 
-def captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
+def read_captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
     """Return captions as an OpenCLIP tokenizer's tokens, padding included.
 
     Raises:

@@ -36,7 +36,7 @@ def inspect_models(
     Args:
         models: one or two of one kind, with different names.
         pictures: for models of images; each with its captions, or with all passages where it has none.
-        passages: captions or texts, as `inputs.captions` and `inputs.passages` make them, with the first's tokenizer.
+        passages: captions or texts, from `inputs.read_captions` or `inputs.read_passages` with the first's tokenizer.
         output: as `inspect`.
 
     Raises:
@@ -46,7 +46,7 @@ def inspect_models(
     check_output(folder)
     for model in models:
         check_model(model)
-    transformed = {one.name: {picture.name: inputs.transformed(picture, one.transform) for picture in pictures
+    transformed = {one.name: {picture.name: inputs.transform_picture(picture, one.transform) for picture in pictures
                               if one.transform} for one in models}  # fmt: skip
     by_title = {passage.name: passage for passage in passages}
     measurements = {one.name: _measure(one, pictures, by_title, transformed[one.name]) for one in models}
@@ -129,7 +129,7 @@ def check_model(model: Model) -> None:
 # ---- inputs --------------------------------------------------------------------------------------------------------
 
 
-def listed(given: str | list[str] | None) -> list[str]:
+def as_list(given: str | list[str] | None) -> list[str]:
     """Return an argument that may be left out, given once, or given as a list."""
     return [] if given is None else [given] if isinstance(given, str) else given
 
@@ -155,7 +155,7 @@ def pictures_and_passages(
             raise ValueError("answers are given without texts: give --text")
         if not texts:
             return [], _same_for_all([inputs.sample_passage(one.tokenizer, one.max_length)] for one in models)
-        return [], _same_for_all(inputs.passages(texts, answers, one.tokenizer, one.max_length) for one in models)
+        return [], _same_for_all(inputs.read_passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
         raise ValueError(
             f"answers are given, and {first.name} is {KINDS[first.host]}: they are for language models' texts"
@@ -170,7 +170,7 @@ def pictures_and_passages(
     texts = texts or ([] if images else [caption for picture in pictures for caption in picture.captions])
     if images or texts != [caption for picture in pictures for caption in picture.captions]:
         pictures = [inputs.Picture(one.name, one.image, one.region) for one in pictures]
-    return pictures, _same_for_all(inputs.captions(texts, one.tokenizer) for one in models)
+    return pictures, _same_for_all(inputs.read_captions(texts, one.tokenizer) for one in models)
 
 
 def _same_for_all(passages: Any) -> list[inputs.Passage]:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.analysis import statistics
-from diffvision.analysis.maps import LayerMaps, image_trunk, opened_layers
+from diffvision.analysis.maps import LayerMaps, image_trunk, open_layers
 from diffvision.analysis.relevance import caption_relevance
-from diffvision.inspection.inputs import Passage, TransformedPicture, by_patch
+from diffvision.inspection.inputs import Passage, TransformedPicture, share_by_patch
 
 THUMBNAIL = 32  # tokens a side of a single head's map of a text
 
@@ -90,14 +90,14 @@ def measure_image(
     image = picture.tensor.to(device)
     rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
     prefix, count = trunk.num_prefix_tokens, rows * columns
-    noise = None if picture.inside is None else 1 - by_patch(picture.inside, rows, columns)
+    noise = None if picture.inside is None else 1 - share_by_patch(picture.inside, rows, columns)
     focus = Focus(
         readers=slice(0, 1) if trunk.cls_token is not None else slice(prefix, None),
         keys=slice(prefix, None),
         sink=torch.cat([torch.ones(prefix), torch.zeros(count)]),
         noise=noise,
     )
-    layers = [_measured(layer, focus, (rows, columns)) for layer in opened_layers(model, {"image": image[None]})]
+    layers = [_measure_layer(layer, focus, (rows, columns)) for layer in open_layers(model, {"image": image[None]})]
     relevance = {}
     for passage in captions:
         (grid,), (cosine,) = caption_relevance(model, image, passage.tokens[None].to(device))
@@ -112,8 +112,8 @@ def measure_text(model: nn.Module, passage: Passage, tower: str = "text") -> Mea
     """
     tokens = passage.tokens[None].to(next(model.parameters()).device)
     layers = [
-        _measured(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None)
-        for layer in opened_layers(model, {"tokens" if tower == "text" else "text": tokens})
+        _measure_layer(layer.first(len(passage.words)) if layer.causal else layer, _text_focus(passage), None)
+        for layer in open_layers(model, {"tokens" if tower == "text" else "text": tokens})
     ]
     return Measurement(tower, passage.name, layers)
 
@@ -129,13 +129,13 @@ def _text_focus(passage: Passage) -> Focus:
     return Focus(readers=slice(count - 1, count), keys=slice(None), sink=sink, noise=noise)
 
 
-def _measured(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
+def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
     applied = layer.applied
     kinds = {"attention": applied}
     if layer.lam is not None:
         kinds = {"map 1": layer.maps[:, 0], "map 2": layer.maps[:, 1], "difference": applied}
     kinds = {kind: maps.float().cpu() for kind, maps in kinds.items()}
-    focus = _with_padding(focus, applied.shape[-1])
+    focus = _pad(focus, applied.shape[-1])
     numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
     if focus.noise is not None:
         numbers["noise/chance"] = [focus.noise.mean().item()]  # attention to all alike
@@ -150,7 +150,7 @@ def _measured(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> L
     return LayerMeasurement(layer.name, numbers, read, whole, heads)
 
 
-def _with_padding(focus: Focus, tokens: int) -> Focus:
+def _pad(focus: Focus, tokens: int) -> Focus:
     """Return the focus extended by padding, which a tower that is not causal attends to; padding is not a sink."""
     missing = tokens - len(focus.sink)
     return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)))

@@ -70,7 +70,7 @@ def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
     pairs = []
     for part in ("config", "arguments", "layers"):
         if part in recorded and part in built:
-            there, here = dict(_flat(recorded[part])), dict(_flat(built[part]))
+            there, here = dict(flatten(recorded[part])), dict(flatten(built[part]))
             names = there.keys() | here.keys() if part == "arguments" else there.keys() & here.keys()
             pairs += [(".".join(name), there.get(name), here.get(name)) for name in sorted(names)]
     lines = [f"{name} {a!r} there and {b!r} here" for name, a, b in pairs if not _same(a, b)]
@@ -189,10 +189,12 @@ def _architectural(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__name__)  # a class or function that was given as an argument
 
 
-def _flat(value: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _flat(part, (*name, str(key)))
+def flatten(value: Any, name: tuple[str, ...] = (), *, lists: bool = False) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values of nested dictionaries (with `lists`, of lists too), each with the names that lead to it."""
+    parts = dict(enumerate(value)) if lists and isinstance(value, list) else value
+    if isinstance(parts, Mapping):
+        for key, part in parts.items():
+            yield from flatten(part, (*name, str(key)), lists=lists)
     else:
         yield name, value
 

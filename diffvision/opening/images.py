@@ -58,7 +58,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     path = _file(checkpoint)
     weights = _open_clip_weights(name, checkpoint, path)
     if weights is not None:
-        preprocess = {**_trained_with(weights), **preprocess}
+        preprocess = {**_recorded_preprocess(weights), **preprocess}
     # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
     ours = weights is not None and (weights.lightning or weights.about or int8.holds(weights.state))
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
@@ -238,7 +238,7 @@ def _origin_of(name: str, checkpoint: str | Path | None) -> str | None:
     return name.removeprefix(FOLDER) if name.startswith((FOLDER, HUB)) else None
 
 
-def _trained_with(weights: Checkpoint) -> dict[str, Any]:
+def _recorded_preprocess(weights: Checkpoint) -> dict[str, Any]:
     """Return the preprocessing that a training run recorded; the size is the model's."""
     kept = weights.about.get("preprocess", {})
     return {key: kept[key] for key in PREPROCESS if key in kept}

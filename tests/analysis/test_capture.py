@@ -6,7 +6,7 @@ import torch
 
 import diffvision
 from diffvision.analysis.capture import captured, check_attention, is_transformers
-from diffvision.analysis.maps import opened_layers
+from diffvision.analysis.maps import open_layers
 from diffvision.models import language
 
 
@@ -45,7 +45,7 @@ def test_heads_are_what_the_output_projection_takes(name):
     calls = []
     with torch.no_grad(), captured(model, calls.append):
         model(image)
-    layers = list(opened_layers(model, {"image": image}))
+    layers = list(open_layers(model, {"image": image}))
     assert len(layers) == len(calls) == 2
     for layer, call in zip(layers, calls, strict=True):
         assert not layer.causal
@@ -60,7 +60,7 @@ def test_heads_are_what_the_output_projection_takes(name):
 def test_a_language_model_and_its_beginning(variant):
     model = language.create("diff-debug", vocab_size=64, max_length=32, variant=variant)
     tokens = torch.randint(64, (1, 12))
-    (whole, _), (short, _) = (list(opened_layers(model, {"tokens": t})) for t in (tokens, tokens[:, :7]))
+    (whole, _), (short, _) = (list(open_layers(model, {"tokens": t})) for t in (tokens, tokens[:, :7]))
     assert whole.causal
     cut = whole.first(7)
     torch.testing.assert_close(cut.applied, short.applied)
@@ -74,14 +74,14 @@ def test_dints_rows_sum_to_1_and_scores_give_its_output_back():
         expected = model(image)
         with captured(model, lambda call: call.scores()):
             torch.testing.assert_close(model(image), expected, atol=1e-5, rtol=1e-4)
-    for layer in opened_layers(model, {"image": image[:1]}):
+    for layer in open_layers(model, {"image": image[:1]}):
         torch.testing.assert_close(layer.applied.sum(-1), torch.ones(2, 17))
 
 
 def test_visual_contrast_attention_has_no_maps_and_says_so():
     model = timm.create_model("vca_vit_debug", depth=2)
     with pytest.raises(ValueError, match=r"GridTransformer can be captured: .*no map"):
-        next(opened_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
+        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
     with pytest.raises(ValueError, match="no map from tokens to tokens"):
         check_attention(model)
 
@@ -89,7 +89,7 @@ def test_visual_contrast_attention_has_no_maps_and_says_so():
 def test_a_model_without_attention_of_ours_says_what_to_do():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     with pytest.raises(ValueError, match="no attention of this"):
-        next(opened_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
+        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
     with pytest.raises(ValueError, match="no attention of this"):
         check_attention(model)
 
@@ -113,7 +113,7 @@ def test_diff_llama_as_it_is_and_replaced():
     model = transformers.DiffLlamaForCausalLM(config).eval()
     assert is_transformers(model)
     batch = {"tokens": torch.randint(32, (1, 9))}
-    layers = list(opened_layers(model, batch))
+    layers = list(open_layers(model, batch))
     assert [layer.name for layer in layers] == ["layers.0", "layers.1"]
     for layer in layers:
         assert layer.causal
@@ -122,6 +122,6 @@ def test_diff_llama_as_it_is_and_replaced():
         torch.testing.assert_close(layer.applied.sum(-1), 1 - layer.lam[..., 0], atol=1e-5, rtol=1e-5)
     replaced = diffvision.replace_attention(model)
     types = [type(module) for module in model.modules()]
-    for layer, again in zip(layers, opened_layers(replaced, batch), strict=True):
+    for layer, again in zip(layers, open_layers(replaced, batch), strict=True):
         torch.testing.assert_close(again.applied, layer.applied)
     assert [type(module) for module in model.modules()] == types

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import diffvision  # noqa: F401  (registers the models)
-from diffvision.analysis.maps import opened_layers
+from diffvision.analysis.maps import open_layers
 from diffvision.analysis.relevance import caption_relevance
 
 
@@ -43,7 +43,7 @@ def test_relevance_is_of_first_order_in_the_maps():
     image = torch.randn(3, 32, 32, dtype=torch.float64)
     texts = open_clip.get_tokenizer("DiffCLIP-debug")(["a seven"])
     relevance, (cosine,) = caption_relevance(model, image, texts)
-    layer = next(opened_layers(model, {"image": image[None]}))
+    layer = next(open_layers(model, {"image": image[None]}))
     applied, caption = layer.applied, model.encode_text(texts, normalize=True)[0]
     attn = trunk.blocks[0].attn
 

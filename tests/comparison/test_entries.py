@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from diffvision.comparison.entries import grouped, read_entries
+from diffvision.comparison.entries import group_seeds, read_entries
 
 
 def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None, average=0.9):
@@ -37,7 +37,7 @@ def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None, average=0
 
 
 def labels(*models):
-    return {group.label: len(group.entries) for group in grouped(read_entries(models))}
+    return {group.label: len(group.entries) for group in group_seeds(read_entries(models))}
 
 
 def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path):
@@ -82,7 +82,7 @@ def test_what_is_refused_before_anything_is_opened(tmp_path):
         (["X=CLIP-debug", f"X={a}"], "label 'X', .* not two runs"),
     ):
         with pytest.raises(ValueError, match=message):
-            grouped(read_entries(models))
+            group_seeds(read_entries(models))
     (tmp_path / "b" / "checkpoints" / "last.ckpt").unlink()
     with pytest.raises(ValueError, match="b has no checkpoint in checkpoints/"):
         read_entries([a, b])

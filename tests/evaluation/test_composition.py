@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffvision.evaluation.composition import caption_scores, selection_accuracy, tied
+from diffvision.evaluation.composition import caption_scores, is_first_tied, selection_accuracy
 from diffvision.evaluation.samples import by_kind, means
 from diffvision.evaluation.suite import evaluate
 
@@ -14,7 +14,7 @@ def test_by_hand_with_two_and_three_captions():
     tie = [[0, 0, 0.5], [0, 0, 0.5]]  # counts as right
     texts, owner = torch.tensor([*right, *wrong, *tie]), torch.tensor([0, 0, 1, 1, 1, 2, 2])
     assert selection_accuracy(images, texts, owner) == pytest.approx(2 / 3)
-    assert tied(caption_scores(images, texts, owner)).tolist() == [False, False, True]
+    assert is_first_tied(caption_scores(images, texts, owner)).tolist() == [False, False, True]
 
 
 def test_composition_of_a_known_model(circle, to_tensor, numbers, swapped):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diffvision.evaluation.command import run
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import listed
+from diffvision.evaluation.output import split_names
 from diffvision.evaluation.suite import (
     EVALUATIONS,
     check_output,
@@ -148,5 +148,5 @@ def test_an_output_that_cannot_be_is_refused_before_anything_runs(tmp_path):
 
 def test_a_path_with_a_comma_that_exists_is_one_path(tmp_path):
     (tmp_path / "a,b").mkdir()
-    assert listed(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
-    assert listed("a, b") == ["a", "b"]
+    assert split_names(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert split_names("a, b") == ["a", "b"]

@@ -16,7 +16,7 @@ from diffvision import adapt
 from diffvision.analysis.curves import Curve
 from diffvision.export.card import attention_layers, bibtex, model_card, write_card
 from diffvision.export.finite import open_finite
-from diffvision.export.history import History, published, read_history
+from diffvision.export.history import History, read_history, redact
 from diffvision.opening import Model
 
 
@@ -97,7 +97,7 @@ def test_what_is_published():
         "logger": {"api_key": "abc", "token": "def", "tokenizer": "words.json"},
         "numbers": [1, 2.5, None, True],
     }
-    assert published(config) == {
+    assert redact(config) == {
         "path": ".../cc3m/train",
         "relative": "data/digits",
         "url": "https://host/shard.tar",

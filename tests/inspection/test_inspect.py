@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from diffvision import cli
-from diffvision.analysis.maps import opened_layers
+from diffvision.analysis.maps import open_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
 from diffvision.inspection import inputs, inspect, inspecting
@@ -152,10 +152,10 @@ def test_language_models(checkpoint, tmp_path):
     assert cli.main(["inspect", str(checkpoint / "diff"), *given]) == 0
     _, models = written(output)
     ((look,),) = models.values()
-    tokens = len(inputs.passages(["the cat sat on the mat and the"], [], _tokenizer(checkpoint), 32)[0].words)
+    tokens = len(inputs.read_passages(["the cat sat on the mat and the"], [], _tokenizer(checkpoint), 32)[0].words)
     assert look["tower"] == "text"
     numbers = look["layers"][0]["numbers"]
-    (passage,) = inputs.passages(["the cat sat on the mat and the"], ["cat sat"], _tokenizer(checkpoint), 32)
+    (passage,) = inputs.read_passages(["the cat sat on the mat and the"], ["cat sat"], _tokenizer(checkpoint), 32)
     start, stop = passage.answer
     assert "".join(passage.words[start:stop]).strip() == "cat sat"
     assert numbers["noise/chance"] == [pytest.approx((tokens - 1 - (stop - start)) / tokens)]
@@ -197,10 +197,10 @@ def test_a_language_model_that_was_exported(checkpoint, tmp_path):
     pytest.importorskip("transformers")
     export(str(checkpoint / "diff"), str(tmp_path / "theirs"))
     (model,) = open_models(f"hf:{tmp_path / 'theirs'}", tokenizer=None, device="cpu")
-    (passage,) = inputs.passages(["the cat sat"], [], model.tokenizer, model.max_length)
-    layers = list(opened_layers(model.module, {"tokens": passage.tokens[None]}))
+    (passage,) = inputs.read_passages(["the cat sat"], [], model.tokenizer, model.max_length)
+    layers = list(open_layers(model.module, {"tokens": passage.tokens[None]}))
     (ours,) = open_models(str(checkpoint / "diff"), tokenizer=None, device="cpu")
-    for layer, other in zip(layers, opened_layers(ours.module, {"tokens": passage.tokens[None]}), strict=True):
+    for layer, other in zip(layers, open_layers(ours.module, {"tokens": passage.tokens[None]}), strict=True):
         torch.testing.assert_close(layer.applied, other.applied)
 
 
@@ -213,11 +213,11 @@ def _tokenizer(checkpoint):
 def test_pictures_are_shown_as_the_model_has_them(photo):
     (picture,) = inputs.read_pictures([str(photo / "square.png")], [str(photo / "mask.png")])
     config = timm.data.resolve_model_data_config(timm.create_model("diff_vit_debug"))
-    seen = inputs.transformed(picture, timm.data.create_transform(**config, is_training=False))
+    seen = inputs.transform_picture(picture, timm.data.create_transform(**config, is_training=False))
     assert seen.tensor.shape == (3, 32, 32)
     assert seen.shown[16, 16].tolist() == pytest.approx([250 / 255, 200 / 255, 40 / 255], abs=0.01)
     assert seen.shown[0, 0].tolist() == pytest.approx([30 / 255] * 3, abs=0.01)
-    patches = inputs.by_patch(seen.inside, 4, 4).view(4, 4)
+    patches = inputs.share_by_patch(seen.inside, 4, 4).view(4, 4)
     assert patches[1:3, 1:3].min() > 0.9
     assert patches[0].max() < 0.1
 
@@ -306,4 +306,4 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
 
 def test_a_text_that_no_picture_could_show(checkpoint):
     with pytest.raises(ValueError, match="more than the 512 that a picture"):
-        inputs.passages(["the cat sat " * 900], [], _tokenizer(checkpoint), 4096)
+        inputs.read_passages(["the cat sat " * 900], [], _tokenizer(checkpoint), 4096)

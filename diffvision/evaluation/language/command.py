@@ -50,19 +50,19 @@ def run(
     from diffvision.evaluation.language.documents import check_sources
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Request
-    from diffvision.evaluation.output import check_folder, listed
+    from diffvision.evaluation.output import check_folder, split_names
     from diffvision.opening import check_spec, labelled, open_model
 
-    names = list(dict.fromkeys(listed(tasks)))
+    names = list(dict.fromkeys(split_names(tasks)))
     suite.check(names, has_data=data is not None)
     if output is not None:
         check_folder(output)
     if cache is not None:
         check_folder(cache, "cache")
-    specs = listed(models)
+    specs = split_names(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
-    sources = None if data is None else listed(data)
+    sources = None if data is None else split_names(data)
     has_own_data = {LANGUAGE_EVALUATIONS[name].reads for name in names} - {"documents", "tokenizer"}
     texts = None if has_own_data else sources
     check_sources(texts or [])

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from diffvision.analysis.maps import opened_layers
+from diffvision.analysis.maps import open_layers
 from diffvision.data.make import make, tokenizer
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
 from diffvision.demo.report import Run, comparison, of_model
@@ -144,7 +144,7 @@ def attention_on_needle(model: Any, text_tokenizer: Tokenizer) -> dict[str, Any]
     (sample,) = needle_samples(text_tokenizer, length=72, depth=0.25, needles=2, samples=1, form="synthetic")
     tokens = sample.tokens[: sample.answers[0][0]]
     words = [str(text_tokenizer.decode([token])).replace("\n", "↵") for token in tokens]
-    *_, last = opened_layers(model, {"tokens": torch.tensor([tokens], device=model.head_weight.device)})
+    *_, last = open_layers(model, {"tokens": torch.tensor([tokens], device=model.head_weight.device)})
     kinds = {"attention": last.applied}
     if last.lam is not None:
         kinds = {"map 1": last.maps[:, 0], "map 2": last.maps[:, 1], "difference": last.applied}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.analysis.capture import captured
-from diffvision.analysis.maps import opened_layers
+from diffvision.analysis.maps import open_layers
 from diffvision.evaluation.language.perplexity import perplexity
 
 transformers = pytest.importorskip("transformers")
@@ -51,7 +51,7 @@ def test_layers_are_opened_with_their_values_where_these_are_whole(model):
     heads = []
     projection = model.model.layers[0].self_attn.o_proj
     note = projection.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
-    layers = list(opened_layers(model, {"tokens": ROWS[:1]}))
+    layers = list(open_layers(model, {"tokens": ROWS[:1]}))
     note.remove()
     if model.config.model_type == "diffllama":
         assert layers[0].values is None
