@@ -31,9 +31,9 @@ from diffvision.data.images.samples import (
     ImageMember,
     ImageText,
     caption_key,
-    caption_key_of,
+    find_caption_key,
+    find_label_key,
     label_key,
-    label_key_of,
 )
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, scan
 from diffvision.data.shards.reader import ShardReader
@@ -128,8 +128,8 @@ class Keys:
             return _Reading(folder.task, folder.kind(_no_tensor))
         first = samples.first()
         if any(map(label_key, first)) and not any(map(caption_key, first)):
-            return replace(self, label_key=label_key_of(samples))._reading()
-        return replace(self, caption_key=caption_key_of(samples))._reading()
+            return replace(self, label_key=find_label_key(samples))._reading()
+        return replace(self, caption_key=find_caption_key(samples))._reading()
 
     def _reading(self) -> "_Reading":
         image = ImageMember(_no_tensor, self.image_key)

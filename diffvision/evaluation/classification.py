@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.images.sources import class_prompts
+from diffvision.data.images.sources import name_classes
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.imagenet import WNID, imagenet_wnids
 from diffvision.evaluation.options import Options
@@ -59,7 +59,7 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
 def _outputs(model: nn.Module, count: int, folder: EvaluationFolder, options: Options) -> list[int] | None:
     """Return which of a model's outputs each class of the folder is, by names or ImageNet's wnids; None if unknown."""
     classes = list(folder.classnames or [])
-    names = class_prompts((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+    names = name_classes((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
     if not classes:
         return None
     if options.classnames == IMAGENET and count == 1000 and all(map(str.isdecimal, classes)):

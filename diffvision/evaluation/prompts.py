@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffvision.data.images.decode import MAX_CAPTION
-from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, in_order, lines_of
+from diffvision.data.images.folders import TEMPLATES, EvaluationFolder, in_order, read_lines
 from diffvision.evaluation.imagenet import (
     LIKE_WNID,
     imagenet_names,
@@ -200,7 +200,7 @@ def _numbers(classes: list[str]) -> list[int] | None:
 
 def _lines(file: str, setting: str, other: str = "") -> list[str]:
     """Return the lines of the file that a setting names."""
-    if lines := lines_of(Path(file)):
+    if lines := read_lines(Path(file)):
         return lines
     raise ValueError(f"{setting} is {file!r}, not a text file: give {other}{IMAGENET}, or a file with one per line")
 

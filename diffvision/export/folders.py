@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from diffvision.data.images.folders import find_folders, lines_of
+from diffvision.data.images.folders import find_folders, read_lines
 from diffvision.export.card import write_card
 from diffvision.export.formats import Options
 from diffvision.models.architecture import metadata
@@ -95,7 +95,7 @@ def _labels(model: Model) -> dict[str, Any]:
     names: list[str] = []
     with suppress(ValueError):  # the configuration cannot be read, or the path has shards or no longer exists
         folder = str(setting(run_config(model.run), "data.init_args.evaluation"))
-        names = lines_of(Path(folder) / "classnames.txt")
+        names = read_lines(Path(folder) / "classnames.txt")
         names = names or [name for evaluated in find_folders(folder) for name in evaluated.classnames]
     return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 

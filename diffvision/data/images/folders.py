@@ -17,7 +17,6 @@ files for classification may lie in their folder, too.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from copy import copy
 from io import StringIO
 from pathlib import Path
 
@@ -31,10 +30,9 @@ from diffvision.data.images.samples import (
     ImageObjects,
     ImagePair,
     Retrieval,
-    Tokenizer,
     Transform,
 )
-from diffvision.data.images.sources import class_prompts, is_image_source, open_source
+from diffvision.data.images.sources import is_image_source, name_classes, open_source
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
@@ -59,7 +57,6 @@ class EvaluationFolder:
         classnames, templates: lines of the text files; empty where there are none.
         own_names: of the classes in prompts, where they are not `classnames`.
         splits: the splits it has, such as ["test", "train"].
-        transform, tokenizer: what `bound` gave; defaults for `batches`.
 
     Raises:
         ValueError: no split with shards, or an unknown kind of dataset.
@@ -70,7 +67,7 @@ class EvaluationFolder:
         self.splits = _splits(self.path)
         if not self.splits:
             raise ValueError(f"{path} is no evaluation folder: no split such as test/ with nshards.txt and 0.tar")
-        kind = " ".join(lines_of(self.path / "dataset_type.txt")).lower() or "classification"
+        kind = " ".join(read_lines(self.path / "dataset_type.txt")).lower() or "classification"
         if kind not in KINDS:
             raise ValueError(f"{self.path}/dataset_type.txt says {kind!r}: only {', '.join(KINDS)} are read")
         absolute = Path(os.path.abspath(self.path))  # a link keeps the name that the user gave it
@@ -78,24 +75,16 @@ class EvaluationFolder:
         if kind == "retrieval" and absolute.name == "composition":
             self.task = "composition"
         self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
-        self.classnames = lines_of(self.path / "classnames.txt")
-        self.templates = lines_of(self.path / "zeroshot_classification_templates.txt")
+        self.classnames = read_lines(self.path / "classnames.txt")
+        self.templates = read_lines(self.path / "zeroshot_classification_templates.txt")
         self.own_names: list[str] = []
-        self.transform: Transform | None = None
-        self.tokenizer: Tokenizer | None = None
 
     def __repr__(self) -> str:
         return f"EvaluationFolder({str(self.path)!r}, task={self.task!r})"
 
-    def bound(self, transform: Transform | None, tokenizer: Tokenizer | None = None) -> "EvaluationFolder":
-        """Return the same folder with a model's preprocessing."""
-        folder = copy(self)
-        folder.transform, folder.tokenizer = transform, tokenizer
-        return folder
-
     def batches(
         self,
-        transform: Transform | None = None,
+        transform: Transform,
         *,
         split: str = "test",
         batch_size: int = 64,
@@ -106,9 +95,6 @@ class EvaluationFolder:
     ) -> "EvaluationLoader":
         """Return `ImageLabelBatch`es of a zero_shot folder, `RetrievalBatch`es of the others."""
         self.check_split(split)
-        transform = transform or self.transform
-        if transform is None:
-            raise ValueError(f"no transform for the images of {self.path}: give one, or use bound()")
         return EvaluationLoader(
             self.samples(split), self.kind(transform), batch_size, num_workers, rank, world_size, limits
         )
@@ -179,11 +165,10 @@ class ImageEvaluationFolder(EvaluationFolder):
         dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
         self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
         self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)
-        self.classnames = class_prompts(images.classnames)
-        self.own_names = lines_of(Path(location, "classnames.txt"))
-        templates = lines_of(Path(location, "zeroshot_classification_templates.txt"))
+        self.classnames = name_classes(images.classnames)
+        self.own_names = read_lines(Path(location, "classnames.txt"))
+        templates = read_lines(Path(location, "zeroshot_classification_templates.txt"))
         self.templates = templates or (list(TEMPLATES) if self.classnames else [])
-        self.transform, self.tokenizer = None, None
 
     def samples(self, split: str) -> ImageSet:
         """Return the samples of a split."""
@@ -264,7 +249,7 @@ def _splits(path: Path) -> list[str]:
     return sorted(names)
 
 
-def lines_of(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """Return stripped lines, as CLIP_benchmark reads them; none where there is no such file.
 
     A blank line keeps its position, for classes are numbered by line, and only a newline ends a line.

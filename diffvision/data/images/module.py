@@ -3,18 +3,17 @@
 Transforms and tokenizer belong to the model: what is not given is taken from the LightningModule that is trained.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, lines_of
+from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, read_lines
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.pipelines import is_pipeline, pipeline_loader
 from diffvision.data.images.samples import (
@@ -23,20 +22,59 @@ from diffvision.data.images.samples import (
     ImageLabel,
     ImageMember,
     ImageText,
-    caption_key_of,
-    label_key_of,
+    find_caption_key,
+    find_label_key,
 )
-from diffvision.data.images.sources import class_prompts, find_images, is_image_source
+from diffvision.data.images.sources import find_images, is_image_source, name_classes
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.loader import EvaluationLoader
-from diffvision.data.shards.report import Limits
+from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
-from diffvision.data.trainer import evaluation_loader, rank_and_world_size, setting_or_model, training_loader
+from diffvision.data.trainer import LoaderData
 
 
-class ImageTextData(pl.LightningDataModule):
+class _ImageData(LoaderData):
+    """Training images with captions or labels: shards, images in another layout, or a pipeline."""
+
+    def __init__(
+        self,
+        train: str | list[str],
+        *args: Any,
+        image_key: Sequence[str],
+        columns: dict[str, str] | None,
+        cache_bytes: int,
+        transform: Any,
+        eval_transform: Any,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        self.train, self.cache_bytes = _check_named(train, "train"), cache_bytes
+        self.image_key, self.columns = image_key, columns
+        self.transform, self.eval_transform = transform, eval_transform
+
+    @cached_property
+    def _images(self) -> ImageCollection | None:
+        """The training images, which are listed once; None where they are in shards."""
+        return find_images(cast(str, self.train), columns=self.columns) if is_image_source(self.train) else None
+
+    def _read_images(self, make_kind: Callable[[SampleSource | None], ImageText | ImageLabel]) -> Any:
+        """Return the training batches; `make_kind` makes a kind of sample from its source, None for a pipeline."""
+        if is_pipeline(self.train):
+            batch_size = self.batch_size // self.rank_and_world_size()[1]
+            return pipeline_loader(self.train, make_kind(None), batch_size, self.num_workers)
+        source = self._open_shards(self.train, "train") if self._images is None else ImageSet(self._images)
+        return self.read_training(source, make_kind(source))
+
+    def _open_shards(self, source: str | list[str], split: str) -> ShardSet:
+        return ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
+
+    def _image_member(self, transform: str) -> ImageMember:
+        return ImageMember(self.setting_or_model(transform) or to_float, self.image_key)
+
+
+class ImageTextData(_ImageData):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
@@ -79,12 +117,21 @@ class ImageTextData(pl.LightningDataModule):
         eval_transform: Any = None,
         tokenizer: Any = None,
     ) -> None:
-        super().__init__()
-        self.train, self.batch_size, self.evaluations = _named(train, "train"), batch_size, list(evaluations)
-        self.num_workers, self.seed, self.window, self.cache_bytes = num_workers, seed, window, cache_bytes
-        self.limits, self.stall_timeout = Limits(max_bad_fraction), stall_timeout
-        self.image_key, self.caption_key, self.columns = image_key, caption_key, columns
-        self.transform, self.eval_transform, self.tokenizer = transform, eval_transform, tokenizer
+        super().__init__(
+            train,
+            batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_bad_fraction=max_bad_fraction,
+            image_key=image_key,
+            columns=columns,
+            window=window,
+            cache_bytes=cache_bytes,
+            stall_timeout=stall_timeout,
+            transform=transform,
+            eval_transform=eval_transform,
+        )
+        self.evaluations, self.caption_key, self.tokenizer = list(evaluations), caption_key, tokenizer
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -97,44 +144,31 @@ class ImageTextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Return the training batches, `ImageTextBatch`es."""
-        tokenizer = setting_or_model(self, "tokenizer")
+        tokenizer = self.setting_or_model("tokenizer")
         if tokenizer is None:
             raise ValueError(_no_tokenizer(self))
         if self._images is not None and self._images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
-        image = ImageMember(setting_or_model(self, "transform") or to_float, self.image_key)
-        if is_pipeline(self.train):
-            return _pipeline_loader(self, ImageText(image, CaptionMember(self.caption_key or "txt"), tokenizer))
-        source = _training_source(self, self._images)
-        kind = ImageText(image, CaptionMember(self.caption_key or caption_key_of(source)), tokenizer)
-        return training_loader(self, source, kind)
+
+        def make_kind(source: Any) -> ImageText:
+            key = self.caption_key or ("txt" if source is None else find_caption_key(source))
+            return ImageText(self._image_member("transform"), CaptionMember(key), tokenizer)
+
+        return self._read_images(make_kind)
 
     def val_dataloader(self) -> "FolderLoader | list":
-        """Return the evaluation folders with the model's preprocessing, or no loader without any."""
-        if not self.evaluations:
-            return []
-        transform = setting_or_model(self, "eval_transform") or to_float
-        tokenizer = setting_or_model(self, "tokenizer")
-        return FolderLoader([folder.bound(transform, tokenizer) for folder in self._folders])
-
-    def test_dataloader(self) -> "FolderLoader | list":
-        """Return what `val_dataloader` does."""
-        return self.val_dataloader()
+        """Return the evaluation folders, or no loader without any; the model preprocesses what it takes from them."""
+        return FolderLoader(self._folders) if self.evaluations else []
 
     def predict_dataloader(self) -> list[EvaluationLoader]:
         """Return for each evaluation folder a loader of its images: see `EvaluationFolder.batches`."""
         if not self.evaluations:
             raise ValueError("there is nothing to predict on: set evaluations, or give predict a loader")
-        transform = setting_or_model(self, "eval_transform") or to_float
-        rank, world_size = rank_and_world_size(self)
+        transform = self.setting_or_model("eval_transform") or to_float
+        rank, world_size = self.rank_and_world_size()
         settings: dict[str, Any] = {"num_workers": self.num_workers, "rank": rank, "world_size": world_size}
         settings |= {"batch_size": max(1, self.batch_size // world_size), "limits": self.limits}
         return [folder.batches(transform, **settings) for folder in self._folders]
-
-    @cached_property
-    def _images(self) -> ImageCollection | None:
-        """The training images, which are listed once; None where they are in shards."""
-        return _training_images(self)
 
     @cached_property
     def folders_by_path(self) -> list[list[EvaluationFolder]]:
@@ -146,7 +180,7 @@ class ImageTextData(pl.LightningDataModule):
         return [folder for folders in self.folders_by_path for folder in folders]
 
 
-class ImageLabelData(pl.LightningDataModule):
+class ImageLabelData(_ImageData):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
     Arguments that are not described here are those of `ImageTextData`.
@@ -188,17 +222,25 @@ class ImageLabelData(pl.LightningDataModule):
         eval_transform: Any = None,
         num_classes: int | None = None,
     ) -> None:
-        super().__init__()
-        self.train, self.batch_size, self.split = _named(train, "train"), batch_size, split
-        self.evaluation = None if evaluation is None else _named(evaluation, "evaluation")
-        self.eval_batch_size, self.num_workers, self.seed = eval_batch_size, num_workers, seed
-        self.window, self.cache_bytes, self.limits = window, cache_bytes, Limits(max_bad_fraction)
-        self.stall_timeout = stall_timeout
-        self.image_key, self.label_key, self.num_classes = image_key, label_key, num_classes
-        self.columns = columns
+        super().__init__(
+            train,
+            batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_bad_fraction=max_bad_fraction,
+            image_key=image_key,
+            columns=columns,
+            window=window,
+            cache_bytes=cache_bytes,
+            stall_timeout=stall_timeout,
+            transform=transform,
+            eval_transform=eval_transform,
+        )
+        self.evaluation = None if evaluation is None else _check_named(evaluation, "evaluation")
+        self.split, self.label_key, self.num_classes = split, label_key, num_classes
         self.eval_label_key = label_key if eval_label_key is None else eval_label_key
         self.eval_columns = columns if eval_columns is None else eval_columns
-        self.transform, self.eval_transform = transform, eval_transform
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -212,27 +254,14 @@ class ImageLabelData(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         """Return the training batches, `ImageLabelBatch`es."""
         self._check_training_classes()
-        if is_pipeline(self.train):
-            return _pipeline_loader(self, self._kind(None, "transform", self.label_key))
-        source = _training_source(self, self._images)
-        return training_loader(self, source, self._kind(source, "transform", self.label_key))
+        return self._read_images(lambda source: self._kind(source, "transform", self.label_key))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
         source = self._evaluation_source
-        return evaluation_loader(self, source, self._kind(source, "eval_transform", self.eval_label_key))
-
-    def test_dataloader(self) -> EvaluationLoader | list:
-        """Return what `val_dataloader` does."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> EvaluationLoader | list:
-        """Return what `val_dataloader` does."""
-        if self.evaluation is None:
-            raise ValueError("there is nothing to predict on: set evaluation, or give predict a loader")
-        return self.val_dataloader()
+        return self.read_evaluation(source, self._kind(source, "eval_transform", self.eval_label_key))
 
     def count_classes(self) -> int | None:
         """Return the number of classes that the images have, or that shards or their evaluation folder name, if any."""
@@ -255,11 +284,6 @@ class ImageLabelData(pl.LightningDataModule):
         self._images = other._images
 
     @cached_property
-    def _images(self) -> ImageCollection | None:
-        """The training images, which are listed once; None where they are in shards."""
-        return _training_images(self)
-
-    @cached_property
     def _evaluation_source(self) -> ShardSet | ImageSet:
         """The samples to evaluate on, which are found once."""
         source = cast(str, self.evaluation)
@@ -271,7 +295,7 @@ class ImageLabelData(pl.LightningDataModule):
                 settings: dict[str, Any] = {"columns": self.eval_columns, "classnames": classnames}
                 images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
                 self._check_classes(images)
-                count, outputs = len(images.classnames), setting_or_model(self, "num_classes")
+                count, outputs = len(images.classnames), self.setting_or_model("num_classes")
                 if not classnames and outputs is not None and 0 < count < outputs:
                     rank_zero_warn(
                         f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, "
@@ -288,8 +312,8 @@ class ImageLabelData(pl.LightningDataModule):
                 _say("evaluating", source, images, self.split)
                 return ImageSet(images)
             _say("evaluating", source, None, self.split)
-            return _shards(self, source, self.split)
-        named = () if self._images is None else class_prompts(classnames)  # a folder may name packed ones better
+            return self._open_shards(source, self.split)
+        named = () if self._images is None else name_classes(classnames)  # a folder may name packed ones better
         if named and folder.classnames and named != folder.classnames:
             raise ValueError(
                 f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
@@ -303,7 +327,7 @@ class ImageLabelData(pl.LightningDataModule):
         if self._images is None:
             return
         self._check_classes(self._images)
-        classes, outputs = _classes(self._images), setting_or_model(self, "num_classes")
+        classes, outputs = _classes(self._images), self.setting_or_model("num_classes")
         if outputs is None or classes == outputs:
             return
         text = f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes to {classes}"
@@ -313,16 +337,16 @@ class ImageLabelData(pl.LightningDataModule):
 
     def _check_classes(self, images: ImageCollection) -> None:
         """Check that images have labels, and no more classes than the model."""
-        classes, limit = _classes(images), setting_or_model(self, "num_classes")
+        classes, limit = _classes(images), self.setting_or_model("num_classes")
         if limit is not None and classes > limit:
             raise ValueError(
                 f"{images.source} has {classes} classes, the model {limit}: set model.num_classes to {classes}"
             )
 
-    def _kind(self, source: ShardSet | ImageSet | None, transform: str, label_key: str | None) -> ImageLabel:
-        image = ImageMember(setting_or_model(self, transform) or to_float, self.image_key)
-        key = label_key or ("cls" if source is None else label_key_of(source))
-        return ImageLabel(image, key, setting_or_model(self, "num_classes"))
+    def _kind(self, source: Any, transform: str, label_key: str | None) -> ImageLabel:
+        """Return the kind of samples of a source, None for a pipeline."""
+        key = label_key or ("cls" if source is None else find_label_key(source))
+        return ImageLabel(self._image_member(transform), key, self.setting_or_model("num_classes"))
 
 
 class FolderLoader:
@@ -359,23 +383,7 @@ def _no_tokenizer(data: ImageTextData) -> str:
 
 def _packed_names(train: str | list[str]) -> tuple[str, ...]:
     """Return the class names that `packing.pack` writes next to the shards of images; none without them."""
-    return tuple(lines_of(Path(train, "classnames.txt"))) if isinstance(train, str) else ()
-
-
-def _training_images(data: ImageTextData | ImageLabelData) -> ImageCollection | None:
-    return find_images(cast(str, data.train), columns=data.columns) if is_image_source(data.train) else None
-
-
-def _training_source(data: ImageTextData | ImageLabelData, images: ImageCollection | None) -> ShardSet | ImageSet:
-    return _shards(data, data.train, "train") if images is None else ImageSet(images)
-
-
-def _pipeline_loader(data: ImageTextData | ImageLabelData, kind: ImageText | ImageLabel) -> Any:
-    return pipeline_loader(data.train, kind, data.batch_size // rank_and_world_size(data)[1], data.num_workers)
-
-
-def _shards(data: ImageTextData | ImageLabelData, source: str | list[str], split: str) -> ShardSet:
-    return ShardSet(split_shards(source, split), ShardCache(max_bytes=data.cache_bytes))
+    return tuple(read_lines(Path(train, "classnames.txt"))) if isinstance(train, str) else ()
 
 
 def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) -> None:
@@ -386,7 +394,7 @@ def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) 
         rank_zero_info(f"{purpose} on {source}: shards {shards[0].name} to {shards[-1].name}, {len(shards)} in all")
 
 
-def _named(source: Any, setting: str) -> Any:
+def _check_named(source: Any, setting: str) -> Any:
     """Return a source; raise ValueError where it is empty, which would be the current folder."""
     if not str(source).strip():
         raise ValueError(f"{setting} is {source!r}: name the data; the current folder is written as .")

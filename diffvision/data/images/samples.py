@@ -71,12 +71,12 @@ def label_key(members: Members) -> str | None:
     return "cls" if "cls" in members else _json_key(members, LABEL_NAMES, lambda v: v is not None)
 
 
-def caption_key_of(source: ShardSet | ImageSet) -> str:
+def find_caption_key(source: ShardSet | ImageSet) -> str:
     """Return the key of the caption that most of the first samples have, "txt" where none has one."""
     return source.images.caption_key if isinstance(source, ImageSet) else _most_common(source, caption_key) or "txt"
 
 
-def label_key_of(source: ShardSet | ImageSet) -> str:
+def find_label_key(source: ShardSet | ImageSet) -> str:
     """Return the key of the class number that most of the first samples have, "cls" where none has one."""
     return "cls" if isinstance(source, ImageSet) else _most_common(source, label_key) or "cls"
 

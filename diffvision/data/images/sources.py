@@ -143,10 +143,10 @@ def open_source(
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
-    known = {name: number for number, name in enumerate(class_prompts(classnames))}
+    known = {name: number for number, name in enumerate(name_classes(classnames))}
     assert images.labels is not None
     labels, indices = np.unique(images.labels, return_inverse=True)
-    names = [class_prompts(images.classnames)[label] if images.classnames else str(label) for label in labels.tolist()]
+    names = [name_classes(images.classnames)[label] if images.classnames else str(label) for label in labels.tolist()]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"{images.source} has classes that are not among the {len(known)} of the training data or the model: "
@@ -396,6 +396,6 @@ def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[
     return ImageCollection(source, images, ImageFiles(root, images), captions or None, numbers, classnames)
 
 
-def class_prompts(classnames: Sequence[str]) -> list[str]:
+def name_classes(classnames: Sequence[str]) -> list[str]:
     """Return class names as in a sentence: folders have `_` where a sentence has a blank."""
     return [name.replace("_", " ").strip() for name in classnames]

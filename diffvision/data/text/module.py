@@ -8,11 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
-from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
@@ -21,12 +19,12 @@ from diffvision.data.text.packing import PackedSequence, PackedShards
 from diffvision.data.text.tokenize import cached_tokens, check_limits
 from diffvision.data.text.tokenizers import FILE, Tokenizer, load_tokenizer
 from diffvision.data.text.tokens import TokenSequence, TokenShards, are_conversations, are_tokens
-from diffvision.data.trainer import evaluation_loader, setting_or_model, training_loader
+from diffvision.data.trainer import LoaderData
 
 Source = str | Sequence[str]
 
 
-class TextData(pl.LightningDataModule):
+class TextData(LoaderData):
     """Packed sequences for next-token prediction; validation sees each sequence exactly once.
 
     Shards of text are tokenised before the first epoch, on one process of each machine, into the user's cache.
@@ -71,11 +69,17 @@ class TextData(pl.LightningDataModule):
         eval_batch_size: int | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        super().__init__()
-        self.train, self.batch_size, self.length, self.evaluation = train, batch_size, length, evaluation
-        self.tokenizer, self.num_workers, self.seed, self.window = tokenizer, num_workers, seed, window
-        self.documents, self.cut, self.eval_batch_size = documents, cut, eval_batch_size
-        self.limits, self.text, self.stall_timeout = Limits(max_bad_fraction), TextMember(text_key), stall_timeout
+        super().__init__(
+            batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_bad_fraction=max_bad_fraction,
+            window=window,
+            stall_timeout=stall_timeout,
+        )
+        self.train, self.length, self.evaluation, self.tokenizer = train, length, evaluation, tokenizer
+        self.text, self.documents, self.cut = TextMember(text_key), documents, cut
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
@@ -84,7 +88,7 @@ class TextData(pl.LightningDataModule):
         Raises:
             ValueError: there is none of these.
         """
-        tokenizer = setting_or_model(self, "tokenizer")
+        tokenizer = self.setting_or_model("tokenizer")
         if tokenizer is not None:
             return load_tokenizer(tokenizer)
         if not are_tokens(self.train):
@@ -113,24 +117,14 @@ class TextData(pl.LightningDataModule):
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `TokenBatch`es."""
         shards = self.token_shards(split_shards(self.train, "train"))
-        return training_loader(self, shards, self._kind(shards))
+        return self.read_training(shards, self._kind(shards))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
         shards = self.token_shards(split_shards(self.evaluation, "test"))
-        return evaluation_loader(self, shards, self._kind(shards))
-
-    def test_dataloader(self) -> EvaluationLoader | list:
-        """Return what `val_dataloader` does."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> EvaluationLoader | list:
-        """Return what `val_dataloader` does."""
-        if self.evaluation is None:
-            raise ValueError("there is nothing to predict on: set evaluation, or give predict a loader")
-        return self.val_dataloader()
+        return self.read_evaluation(shards, self._kind(shards))
 
     def token_shards(self, source: Source) -> TokenShards:
         """Return shards as sequences of `length` tokens, tokenised if need be.

@@ -169,18 +169,9 @@ def test_what_is_no_evaluation_folder(corpus, tmp_path):
     folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 3)))
     with pytest.raises(ValueError, match="has no split 'val'"):
         folder.batches(to_float, split="val")
-    with pytest.raises(ValueError, match="no transform"):
-        folder.batches()
     (tmp_path / "pets" / "dataset_type.txt").write_text("multilabel")
     with pytest.raises(ValueError, match="says 'multilabel': only"):
         EvaluationFolder(tmp_path / "pets")
-
-
-def test_a_bound_folder_needs_no_transform(corpus, tmp_path):
-    folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 3)))
-    bound = folder.bound(lambda image: to_float(image) * 0)
-    assert next(iter(bound.batches()))["image"].sum() == 0
-    assert folder.transform is None
 
 
 def test_evaluating_leaves_the_random_state_alone(corpus, tmp_path):
