@@ -24,6 +24,7 @@ from diffvision.data.shards.writer import (
     begin_manifest,
     check_per_shard,
     refuse_existing,
+    write_evaluation_texts,
     write_lines,
     write_manifest,
     write_tar,
@@ -177,18 +178,16 @@ def pack_evaluation(
             f"{folder.path} numbers its classes and does not name them: use names as labels, for zero-shot "
             "classification is by the names"
         )
+    texts: dict[str, Sequence[str]] = {"dataset_type": ["retrieval"]}
+    if folder.task == "zero_shot":
+        named = len(folder.own_names) == len(folder.classnames)
+        names = in_order(folder.classnames, folder.own_names) if named else folder.classnames
+        texts = {"classnames": names, "templates": templates}
     packed = {}
     for split in folder.splits:
         target = directory / split
         packed[split] = _pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
-        write_lines(target / "nshards.txt", [str(len(list(target.glob("*.tar"))))])
-    if folder.task == "zero_shot":
-        named = len(folder.own_names) == len(folder.classnames)
-        names = in_order(folder.classnames, folder.own_names) if named else folder.classnames
-        write_lines(directory / "classnames.txt", names)
-        write_lines(directory / "zeroshot_classification_templates.txt", templates)
-    else:
-        write_lines(directory / "dataset_type.txt", ["retrieval"])
+        write_evaluation_texts(target, **texts)
     return packed
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from diffvision.data.made.drawings import Drawings, png, shade, with_article
-from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
+from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_shards
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Hues, as ink and as paper. Ink is the brighter whatever the two are, so that a digit's shape is plain to see and which
@@ -90,13 +90,13 @@ def make_digits(
     write_shards(directory / "train", _training(train, copies, digit_only, np.random.default_rng([seed, 0])))
     for split, digits in (("train", train), ("test", test)):
         rng = np.random.default_rng([seed, 1, len(split)])  # the length distinguishes the splits
-        write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
-    write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
-    write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
-    write_evaluation_split(directory / "retrieval" / "test", _distinct(test, np.random.default_rng([seed, 3])))
-    write_evaluation_split(directory / "composition" / "test", _swapped(test, np.random.default_rng([seed, 4])))
-    for folder in ("retrieval", "composition"):  # CLIP_benchmark reads both as pairs of image and captions
-        write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
+        folder = directory / "zero_shot" / split
+        write_evaluation_split(folder, _classified(digits, rng), classnames=WORDS, templates=UNSEEN_TEMPLATES)
+    retrieval = _distinct(test, np.random.default_rng([seed, 3]))
+    composition = _swapped(test, np.random.default_rng([seed, 4]))
+    # CLIP_benchmark reads both as pairs of image and captions.
+    write_evaluation_split(directory / "retrieval" / "test", retrieval, dataset_type=["retrieval"])
+    write_evaluation_split(directory / "composition" / "test", composition, dataset_type=["retrieval"])
 
 
 def combinations() -> list[tuple[int, str, str]]:

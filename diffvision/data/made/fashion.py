@@ -20,7 +20,6 @@ from diffvision.data.shards.writer import (
     refuse_existing,
     write_about,
     write_evaluation_split,
-    write_lines,
     write_shards,
 )
 from diffvision.progress import track
@@ -78,9 +77,8 @@ def make_fashion(directory: str | Path, source: str | Path, *, seed: int = 0) ->
     order = np.random.default_rng([seed, 20]).permutation(len(train))
     write_shards(directory / "train", track(_captioned(train[order], seed), "training images", len(train)), 10_000)
     for split, garments in splits.items():
-        write_evaluation_split(folder / split, track(_labelled(garments), f"zero_shot/{split}", len(garments)))
-    write_lines(folder / "classnames.txt", WORDS)
-    write_lines(folder / "zeroshot_classification_templates.txt", TEMPLATES)
+        samples = track(_labelled(garments), f"zero_shot/{split}", len(garments))
+        write_evaluation_split(folder / split, samples, classnames=WORDS, templates=TEMPLATES)
     counts = {split: len(garments) for split, garments in splits.items()}
     write_about(directory, ORIGIN, LICENCE, seed=seed, images=counts)
     return ", ".join(f"{count:,} images for {split}" for split, count in counts.items())

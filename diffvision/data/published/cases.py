@@ -23,7 +23,6 @@ from diffvision.data.shards.writer import (
     refuse_existing,
     write_about,
     write_evaluation_split,
-    write_lines,
 )
 from diffvision.progress import track
 
@@ -245,16 +244,13 @@ def write_folders(
     sizes = _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
     folders = [_drop_faulty(folder, sizes) for folder in folders]
     for folder in folders:
-        target = directory / folder.name
-        cases = track(folder.cases, f"writing {folder.name}")
-        write_evaluation_split(target / "test", _samples(cases), _PER_SHARD)
-        write_lines(target / "dataset_type.txt", [folder.task])
-        if folder.templates:
-            write_lines(target / "zeroshot_classification_templates.txt", folder.templates)
-    samples = {folder.name: len(folder.cases) for folder in folders}
+        samples = _samples(track(folder.cases, f"writing {folder.name}"))
+        texts = {"dataset_type": [folder.task], "templates": folder.templates}
+        write_evaluation_split(directory / folder.name / "test", samples, _PER_SHARD, **texts)
+    counts = {folder.name: len(folder.cases) for folder in folders}
     left_out = {folder.name: folder.left_out for folder in folders if folder.left_out}
-    write_about(directory, source, licence, samples=samples, left_out=left_out)
-    written = ", ".join(f"{count:,} samples in {name}" for name, count in samples.items())
+    write_about(directory, source, licence, samples=counts, left_out=left_out)
+    written = ", ".join(f"{count:,} samples in {name}" for name, count in counts.items())
     return "\n".join([written, *(f"left out of {name}: {_list_counts(counts)}" for name, counts in left_out.items())])
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_lines
+from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split
 
 SIZE = 64
 BACKGROUND = (180, 180, 180)
@@ -123,9 +123,7 @@ def unpacked(source: str | Path, folder: str, package: str) -> Path:
 def write_retrieval(folder: Path, split: str, pictures: Iterable[tuple[str, bytes, str]]) -> int:
     """Write a split of a retrieval folder from (key, picture, caption); return how many pictures it has."""
     samples: Iterator[Sample] = ({"__key__": key, "png": picture, "txt": caption} for key, picture, caption in pictures)
-    written = write_evaluation_split(folder / split, samples)
-    write_lines(folder / "dataset_type.txt", ["retrieval"])
-    return written
+    return write_evaluation_split(folder / split, samples, dataset_type=["retrieval"])
 
 
 def write_zero_shot(
@@ -136,10 +134,7 @@ def write_zero_shot(
     samples: Iterator[Sample] = (
         {"__key__": key, "png": picture, "cls": labels[name]} for key, picture, name in pictures
     )
-    written = write_evaluation_split(folder / split, samples)
-    write_lines(folder / "classnames.txt", classes)
-    write_lines(folder / "zeroshot_classification_templates.txt", [template])
-    return written
+    return write_evaluation_split(folder / split, samples, classnames=classes, templates=[template])
 
 
 def refuse_written(directory: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from diffvision.data.made.digits import UNSEEN_TEMPLATES, WORDS, load_split
 from diffvision.data.made.drawings import Drawings
 from diffvision.data.made.scenes import Scene, compose, draw_scene, key
-from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_lines, write_shards
+from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_shards
 
 _EVALUATED = 500  # images of retrieval and composition
 _PLAIN_FRACTION = 0.25  # share of training captions without colours
@@ -35,15 +35,12 @@ def make_digit_scenes(directory: str | Path, *, copies: int = 7, seed: int = 0) 
     write_shards(directory / "train", _training(train, copies * len(train), np.random.default_rng([seed, 10])))
     for split, digits in (("train", train), ("test", test)):
         rng = np.random.default_rng([seed, 11, len(split)])  # the length distinguishes the splits
-        write_evaluation_split(directory / "zero_shot" / split, _classified(digits, rng))
-    write_lines(directory / "zero_shot" / "classnames.txt", WORDS)
-    write_lines(directory / "zero_shot" / "zeroshot_classification_templates.txt", UNSEEN_TEMPLATES)
+        folder = directory / "zero_shot" / split
+        write_evaluation_split(folder, _classified(digits, rng), classnames=WORDS, templates=UNSEEN_TEMPLATES)
     retrieval = _distinct(test, (1, 2, 3), Scene.caption, np.random.default_rng([seed, 12]))
-    write_evaluation_split(directory / "retrieval" / "test", retrieval)
+    write_evaluation_split(directory / "retrieval" / "test", retrieval, dataset_type=["retrieval"])
     composition = _distinct(test, (2, 3), _caption_pair, np.random.default_rng([seed, 13]))
-    write_evaluation_split(directory / "composition" / "test", composition)
-    for folder in ("retrieval", "composition"):
-        write_lines(directory / folder / "dataset_type.txt", ["retrieval"])
+    write_evaluation_split(directory / "composition" / "test", composition, dataset_type=["retrieval"])
 
 
 def _caption_pair(scene: Scene) -> str:

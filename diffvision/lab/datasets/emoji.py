@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_lines, write_shards
+from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_shards
 from diffvision.lab.datasets.cutouts import (
     BACKGROUND,
     SIZE,
@@ -157,8 +157,7 @@ def _write_split(
         f"retrieval/{split}": write_retrieval(directory / "retrieval", split, _captioned(plain, pictures)),
     }
     pairs = minimal_pairs(emoji, rng)
-    write_evaluation_split(directory / "pairs" / split, _paired(pairs, pictures))
-    write_lines(directory / "pairs" / "dataset_type.txt", ["pairs"])
+    write_evaluation_split(directory / "pairs" / split, _paired(pairs, pictures), dataset_type=["pairs"])
     return written | {f"pairs/{split}": dict(Counter(kind for kind, _, _ in pairs))}
 
 

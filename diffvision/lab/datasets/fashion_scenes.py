@@ -22,7 +22,6 @@ from diffvision.data.shards.writer import (
     refuse_existing,
     write_about,
     write_evaluation_split,
-    write_lines,
     write_shards,
 )
 from diffvision.progress import track
@@ -118,9 +117,9 @@ def make_fashion_scenes(
             ("pairs", "pairs", made.pairs(evaluated)),
             ("objects", "objects", made.objects(evaluated)),
         ):
-            write_evaluation_split(directory / folder / split, track(samples, f"{folder}/{split}"))
-            write_lines(directory / folder / "dataset_type.txt", [kind])
-    write_lines(directory / "objects" / "zeroshot_classification_templates.txt", KIND_TEMPLATES)
+            templates = KIND_TEMPLATES if kind == "objects" else ()
+            tracked = track(samples, f"{folder}/{split}")
+            write_evaluation_split(directory / folder / split, tracked, dataset_type=[kind], templates=templates)
     write_about(
         directory, ORIGIN, LICENCE, seed=seed, scenes=scenes, evaluated=evaluated, plain=plain, background=background
     )
@@ -136,9 +135,7 @@ def _write_zero_shot(directory: Path, split: str, made: Scenes, count: int) -> N
         ("zero_shot-background", 2, tuple(BACKGROUNDS), BACKGROUND_TEMPLATES),
     ):
         labelled = ({**sample, "cls": str(names.index(values[factor]))} for sample, values in samples)
-        write_evaluation_split(directory / folder / split, labelled)
-        write_lines(directory / folder / "classnames.txt", names)
-        write_lines(directory / folder / "zeroshot_classification_templates.txt", templates)
+        write_evaluation_split(directory / folder / split, labelled, classnames=names, templates=templates)
 
 
 class Scenes:

@@ -87,7 +87,7 @@ def test_training_captions_say_what_the_truth_has(made):
 
 def test_shares_of_captions_change_no_image(made, source, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        fashion_scenes, "write_evaluation_split", lambda directory, samples: directory.mkdir(parents=True)
+        fashion_scenes, "write_evaluation_split", lambda directory, samples, **texts: directory.mkdir(parents=True)
     )
     make_fashion_scenes(tmp_path / "all", source, scenes=30, evaluated=2, plain=0.0, background=1.0)
     for sample, other in zip(samples_of(tmp_path / "all" / "train"), samples_of(made / "train"), strict=False):
