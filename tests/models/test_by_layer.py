@@ -128,7 +128,7 @@ def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
     values = json.loads(config.read_text())
     for wrong, layer in ((None, 0), ("2*standard", 1)):
         config.write_text(json.dumps({**values, "variant_by_layer": wrong}))
-        with pytest.raises(ValueError, match=f"variant '[a-z1]+' in layer {layer}"):
+        with pytest.raises(ValueError, match=rf"blocks\.{layer}\.attn"):
             language.load(tmp_path / "a")
     with pytest.raises(ValueError, match="3 layers, and there are 2"):
         mixed(text="3*standard")
@@ -167,7 +167,7 @@ def test_transformers_has_mixed_models_with_any_cache(tmp_path):
 
 def test_what_has_one_variant_only_refuses_mixed_models(tmp_path):
     language.save(mixed(), tmp_path / "a")
-    with pytest.raises(ValueError, match="one kind of attention, and this one"):
+    with pytest.raises(ValueError, match="one kind of attention"):
         convert(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface")
     for model in (mixed(), timm.create_model("diff_vit_debug", variant_by_layer=LOWER)):
         with pytest.raises(ValueError, match=r"blocks.1 has attention of v1"):
