@@ -49,9 +49,9 @@ class MixedAttention(AttentionLayer):
         return 1 - 1 / self._first()
 
     def attend(self, inputs):
-        x, q, k, v, mask, is_causal, _ = inputs
-        settings = {"causal": is_causal, "mask": mask, "dropout": self._dropout()}
-        return (self._first() * diff_attention(q, k, v, self.compute_lambda(x), **settings)).to(v.dtype)
+        settings = {"causal": inputs.is_causal, "mask": inputs.mask, "dropout": inputs.dropout}
+        lam = self.compute_lambda(inputs.x)
+        return (self._first() * diff_attention(inputs.q, inputs.k, inputs.v, lam, **settings)).to(inputs.v.dtype)
 
     def combine(self, maps, lam, inputs):
         one, two = maps.unbind(2)

@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from timm.layers import DropPath, LayerNorm, LayerScale, Mlp, register_notrace_module
+from timm.layers import LayerNorm, register_notrace_module
 from timm.models import VisionTransformer, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -63,17 +63,16 @@ _LAYERS = ChainMap[str, type[AttentionLayer]](GRID_ATTENTION, ATTENTION)
 register_notrace_module(AttentionLayer)
 
 
-class Block(nn.Module):
-    """timm's pre-norm block, attribute for attribute, around an attention that a factory makes.
+class Block(TimmBlock):
+    """timm's pre-norm block around an attention that a factory makes.
 
     Args:
-        dim: width of the tokens.
-        num_heads: heads as the attention counts them (differential ones).
+        *args: of `timm.models.vision_transformer.Block`, as are the settings.
         attn_layer: called as `attn_layer(dim, num_heads, depth=, qkv_bias=, qk_norm=, proj_bias=, attn_drop=,
-            proj_drop=, device=, dtype=)`, such as `partial(build_attention, "v1")`; depth is the block's index.
+            proj_drop=, device=, dtype=)`, such as `partial(build_attention, "v1")`.
+        depth: the block's index.
         scale_attn_norm: must be False; the attention's `head_norm` takes its place.
-
-    The other arguments are those of `timm.models.vision_transformer.Block`.
+        **settings: as `*args`.
 
     Raises:
         ValueError: scale_attn_norm is True.
@@ -81,69 +80,21 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        num_heads: int,
-        *,
+        *args: Any,
         attn_layer: Callable[..., nn.Module],
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = False,
-        qk_norm: bool = False,
-        scale_attn_norm: bool = False,
-        scale_mlp_norm: bool = False,
-        proj_bias: bool = True,
-        proj_drop: float = 0.0,
-        attn_drop: float = 0.0,
-        init_values: float | None = None,
-        drop_path: float = 0.0,
-        act_layer: type[nn.Module] = nn.GELU,
-        norm_layer: Callable[..., nn.Module] = LayerNorm,
-        mlp_layer: Callable[..., nn.Module] = Mlp,
         depth: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        scale_attn_norm: bool = False,
+        **settings: Any,
     ) -> None:
-        super().__init__()
         if scale_attn_norm:
             raise ValueError("scale_attn_norm must be False: use head_norm=True, a norm of each head's output")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
 
-        def layer_scale() -> nn.Module:
-            return LayerScale(dim, init_values=init_values, **made) if init_values else nn.Identity()
+        def create(cls: type, dim: int, num_heads: int, *, scale_norm: bool, norm_layer: Any, **own: Any) -> nn.Module:
+            return attn_layer(dim, num_heads, depth=depth, **own)
 
-        def stochastic_depth() -> nn.Module:
-            return DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
-
-        self.norm1 = norm_layer(dim, **made)
-        self.attn = attn_layer(
-            dim,
-            num_heads,
-            depth=depth,
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            proj_bias=proj_bias,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            **made,
-        )
-        self.ls1, self.drop_path1 = layer_scale(), stochastic_depth()
-        self.norm2 = norm_layer(dim, **made)
-        self.mlp = mlp_layer(
-            in_features=dim,
-            hidden_features=int(dim * mlp_ratio),
-            act_layer=act_layer,
-            norm_layer=norm_layer if scale_mlp_norm else None,
-            bias=proj_bias,
-            drop=proj_drop,
-            **made,
-        )
-        self.ls2, self.drop_path2 = layer_scale(), stochastic_depth()
-
-    def forward(
-        self, x: Float[Tensor, "B N dim"], attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Float[Tensor, "B N dim"]:
-        """Map tokens [B, N, dim] to [B, N, dim]; the mask is that of `AttentionLayer.forward`."""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        # timm's block wants a class, and passes the depth to its own differential attention alone.
+        settings["attn_layer"] = type("Attention", (), {"__new__": create})
+        super().__init__(*args, **settings)
 
 
 class GridTransformer(VisionTransformer):
