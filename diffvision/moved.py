@@ -85,6 +85,7 @@ MODULES = {
 """old module or package -> new"""
 
 NAMES: dict[str, str] = {
+    "diffvision.models.vit:ContrastTransformer": "diffvision.models.vit:GridTransformer",
     "diffvision.data.made.needle_text:training_documents": (
         "diffvision.lab.datasets.needle_documents:training_documents"
     ),

@@ -36,8 +36,8 @@ class MixedAttention(AttentionLayer):
         self.start = start
         super().__init__(dim, num_heads, num_kv_heads, **settings)
 
-    def add_parameters(self, dim, made):
-        self.gate = nn.Parameter(torch.empty(self.num_heads, **made))
+    def add_parameters(self, dim, factory_kwargs):
+        self.gate = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs))
 
     def reset_parameters(self):
         nn.init.constant_(self.gate, self.start)

@@ -64,7 +64,7 @@ def architecture(model: nn.Module, model_cfg: Mapping[str, Any] | None = None) -
 def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
     """Return the differences of two architectures, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here", or "".
 
-    Versions of hosts differ in their fields and layers: those that only one of the two has are not compared, unless
+    Versions of libraries differ in their fields and layers: those that only one of the two has are not compared, unless
     they are arguments that a caller gave.
     """
     pairs = []
@@ -122,7 +122,7 @@ def metadata(
 def check_start(source: str, model: nn.Module) -> None:
     """Compare the layers of a model with those that are recorded with weights to start from.
 
-    Only layers are compared, for a start from weights may choose another image size or another head.
+    Only layers are compared, because a start from weights may choose another image size or another head.
 
     Args:
         source: a file of weights, or `local-dir:FOLDER`.

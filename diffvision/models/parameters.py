@@ -1,6 +1,6 @@
 """`diffvision models`: our models' names and parameters, read from parameters.json so that nothing is built.
 
-After a model is added or changed, write the table anew: `python -m diffvision.models.parameters`.
+After a model is added or changed, write the table again: `python -m diffvision.models.parameters`.
 """
 
 import json
@@ -43,7 +43,7 @@ def names() -> dict[str, list[str]]:
     return {"timm": vit.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
 
 
-def built(host: str, name: str) -> Any:
+def build_on_meta(host: str, name: str) -> Any:
     """Return a model of a host's table on the meta device, where it takes no memory."""
     import open_clip
     import timm
@@ -59,14 +59,14 @@ def built(host: str, name: str) -> Any:
         return language.create(name)
 
 
-def counted(host: str, name: str) -> int:
+def count_parameters(host: str, name: str) -> int:
     """Return the number of parameters of a model."""
-    return sum(parameter.numel() for parameter in built(host, name).parameters())
+    return sum(parameter.numel() for parameter in build_on_meta(host, name).parameters())
 
 
 def write() -> None:
     """Count the parameters of all models, and write the table."""
-    counts = {host: {name: counted(host, name) for name in listed} for host, listed in names().items()}
+    counts = {host: {name: count_parameters(host, name) for name in listed} for host, listed in names().items()}
     TABLE.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -25,7 +25,7 @@ def replace_attention(model: nn.Module) -> nn.Module:
     """Make the differential attentions of a model compute by `ops.diff_attention`, in place, and return the model.
 
     Supported are timm's `DiffAttention` (`vit_dwee_*`, `vit_dlittle_*`) and `DiffParallelScalingBlock` (`vit_dpwee_*`),
-    and transformers' `DiffLlamaAttention`. An optimizer that was made before stays valid, for the parameters are the
+    and transformers' `DiffLlamaAttention`. An optimizer created earlier stays valid, because the parameters are the
     same. Masks may only say where to attend, and add no bias.
 
     Raises:

@@ -172,16 +172,16 @@ class AttentionLayer(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.value_dim = self.value_maps * head_dim
         self.attn_drop, self.rotary, self.context_dim = attn_drop, rotary, context_dim
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = Linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **made)
-        self.k_proj = Linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **made)
-        self.v_proj = Linear(context_dim, num_kv_heads * self.value_dim, bias=qkv_bias, **made)
-        self.q_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(head_dim, eps=1e-6, **made) if qk_norm else nn.Identity()
-        self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **made) if head_norm else nn.Identity()
-        self.proj = Linear(num_heads * self.value_dim, dim, bias=proj_bias, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = Linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
+        self.k_proj = Linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
+        self.v_proj = Linear(context_dim, num_kv_heads * self.value_dim, bias=qkv_bias, **factory_kwargs)
+        self.q_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
+        self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **factory_kwargs) if head_norm else nn.Identity()
+        self.proj = Linear(num_heads * self.value_dim, dim, bias=proj_bias, **factory_kwargs)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.add_parameters(dim, made)
+        self.add_parameters(dim, factory_kwargs)
         self.reset_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -316,8 +316,8 @@ class AttentionLayer(nn.Module):
         """Return how many more queries than the plain layer's there are per head of it: 1 in V2, 0 in V1."""
         return cls.query_maps // cls.value_maps - 1
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
-        """Make the variant's own parameters, with the device and dtype of `made`; `reset_parameters` fills them."""
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
+        """Make the variant's own parameters with this device and dtype; `reset_parameters` fills them."""
 
     def reset_parameters(self) -> None:
         """Initialise the variant's own parameters; projections and norms are unchanged."""
@@ -487,6 +487,6 @@ def boolean_mask(mask: Tensor | None) -> Tensor | None:
     lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else -torch.inf
     if not torch.compiler.is_compiling() and not (attends | (mask <= lowest)).all():
         raise ValueError(
-            "a float attn_mask may hold 0 and -inf only, for no bias is added to differential maps: pass a boolean mask"
+            "a float attn_mask may hold 0 and -inf only, because differential maps take no bias: pass a boolean mask"
         )
     return attends

@@ -1,6 +1,6 @@
 """Visual-Contrast Attention: two differential stages through a few pooled tokens, for the patches of an image.
 
-It attends over a grid and nothing else, so it is no row of `diffvision.nn.ATTENTION`, whose layers take any sequence.
+It attends over a grid and nothing else, so it is not in `diffvision.nn.ATTENTION`, whose layers take any sequence.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class VisualContrastAttention(AttentionLayer):
             dtype=dtype,
         )
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make e+ and e-, the norm of stage 1, the convolution and the vectors of both lambdas."""
-        self.contrast_embed = nn.Parameter(torch.empty(2, self.contrast_size**2, dim, **made))  # e+, e-
-        self.contrast_norm = HeadNorm(self.value_dim, eps=1e-5, **made)
-        self.local = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **made)
+        self.contrast_embed = nn.Parameter(torch.empty(2, self.contrast_size**2, dim, **factory_kwargs))  # e+, e-
+        self.contrast_norm = HeadNorm(self.value_dim, eps=1e-5, **factory_kwargs)
+        self.local = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **factory_kwargs)
         for stage in (1, 2):
             for name in _VECTORS:
-                vector = nn.Parameter(torch.empty(self.head_dim, **made))
+                vector = nn.Parameter(torch.empty(self.head_dim, **factory_kwargs))
                 self.register_parameter(f"lambda{stage}_{name}", vector)
 
     def reset_parameters(self) -> None:

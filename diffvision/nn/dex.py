@@ -59,14 +59,16 @@ class DexAttention(Attention):
         self.dex_lambda_init = depth_lambda_init(depth)
         super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make W and the learned part of lambda, and the buffers of the schedule and the heads."""
-        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, **made))
-        self.dex_lambda = nn.Parameter(torch.empty(1, **made))
+        self.dex = nn.Parameter(torch.empty(self.value_dim, self.value_dim, **factory_kwargs))
+        self.dex_lambda = nn.Parameter(torch.empty(1, **factory_kwargs))
         self.dex_schedule: Tensor
-        self.register_buffer("dex_schedule", torch.empty(2, device=made["device"]))
+        self.register_buffer("dex_schedule", torch.empty(2, device=factory_kwargs["device"]))
         self.dex_heads: Tensor
-        self.register_buffer("dex_heads", torch.empty(self.num_heads, dtype=torch.bool, device=made["device"]))
+        self.register_buffer(
+            "dex_heads", torch.empty(self.num_heads, dtype=torch.bool, device=factory_kwargs["device"])
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

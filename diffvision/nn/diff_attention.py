@@ -75,15 +75,15 @@ class DiffAttention(DifferentialLayer):
         self.lambda_init = resolve_lambda_init(lambda_init, depth)
         super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make the four vectors of lambda.
 
         They have the layer's dtype, so that FSDP2 finds one; the arithmetic is in float32 all the same.
         """
-        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim, **made))
-        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim, **made))
-        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim, **made))
-        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim, **made))
+        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim, **factory_kwargs))
+        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim, **factory_kwargs))
+        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim, **factory_kwargs))
+        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         """Draw the lambda vectors from N(0, 0.1); zeros would get no gradient."""
@@ -139,9 +139,9 @@ class DiffAttentionV2(DifferentialLayer):
     variant, key_maps, value_maps, lambda_by_token = "v2", 1, 1, True
     telling_weight, new_parameters = "lambda_proj.weight", ("lambda_proj", "q_proj")
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make the projection of tokens to lambda's logits."""
-        self.lambda_proj = nn.Linear(dim, self.num_heads, bias=False, **made)
+        self.lambda_proj = nn.Linear(dim, self.num_heads, bias=False, **factory_kwargs)
 
     def compute_lambda(self, x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N 1"]:  # type: ignore[override]
         """Return lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""

@@ -24,9 +24,9 @@ class HeadLambda(DiffAttention):
 
     variant = "v1_head"
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
-        super().add_parameters(dim, made)
-        self.lambda_head = nn.Parameter(torch.empty(self.num_heads, **made))
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
+        super().add_parameters(dim, factory_kwargs)
+        self.lambda_head = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         """Draw V1's vectors, and set the differences between heads to zero."""
@@ -46,9 +46,9 @@ class TokenLambda(DiffAttention):
 
     variant, lambda_by_token = "v1_token", True
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
-        super().add_parameters(dim, made)
-        self.lambda_token = nn.Parameter(torch.empty(self._lambdas_per_token(), dim, **made))
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
+        super().add_parameters(dim, factory_kwargs)
+        self.lambda_token = nn.Parameter(torch.empty(self._lambdas_per_token(), dim, **factory_kwargs))
 
     def _lambdas_per_token(self) -> int:
         return 1
@@ -84,14 +84,14 @@ class DualLambda(DiffAttention):
 
     variant, telling_weight = "v1_dual", "lambda_a"
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         # V1's vectors are drawn and dropped, so that one seed gives both variants the same other weights.
-        super().add_parameters(dim, made)
+        super().add_parameters(dim, factory_kwargs)
         super().reset_parameters()
         for name in VECTORS:
             delattr(self, name)
-        self.lambda_a = nn.Parameter(torch.empty(1, **made))
-        self.lambda_b = nn.Parameter(torch.empty(1, **made))
+        self.lambda_a = nn.Parameter(torch.empty(1, **factory_kwargs))
+        self.lambda_b = nn.Parameter(torch.empty(1, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         """Set both scalars to zero."""

@@ -36,10 +36,10 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        self.gate = Linear(dim, hidden_dim, **made)
-        self.up = Linear(dim, hidden_dim, **made)
-        self.down = Linear(hidden_dim, dim, **made)
+        factory_kwargs: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.gate = Linear(dim, hidden_dim, **factory_kwargs)
+        self.up = Linear(dim, hidden_dim, **factory_kwargs)
+        self.down = Linear(hidden_dim, dim, **factory_kwargs)
         self.act: Callable[[Tensor], Tensor] = F.silu
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
@@ -129,11 +129,11 @@ class DecoderBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm1 = nn.RMSNorm(dim, eps=norm_eps, **made)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm1 = nn.RMSNorm(dim, eps=norm_eps, **factory_kwargs)
         self.attn = attn
-        self.norm2 = nn.RMSNorm(dim, eps=norm_eps, **made)
-        self.mlp = FEED_FORWARD[activation](dim, mlp_dim, **made)
+        self.norm2 = nn.RMSNorm(dim, eps=norm_eps, **factory_kwargs)
+        self.mlp = FEED_FORWARD[activation](dim, mlp_dim, **factory_kwargs)
 
     def forward(
         self,

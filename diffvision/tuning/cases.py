@@ -154,7 +154,7 @@ def _built(spec: str, tokens: int | None) -> tuple[nn.Module, int | None]:
 
     host = next((host for host, names in parameters.recorded().items() if spec in names), None)
     if host is not None:
-        module, is_language = parameters.built(host, spec).eval(), host == "text"
+        module, is_language = parameters.build_on_meta(host, spec).eval(), host == "text"
         longest = module.config.max_length if is_language else None
     else:
         model = open_model(spec)

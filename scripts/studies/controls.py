@@ -53,13 +53,13 @@ class FreeLambda(DiffAttention):
 
     variant = "v1_free"
 
-    def add_parameters(self, dim: int, made: dict[str, Any]) -> None:
+    def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         # V1's vectors are drawn and dropped, so that one seed gives both the same other weights.
-        super().add_parameters(dim, made)
+        super().add_parameters(dim, factory_kwargs)
         super().reset_parameters()
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             delattr(self, name)
-        self.lambda_scalar = nn.Parameter(torch.empty(1, **made))
+        self.lambda_scalar = nn.Parameter(torch.empty(1, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         """Set the scalar to `lambda_init`."""

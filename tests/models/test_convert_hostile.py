@@ -180,10 +180,10 @@ def test_what_lies_beside_the_shards_is_not_read(llama, tmp_path):
     ("changed", "words"),
     [
         ({"num_hidden_layers": 10**9}, "depth is 1000000000: it must be a whole number from 1 to 4,096"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4', which is no number above 0"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5', which is no number"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4', not a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5', not a number"),
         ({"rope_parameters": "default"}, "has 'default' for its rotary embedding"),
-        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta=\[1\], which is no number"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta=\[1\], not a number"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"has quantised weights \(fp8\)"),
     ],
 )

@@ -286,7 +286,7 @@ def test_exported_for_transformers(tmp_path):
         ({"num_key_value_heads": 3}, "num_key_value_heads=3: it must be even, and half of it divide the 2 noise heads"),
         ({"num_key_value_heads": 6}, "num_key_value_heads=6: it must be even, and half of it divide the 2 noise heads"),
         ({"hidden_size": None}, "configuration lacks hidden_size"),
-        ({"num_noise_heads": -1}, "num_noise_heads=-1, which is no number above 0"),
+        ({"num_noise_heads": -1}, "num_noise_heads=-1, not a number above 0"),
         ({"num_hidden_layers": 4}, "num_hidden_layers=4, and weights of 3 layers"),
     ],
 )

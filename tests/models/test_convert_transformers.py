@@ -130,7 +130,7 @@ def test_what_theirs_cannot_be(settings, message):
         ({"max_position_embeddings": None, "rms_norm_eps": None}, "lacks max_position_embeddings, rms_norm_eps"),
         ({"num_attention_heads": 7}, "num_attention_heads=7; it must be a positive multiple of 2"),
         ({"num_key_value_heads": 1}, "num_key_value_heads=1; it must be a positive multiple of 2"),
-        ({"num_key_value_heads": 6}, "num_attention_heads=8, which is no multiple of 6 for its num_key_value_heads=6"),
+        ({"num_key_value_heads": 6}, "num_attention_heads=8, not a multiple of 6 for its num_key_value_heads=6"),
         ({}, "state_dict lacks model.embed_tokens.weight"),
     ],
 )

@@ -17,12 +17,14 @@ def test_the_table_has_every_model():
 
 @pytest.mark.parametrize(("host", "name"), DEBUG)
 def test_the_table_has_the_parameters_of_small_models(host, name):
-    assert parameters.recorded()[host][name] == parameters.counted(host, name), REMEDY
+    assert parameters.recorded()[host][name] == parameters.count_parameters(host, name), REMEDY
 
 
 @pytest.mark.slow
 def test_the_table_has_the_parameters_of_all_models():
-    wrong = [name for host, name in LARGE if parameters.recorded()[host][name] != parameters.counted(host, name)]
+    wrong = [
+        name for host, name in LARGE if parameters.recorded()[host][name] != parameters.count_parameters(host, name)
+    ]
     assert not wrong, REMEDY
 
 
@@ -31,7 +33,7 @@ def test_the_table_is_written_as_it_is_read(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "TABLE", tmp_path / "parameters.json")
     monkeypatch.setattr(parameters, "names", lambda: {"timm": ["diff_vit_debug"]})
     parameters.write()
-    assert parameters.recorded() == {"timm": {"diff_vit_debug": parameters.counted("timm", "diff_vit_debug")}}
+    assert parameters.recorded() == {"timm": {"diff_vit_debug": parameters.count_parameters("timm", "diff_vit_debug")}}
 
 
 def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
@@ -39,7 +41,7 @@ def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
     assert cli.main(["models", "--filter", "*debug*"]) == 0
     printed = capsys.readouterr().out
     assert "DiffCLIP-debug" in printed
-    assert f"{parameters.counted('timm', 'diff_vit_debug'):,}" in printed
+    assert f"{parameters.count_parameters('timm', 'diff_vit_debug'):,}" in printed
     assert "diffv2-debug" in printed
     assert "diff_vit_base" not in printed
 

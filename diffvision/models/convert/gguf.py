@@ -93,13 +93,13 @@ class Gguf:
             return self._config()
         except (TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.path} has settings of other types than GGUF's ({error}): convert it anew"
+                f"{self.path} has settings of other types than GGUF's ({error}): convert it again"
             ) from error
 
     def _config(self) -> LanguageConfig:
         get = self._setting
         if missing := [name for name in _NEEDED if get(name) is None]:
-            raise ValueError(f"{self.path} lacks {ARCHITECTURE}.{missing[0]}: convert the model to GGUF anew")
+            raise ValueError(f"{self.path} lacks {ARCHITECTURE}.{missing[0]}: convert the model to GGUF again")
         for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
             if isinstance(get(name), list):
                 raise ValueError(f"{self.path} has another {name} in every layer; ours is one for all")

@@ -63,7 +63,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], what: str) -> tuple[tokeniz
     try:
         settings = _with_special_tokens(tokenizer, known, tokens)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{what} has special tokens of other types than GGUF's ({error}): convert it anew") from error
+        raise ValueError(f"{what} has special tokens of other types than GGUF's ({error}): convert it again") from error
     if template := metadata.get("tokenizer.chat_template"):
         settings["chat_template"] = template
     return tokenizer, settings

@@ -188,13 +188,13 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     for name, value, maps in (("num_attention_heads", heads, queries), ("num_key_value_heads", kv_heads, keys)):
         if value < maps or value % maps:
             raise ValueError(
-                f"the transformers model has {name}={value}; it must be a positive multiple of {maps}, for a head of "
-                f"ours has {maps} of a {model_type}'s"
+                f"the transformers model has {name}={value}; it must be a positive multiple of {maps}, because "
+                f"a head of ours has {maps} of a {model_type}'s"
             )
     num_heads, num_kv_heads = heads // queries, kv_heads // keys
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"the transformers model has num_attention_heads={heads}, which is no multiple of "
+            f"the transformers model has num_attention_heads={heads}, not a multiple of "
             f"{queries * num_kv_heads} for its num_key_value_heads={kv_heads}"
         )
     config = LanguageConfig(
@@ -218,7 +218,7 @@ def check_sizes(values: Mapping[str, Any], *optional: str) -> None:
     for name in (*needed, *optional):
         value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
-            raise ValueError(f"the transformers model has {name}={value!r}, which is no number above 0")
+            raise ValueError(f"the transformers model has {name}={value!r}, not a number above 0")
 
 
 def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
     thetas = [value for mapping in mappings if (value := mapping.get("rope_theta")) is not None]
     if wrong := [value for value in thetas if isinstance(value, bool) or not isinstance(value, int | float)]:
-        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, which is no number")
+        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, not a number")
     return {
         "rope_theta": thetas[0] if thetas else 10_000.0,
         "rope_type": setting("default", "rope_type", "type"),  # "type" before transformers 4.43

@@ -40,9 +40,9 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.grad_checkpointing = config, False
-        self.embed = nn.Embedding(config.vocab_size, config.dim, **made)
+        self.embed = nn.Embedding(config.vocab_size, config.dim, **factory_kwargs)
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 build_attention(
@@ -57,18 +57,18 @@ class LanguageModel(nn.Module):
                     lambda_init=depth_lambda_init(index - 1) if config.lambda_init == "depth-1" else config.lambda_init,
                     signal_ratio=config.signal_ratio,
                     head_norm=layer.head_norm,
-                    **made,
+                    **factory_kwargs,
                 ),
                 config.dim,
                 layer.mlp_dim,
                 activation=config.activation,
                 norm_eps=config.norm_eps,
-                **made,
+                **factory_kwargs,
             )
             for index, layer in enumerate(config.layers())
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **made)
-        self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False, **made)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
+        self.head = None if config.tied else Linear(config.dim, config.vocab_size, bias=False, **factory_kwargs)
         self.reset_parameters()
 
     @torch.no_grad()
