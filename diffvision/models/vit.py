@@ -22,7 +22,7 @@ as "4*standard", gives layers other attention by depth (`diffvision.models.by_la
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -33,6 +33,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
+from diffvision.moved import get_renamed
 from diffvision.nn import (
     ATTENTION,
     GRID_ATTENTION,
@@ -422,3 +423,6 @@ def _register(name: str) -> None:
 default_cfgs = generate_default_cfgs({name: _default_cfg(name, model.shape) for name, model in MODELS.items()})
 for _name in MODELS:
     _register(_name)
+
+if not TYPE_CHECKING:
+    __getattr__ = get_renamed(__name__)
