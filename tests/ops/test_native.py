@@ -313,6 +313,7 @@ def test_instructions_of_older_processors(cache, monkeypatch):
         assert_right(tensors(**FORMS[form]), causal=True)
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_leave_one_file(tmp_path):
     program = (
         "import torch; from diffvision.ops import diff_attention as f;"
