@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.ops.attention import flops
+from diffvision.ops.attention import operators
 from diffvision.ops.attention.problem import Problem
 
 # Scores of one map in a block, query rows of a block, and scores up to which whole samples share a block: the fastest,
@@ -63,13 +63,9 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
-    work = torch.promote_types(q.dtype, torch.float32)
-    scale = q.shape[4] ** -0.5 if scale is None else scale
-    lam = lam.to(work).expand(q.shape[0], q.shape[1], q.shape[3], 1)
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam))
-    keep = grad and k.shape[3] <= KEEP_MAPS_MAX_KEYS
-    out, _ = _forward(q.to(work), k.to(work), v.to(work), lam, mask, causal, scale, keep)
-    return out.to(q.dtype)
+    return operators.attend(
+        _forward, q, k, v, lam, causal=causal, mask=mask, scale=scale, keep_up_to=KEEP_MAPS_MAX_KEYS
+    )
 
 
 class _Heads(NamedTuple):
@@ -309,11 +305,9 @@ def _add_product(total: Tensor, rows: Tensor, weights: Tensor, first: bool) -> N
 
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return [B, H, M, V] in the memory order [B, M, H, V], which merges heads without a copy, and memory for maps."""
-    (batch, heads, _, queries, _), size = q.shape, v.shape[3]
-    # Not a transposed tensor: autograd would take it for a view, and refuse to change it in place.
-    out = q.new_empty_strided((batch, heads, queries, size), (queries * heads * size, size, heads * size, 1))
-    return out, q.new_empty(2 * q.shape[0] * q.shape[1] * q.shape[3] * k.shape[3] if keep else 0)
+    """Return memory for the output and for the maps."""
+    maps = 2 * q.shape[0] * q.shape[1] * q.shape[3] * k.shape[3] if keep else 0
+    return operators.new_output(q, v), q.new_empty(maps)
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -321,29 +315,4 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), lam
 
 
-@_forward.register_fake
-def _(q, k, v, lam, mask, causal, scale, keep):
-    return _new_outputs(q, k, v, keep)
-
-
-@_backward.register_fake
-def _(grad, q, k, v, lam, mask, kept, causal, scale):
-    return _new_gradients(q, k, v)
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, lam, mask, ctx.causal, ctx.scale, _ = inputs
-    ctx.save_for_backward(q, k, v, lam, mask, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # zeros as large as the kept maps
-
-
-def _differentiate(ctx, grad, _):
-    if grad is None:
-        return (None,) * 8
-    grads = _backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
-    return *grads, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-flops.count(torch.ops.diffvision.diff_attention_blocked, torch.ops.diffvision.diff_attention_blocked_backward)
+operators.register("diff_attention_blocked", _forward, _backward, _new_outputs, _new_gradients)

@@ -10,6 +10,7 @@ import os
 import torch
 from torch import Tensor
 
+from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem
 
 MAX_HEAD_DIM, MAX_VALUE_DIM = 128, 256  # what one program's tiles may hold
@@ -71,7 +72,7 @@ def diff_attention(
     queries, keys = q.shape[3], k.shape[3]
     few_queries = statically_known_true(queries <= DECODE_MAX_QUERIES)
     many_keys = statically_known_true(keys >= DECODE_MIN_KEYS)
-    if few_queries and many_keys and not _wants_gradients(q, k, v, lam):
+    if few_queries and many_keys and not needs_gradients(q, k, v, lam):
         from diffvision.ops.attention.triton.decode import decode
 
         return decode(q, k, v, lam, causal=causal, mask=mask, scale=scale)
@@ -118,10 +119,6 @@ def _call(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -
     if scale < 0:  # the running maximum is taken before scaling
         q, scale = -q, -scale
     keep = "nothing"
-    if _wants_gradients(q, k, v, lam):
+    if needs_gradients(q, k, v, lam):
         keep = "rows" if fits_rows(q, k, v, longest_q, longest_k) else "streaming"
     return attention(q, k, v, lam.float(), mask, cu_q, cu_k, longest_q, longest_k, causal, scale, keep)[0]
-
-
-def _wants_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffvision.ops.attention import flops
+from diffvision.ops.attention import operators
 
 MAX_QUERIES = 16
 LOG2E = 1.4426950408889634
@@ -212,7 +212,7 @@ def _(q, k, v, lam, mask, causal, scale):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[3], v.shape[3])
 
 
-flops.count(torch.ops.diffvision.triton_decode)
+operators.count(torch.ops.diffvision.triton_decode)
 
 
 def constants(

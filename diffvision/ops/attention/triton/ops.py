@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from diffvision.ops.attention import flops
+from diffvision.ops.attention import operators
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
 
@@ -104,7 +104,7 @@ def _backward(ctx, grad, *_):
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
-flops.count(torch.ops.diffvision.triton_attention, torch.ops.diffvision.triton_attention_backward)
+operators.count(torch.ops.diffvision.triton_attention, torch.ops.diffvision.triton_attention_backward)
 
 
 def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -> bool:
@@ -117,16 +117,10 @@ def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -
 
 
 def _forward_empty(q: Tensor, v: Tensor, packed: bool, keep: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate results in the memory order [B, M, H, V], so that the layer merges its heads without a copy.
+    """Allocate results. Packed sequences may end before their tensor does: it is zeros there."""
 
-    Packed sequences may end before their tensor does: it is zeros there.
-    """
-    batch, heads, _, queries, _ = q.shape
-    size = v.shape[3]
-    shape, strides = (batch, heads, queries, size), (queries * heads * size, size, heads * size, 1)
-
-    def make() -> Tensor:  # no transposed tensor, which autograd would take for a view and refuse to change in place
-        made = q.new_empty_strided(shape, strides)
+    def make() -> Tensor:
+        made = operators.new_output(q, v)
         return made.zero_() if packed else made
 
     out = make()
