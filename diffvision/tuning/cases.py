@@ -29,59 +29,31 @@ class Case(NamedTuple):
         return f"{words}, compiled" if self.compiled else words
 
 
-class _Shape(NamedTuple):
-    name: str
-    batch: dict[str, int]  # by device
-    heads: int  # differential ones
-    kv_heads: int
-    tokens: int
-    head_dim: int
-    v2: bool = False
-    causal: bool = False
-    masked: bool = False
-    packed: bool = False
-    decoding: bool = False
-
-
-# In the order of their importance, and the largest last, for the time may end before all are measured.
-USUAL = (
-    _Shape("ViT-B/16 at 224, V1", {"cpu": 8, "cuda": 256}, 6, 6, 197, 64),
-    _Shape("CLIP's text, V1", {"cpu": 16, "cuda": 1024}, 4, 4, 77, 64, causal=True),
-    _Shape("language, 1024 tokens, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True),
-    _Shape("ViT-B/16 at 224, V2", {"cpu": 8, "cuda": 256}, 12, 12, 197, 64, v2=True),
-    _Shape("ViT-B/16 at 384, V1", {"cpu": 2, "cuda": 64}, 6, 6, 577, 64),
-    _Shape("decoding at 1024 tokens, V1", {"cpu": 1, "cuda": 32}, 6, 6, 1024, 64, decoding=True),
-    _Shape("decoding at 4096 tokens, V2", {"cpu": 1, "cuda": 32}, 24, 6, 4096, 128, v2=True, decoding=True),
-    _Shape("text of 512, padded, V1", {"cpu": 4, "cuda": 64}, 6, 6, 512, 64, masked=True),
-    _Shape("documents in a row of 1024, V1", {"cpu": 1, "cuda": 16}, 6, 6, 1024, 64, causal=True, masked=True),
-    _Shape("packed, 1024 tokens, V1", {"cpu": 4, "cuda": 16}, 6, 6, 1024, 64, causal=True, packed=True),
-    _Shape("language, 4096 tokens, V1", {"cpu": 1, "cuda": 4}, 12, 12, 4096, 128, causal=True),
-    _Shape("language, 4096 tokens, V2", {"cpu": 1, "cuda": 4}, 24, 6, 4096, 128, v2=True, causal=True),
-)
+# Name -> samples on a CPU and on a GPU, and the call: batch, heads, key/value heads, queries, keys, D, V. They are in
+# the order of their importance, and the largest last, because the time may end before all are measured.
+USUAL = {
+    "ViT-B/16 at 224, V1": (8, 256, Problem(1, 6, 6, 197, 197, 64, 128)),
+    "CLIP's text, V1": (16, 1024, Problem(1, 4, 4, 77, 77, 64, 128, causal=True)),
+    "language, 1024 tokens, V1": (1, 16, Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True)),
+    "ViT-B/16 at 224, V2": (8, 256, Problem(1, 12, 12, 197, 197, 64, 64, shared_keys=True)),
+    "ViT-B/16 at 384, V1": (2, 64, Problem(1, 6, 6, 577, 577, 64, 128)),
+    "decoding at 1024 tokens, V1": (1, 32, Problem(1, 6, 6, 1, 1024, 64, 128)),
+    "decoding at 4096 tokens, V2": (1, 32, Problem(1, 24, 6, 1, 4096, 128, 128, shared_keys=True)),
+    "text of 512, padded, V1": (4, 64, Problem(1, 6, 6, 512, 512, 64, 128, masked=True)),
+    "documents in a row of 1024, V1": (1, 16, Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True, masked=True)),
+    "packed, 1024 tokens, V1": (4, 16, Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True, packed=True)),
+    "language, 4096 tokens, V1": (1, 4, Problem(1, 12, 12, 4096, 4096, 128, 256, causal=True)),
+    "language, 4096 tokens, V2": (1, 4, Problem(1, 24, 6, 4096, 4096, 128, 128, shared_keys=True, causal=True)),
+}
 
 
 def usual(device: str, dtype: torch.dtype) -> list[Case]:
     """Return the usual calls, of training and of inference, on "cpu" or "cuda"."""
     cases = []
-    for shape in USUAL:
-        problem = Problem(
-            batch=shape.batch[device],
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            queries=1 if shape.decoding else shape.tokens,
-            keys=shape.tokens,
-            head_dim=shape.head_dim,
-            value_dim=shape.head_dim * (1 if shape.v2 else 2),
-            shared_keys=shape.v2,
-            causal=shape.causal,
-            masked=shape.masked,
-            packed=shape.packed,
-            dtype=dtype,
-            device=device,
-        )
-        cases += [
-            Case(shape.name, problem._replace(grad=grad)) for grad in ([False] if shape.decoding else [True, False])
-        ]
+    for name, (on_cpu, on_gpu, problem) in USUAL.items():
+        problem = problem._replace(batch=on_cpu if device == "cpu" else on_gpu, dtype=dtype, device=device)
+        passes = (False,) if problem.queries == 1 else (True, False)
+        cases += [Case(name, problem._replace(grad=grad)) for grad in passes]
     return cases
 
 

@@ -29,11 +29,6 @@ def backends_for(problem: Problem) -> list[str]:
     return sorted(able, key=lambda name: name != usual)
 
 
-def fits_one_length(backend: str, device: str) -> bool:
-    """Return whether a backend compiles anew for every length, so that "auto" is not to take it for others."""
-    return backend == "flex" and device == "cpu"
-
-
 def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """Return what one timing of each backend runs: the attention of the same random inputs, and gradients if needed.
 

@@ -316,12 +316,12 @@ def test_a_case_that_lasts_beyond_the_time_is_ended_and_excludes_nothing(with_br
 
 @pytest.mark.slow
 def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
-    shapes = [
-        cases._Shape("one", {"cpu": 2}, 2, 2, 40, 8),
-        cases._Shape("two", {"cpu": 2}, 2, 1, 24, 8, v2=True, causal=True),
-        cases._Shape("three", {"cpu": 1}, 2, 2, 24, 8, decoding=True),
-        cases._Shape("four", {"cpu": 2}, 2, 2, 24, 8, packed=True),
-    ]
+    shapes = {
+        "one": (2, 2, Problem(1, 2, 2, 40, 40, 8, 16)),
+        "two": (2, 2, Problem(1, 2, 1, 24, 24, 8, 8, shared_keys=True, causal=True)),
+        "three": (1, 1, Problem(1, 2, 2, 1, 24, 8, 16)),
+        "four": (2, 2, Problem(1, 2, 2, 24, 24, 8, 16, packed=True)),
+    }
     monkeypatch.setattr(cases, "USUAL", shapes)
     for name in ("hanging", "nan", "orphaned", "killed", "talking", "flex"):  # FlexAttention takes long to compile
         monkeypatch.delitem(BACKENDS, name)
@@ -347,7 +347,7 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     q, k, v, lam = Inputs.random(problem, torch.Generator().manual_seed(0))
     torch.testing.assert_close(diff_attention(q, k, v, lam), diff_attention(q, k, v, lam, backend="eager"))
     # What is excluded is not tried again.
-    monkeypatch.setattr(cases, "USUAL", shapes[:1])
+    monkeypatch.setattr(cases, "USUAL", {"one": shapes["one"]})
     assert main(["tune", "--device", "cpu", "--minutes", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"crashing is never chosen here: {entry.date}: its process ended" in out
