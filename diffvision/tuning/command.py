@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
@@ -74,12 +70,14 @@ def tune(
     device = torch.device(resolved).type
     if device not in tuned.DEVICES:
         raise ValueError(f"device {device}: only cpu and cuda have several backends")
-    kind = precision or ("fp32" if device == "cpu" else "bf16" if _has_bfloat16() else "fp16")
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    if precision is None:
+        has_bfloat16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "fp32" if device == "cpu" else "bf16" if has_bfloat16 else "fp16"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     file = store.file_to_write()
     machine, today = tuned.machine_of(device), datetime.now(UTC).date().isoformat()
     choices: dict[Case, Choice] = {}
-    with tuned.kept(), _ended_by_sigterm():
+    with tuned.kept():
         for each in tuned.DEVICES:  # what is timed is compared with the rule, and the file need not exist yet
             tuned.use(each, None)
         if model is None:
@@ -109,25 +107,6 @@ def tune(
         "left_out": left,
     }
     show(*_report(tuning, choices, left, str(file)), data=data)
-
-
-def _has_bfloat16() -> bool:
-    import torch
-
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the context as Ctrl-C does, so that no process is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Measuring:

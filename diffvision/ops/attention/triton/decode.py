@@ -17,7 +17,6 @@ from torch import Tensor
 
 from diffvision.ops.attention import operators
 
-MAX_QUERIES = 16
 LOG2E = 1.4426950408889634
 MIN_KEYS = 256  # of a split: fewer would cost more to join than they save
 INTERPRETED_PROCESSORS = 4  # in place of a GPU's number where there is none
@@ -153,22 +152,7 @@ def _join(
 def decode(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Compute `diffvision.ops.diff_attention` for at most 16 queries and without gradients.
-
-    Args:
-        q: [B, H, 2, M, D], M <= 16. D <= 128.
-        k: [B, Hk, 2, N, D], or [B, Hk, 1, N, D] where both maps share their keys.
-        v: [B, Hk, N, V], V <= 256.
-        lam: float32, broadcastable to [B, H, M, 1].
-        causal: aligned to the last key.
-        mask: boolean with four axes, broadcastable to [B, H, M, N].
-        scale: of the logits; D**-0.5 if None.
-
-    Returns:
-        [B, H, M, V] in q's dtype.
-    """
-    if q.shape[3] > MAX_QUERIES:
-        raise ValueError(f"decode takes at most {MAX_QUERIES} queries, got {q.shape[3]}")
+    """Compute `diffvision.ops.diff_attention`, already checked, for few queries and without gradients."""
     return _decode(q, k, v, lam, mask, causal, q.shape[4] ** -0.5 if scale is None else scale)
 
 
