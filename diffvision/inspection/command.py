@@ -51,11 +51,12 @@ def inspect(
     )
     from diffvision.inspection.output import check_output
 
-    texts, pictures = as_list(text), as_list(image)
+    texts, images = as_list(text), as_list(image)
     answers, masks = as_list(answer), as_list(mask)
     check_output(Path(output))
-    check_counts(pictures, texts)
-    read_pictures(pictures, masks if pictures else [])  # what cannot be read is reported before a model is loaded
+    check_counts(images, texts)
+    if masks and not images:
+        raise ValueError("masks are given without images: give --image")
+    pictures = read_pictures(images, masks)  # what cannot be read is reported before a model is loaded
     models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
-    shown = pictures_and_passages(models, pictures, texts, masks, answers)
-    inspect_models(models, *shown, output)
+    inspect_models(models, *pictures_and_passages(models, pictures, texts, answers), output)

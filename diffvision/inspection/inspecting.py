@@ -144,12 +144,15 @@ def check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def pictures_and_passages(
-    models: Sequence[Model], images: list[str], texts: list[str], masks: list[str], answers: list[str]
+    models: Sequence[Model],
+    pictures: list[inputs.Picture],
+    texts: list[str],
+    answers: list[str],
 ) -> tuple[list[inputs.Picture], list[inputs.Passage]]:
-    """Return the inputs that fit the models, from arguments or made here; ValueError if arguments do not fit."""
+    """Return the inputs that fit the models, as given or made here; ValueError if those given do not fit."""
     first = models[0]
     if first.transform is None:
-        if images or masks:
+        if pictures:
             raise ValueError(f"images are given, and {first.name} is a language model: give texts")
         if answers and not texts:
             raise ValueError("answers are given without texts: give --text")
@@ -162,13 +165,13 @@ def pictures_and_passages(
         )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
-    if masks and not images:
-        raise ValueError("masks are given without images: give --image")
-    pictures = inputs.read_pictures(images, masks) if images else inputs.sample_pictures()
+    is_sample = not pictures
+    pictures = pictures or inputs.sample_pictures()
     if first.tokenizer is None:
         return pictures, []
-    texts = texts or ([] if images else [caption for picture in pictures for caption in picture.captions])
-    if images or texts != [caption for picture in pictures for caption in picture.captions]:
+    captions = [caption for picture in pictures for caption in picture.captions]
+    texts = texts or captions
+    if not is_sample or texts != captions:
         pictures = [inputs.Picture(one.name, one.image, one.region) for one in pictures]
     return pictures, _same_for_all(inputs.read_captions(texts, one.tokenizer) for one in models)
 

@@ -7,7 +7,7 @@ models are built in `images.py`, language models in `texts.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from diffvision.opening.specs import is_name, labelled, no_path, unknown
 from diffvision.opening.weights import (
     CONFIG,
     OPEN_CLIP,
-    PREPROCESS,
     folder_config,
     refuse_checkpoint,
 )
@@ -75,7 +74,7 @@ def open_model(
             more than tensors and plain values; a model with code; a folder of several runs, or a run without
             checkpoints.
     """
-    _check_preprocess(preprocess)
+    images.check_preprocess(preprocess or {})
     if tokenizer is not None and (str(spec) in host_names()["language"] or not is_name(str(spec))):
         from diffvision.opening import texts  # imports the language models, as below
 
@@ -259,17 +258,3 @@ def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]
     except (RuntimeError, SafetensorError, TypeError, KeyError, AssertionError) as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[:3])
         raise ValueError(f"{folder} does not load, damaged or not one model's: {first[:500]}") from error
-
-
-def _check_preprocess(preprocess: Mapping[str, Any] | None) -> None:
-    unknown = set(preprocess or {}) - set(PREPROCESS)
-    if unknown:
-        raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
-    for key in ("mean", "std"):
-        values = (preprocess or {}).get(key)
-        if values is not None and not (isinstance(values, Sequence) and _all_numbers(values) and len(values) == 3):
-            raise ValueError(f"preprocess.{key} is {values!r}: give three numbers, for red, green and blue")
-
-
-def _all_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values)

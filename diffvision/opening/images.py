@@ -54,7 +54,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     import open_clip
 
     refuse_code(name)
-    _check_choices(preprocess, _OPEN_CLIP_CHOICES)
+    check_preprocess(preprocess, _OPEN_CLIP_CHOICES)
     path = _file(checkpoint)
     weights = _open_clip_weights(name, checkpoint, path)
     if weights is not None:
@@ -147,7 +147,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
     """Open a timm model by name or `local-dir:`, with its weights."""
     import timm
 
-    _check_choices(preprocess, _TIMM_CHOICES)
+    check_preprocess(preprocess, _TIMM_CHOICES)
     path = _file(checkpoint)
     weights = None if path is None else read_checkpoint(path)
     args, trained_with = {}, {}
@@ -212,7 +212,15 @@ def _fit_classifier(module: Any, state: Mapping[str, Tensor]) -> None:
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-def _check_choices(preprocess: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> None:
+def check_preprocess(preprocess: Mapping[str, Any], choices: Mapping[str, Sequence[str]] = {}) -> None:
+    """Raise a ValueError for an unknown setting of a transform or a value that it cannot have."""
+    if unknown := set(preprocess) - set(PREPROCESS):
+        raise ValueError(f"preprocess has {', '.join(sorted(unknown))}: it takes {', '.join(PREPROCESS)}")
+    for key in ("mean", "std"):
+        values = preprocess.get(key)
+        is_list = isinstance(values, Sequence) and all(isinstance(value, int | float) for value in values)
+        if values is not None and not (is_list and len(values) == 3):
+            raise ValueError(f"preprocess.{key} is {values!r}: give three numbers, for red, green and blue")
     for key, known in choices.items():
         value = preprocess.get(key)
         if value is not None and value not in known:
