@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from diffvision.data.images.decode import MAX_IMAGE_BYTES
-from diffvision.data.shards.sample import BadSample, Members, SampleId
+from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
 
 _LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
@@ -72,7 +73,7 @@ class ImageCollection:
         """The member that training reads: one caption is a text, several are a list in JSON of which one is drawn."""
         return "json:caption" if any(len(one) > 1 for one in self.captions or ()) else "txt"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of names, captions and labels, wherever the source lies."""
         digest = hashlib.sha256()
@@ -127,7 +128,7 @@ class ImageFiles:
         return digest.hexdigest()[:16]
 
 
-class ImageSet:
+class ImageSet(SampleSource):
     """Random access to the samples of an `ImageCollection`, as `storage.ShardSet` gives it to those of shards.
 
     All samples are one shard, so that an epoch's order shuffles all of them together.
@@ -136,12 +137,12 @@ class ImageSet:
     def __init__(self, images: ImageCollection) -> None:
         self.images = images
         self.counts = np.array([len(images)], dtype=np.int64)
-        self.fingerprint, self.content = images.fingerprint, f"sizes:{images.read.identity()}"
-        self.extra_counts: dict[str, int] = {}
-        self.sample_settings: dict[str, Any] = {}
+        self.content = f"sizes:{images.read.identity()}"
 
-    def __len__(self) -> int:
-        return len(self.images)
+    @property
+    def fingerprint(self) -> str:
+        """A digest of names, captions and labels."""
+        return self.images.fingerprint
 
     def members(self, sample: SampleId) -> Members:
         """Return the members of one sample; its image is a `jpg`, whatever its format, which decoding detects."""
@@ -150,16 +151,3 @@ class ImageSet:
     def describe(self, sample: SampleId) -> str:
         """Return "source: name" of a sample, for reports."""
         return f"{self.images.source}: {self.images.names[sample[1]]}"
-
-    def needs_preparing(self, number: int) -> bool:
-        """Return False, for the images are local."""
-        return False
-
-    def prepare(self, number: int) -> None:
-        """Do nothing, for the images are local."""
-
-    def check_room(self, at_once: int) -> None:
-        """Do nothing, for images are not cached."""
-
-    def on_progress(self, callback: Callable[[], None]) -> None:
-        """Do nothing, for nothing is fetched."""

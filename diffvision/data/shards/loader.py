@@ -353,7 +353,7 @@ class _Requests:
                 Thread(
                     target=_prepare_all, args=(self.shards, self._wanted), name="prepare-shards", daemon=True
                 ).start()
-        for number in filter(self.shards.needs_preparing, numbers):
+        for number in numbers:
             self._wanted.put(number)
 
 

@@ -199,10 +199,6 @@ class ShardReader:
         with self._cache.hold(self.shard) as path:
             yield path
 
-    def needs_preparing(self) -> bool:
-        """Return whether the shard has to be fetched, unpacked or verified before it is read."""
-        return self.in_cache or self.shard.sha256 is not None
-
     def prepare(self) -> None:
         """Fetch, unpack and verify the shard ahead of its use; any thread may call this."""
         with suppress(OSError), self.hold() as path:  # the error is raised again where the shard is read

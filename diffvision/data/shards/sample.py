@@ -34,54 +34,53 @@ class SampleKind(Protocol):
         ...
 
 
-class SampleSource(Protocol):
-    """Samples that a loader reads by (shard, row): `ShardSet`, and `images.image_set.ImageSet`.
+class SampleSource:
+    """Samples that a loader reads by (shard, row): the base of `ShardSet` and of `images.image_set.ImageSet`.
 
     Attributes:
         counts: the samples of each shard, int64 [shards].
-        content: a digest of what the samples hold, as "how that is known:digest".
-        fingerprint: a digest of the shards' names and counts.
-        extra_counts: counts of what is in no sample, for reports.
-        sample_settings: settings by which samples are divided, by their names in a configuration.
+        content: a digest of what the samples hold, as "how that is known:digest". Two of them can be compared if it is
+            known in the same way.
     """
 
     counts: np.ndarray
     content: str
 
-    @property
-    def fingerprint(self) -> str: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return int(self.counts.sum())
 
     @property
-    def extra_counts(self) -> dict[str, int]: ...
+    def fingerprint(self) -> str:
+        """A digest of the shards' names and counts, wherever they lie and whatever they hold."""
+        raise NotImplementedError
 
     @property
-    def sample_settings(self) -> dict[str, Any]: ...
+    def extra_counts(self) -> dict[str, int]:
+        """Counts of what is in no sample, for reports."""
+        return {}
 
-    def __len__(self) -> int: ...
+    @property
+    def sample_settings(self) -> dict[str, Any]:
+        """Settings by which samples are divided, by their names in a configuration."""
+        return {}
 
     def members(self, sample: SampleId) -> Members:
         """Return the members of one sample; raise `BadSample` where its shard cannot be used."""
-        ...
+        raise NotImplementedError
 
     def describe(self, sample: SampleId) -> str:
         """Return "shard: key" of a sample, for reports."""
-        ...
-
-    def needs_preparing(self, number: int) -> bool:
-        """Return whether a shard has to be fetched, unpacked or verified before it is read."""
-        ...
+        raise NotImplementedError
 
     def prepare(self, number: int) -> None:
-        """Fetch, unpack and verify a shard ahead of its use; any thread may call this."""
-        ...
+        """Fetch, unpack and verify a shard ahead of its use, where it needs that; any thread may call this."""
 
     def check_room(self, at_once: int) -> None:
         """Warn if `at_once` shards that are in use together may not fit on local disk."""
-        ...
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """Call `callback` with each piece of a shard that arrives or is verified."""
-        ...
 
 
 def check_key(key: str, types: tuple[str, ...]) -> None:

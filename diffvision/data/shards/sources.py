@@ -238,47 +238,62 @@ def _with_counts(locations: list[str]) -> list[Shard]:
 
 
 def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
-    """Return {shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else {}."""
-    if (text := read_small_file(directory, MANIFEST)) is not None:
-        manifest = _parsed(text, directory, MANIFEST)
-        if manifest.get("format") != MANIFEST_FORMAT:
-            raise ValueError(f"{directory}/{MANIFEST} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
-        try:
-            fields = [(e["name"], e["samples"], e["bytes"], e["sha256"].lower()) for e in manifest["shards"]]
-        except (KeyError, TypeError, AttributeError):
-            wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
-            raise ValueError(f"{directory}/{MANIFEST} is not a manifest: expected {wanted}") from None
-        where = f"{directory}/{MANIFEST}"
-        if not fields:
-            raise ValueError(
-                f"{where} lists no shards: the directory's writing was cut short; write it again, or take what is "
-                "there with diffvision.data.make.write_manifest"
-            )
-        if repeated := [name for name, count in Counter(str(n) for n, *_ in fields).items() if count > 1]:
-            raise ValueError(f"{where} lists {repeated[0]} more than once: write it anew with write_manifest")
-        return {
-            _name(n, directory): {"samples": _count(s, n, "samples", where), "bytes": _count(b, n, "bytes", where)}
-            | {"sha256": h}
-            for n, s, b, h in fields
-        }
-    if (text := read_small_file(directory, SIZES)) is not None:
-        sizes = _parsed(text, directory, SIZES)
-        where = f"{directory}/{SIZES}"
-        return {
-            _name(name, directory): {"samples": _count(sizes[name], name, "samples", where)}
-            for name in sorted(sizes, key=natural)
-        }
+    """Return {shard name: {samples, bytes?, sha256?}} from the manifest, else from sizes.json, else {}.
+
+    Raises:
+        ValueError: the file is damaged, or says what cannot be.
+    """
+    for name, parse in ((MANIFEST, _manifest_entries), (SIZES, _sizes_entries)):
+        if (text := read_small_file(directory, name)) is not None:
+            where = f"{directory}/{name}"
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(value, dict):
+                raise ValueError(f"{where} is not a JSON object")
+            entries = parse(value, where)
+            for shard, fields in entries:
+                _check_entry(shard, fields, where)
+            if repeated := [shard for shard, count in Counter(shard for shard, _ in entries).items() if count > 1]:
+                raise ValueError(f"{where} lists {repeated[0]} more than once: write it again with write_manifest")
+            return dict(entries)
     return {}
 
 
-def _count(value: object, name: str, of: str, where: str) -> int:
-    limit = _MAX_SAMPLES if of == "samples" else 1 << 62
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    if manifest.get("format") != MANIFEST_FORMAT:
+        raise ValueError(f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
+    try:
+        entries = [
+            (e["name"], {"samples": e["samples"], "bytes": e["bytes"], "sha256": e["sha256"].lower()})
+            for e in manifest["shards"]
+        ]
+    except (KeyError, TypeError, AttributeError):
+        wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
+        raise ValueError(f"{where} is not a manifest: expected {wanted}") from None
+    if not entries:
         raise ValueError(
-            f"{where} says that {name} has {value!r} {of}: it must be a whole number, 0 to {limit:,}; "
-            "write it anew with diffvision.data.make.write_manifest"
+            f"{where} lists no shards: the directory's writing was cut short; write it again, or take what is "
+            "there with diffvision.data.make.write_manifest"
         )
-    return value
+    return entries
+
+
+def _sizes_entries(sizes: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, {"samples": sizes[name]}) for name in sorted(sizes, key=natural)]
+
+
+def _check_entry(shard: object, fields: dict[str, Any], where: str) -> None:
+    if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
+        raise ValueError(f"{where} lists a shard named {shard!r}: names there have no folders")
+    for field, limit in (("samples", _MAX_SAMPLES), ("bytes", 1 << 62)):
+        value = fields.get(field, 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
+            raise ValueError(
+                f"{where} says that {shard} has {value!r} {field}: it must be a whole number, 0 to {limit:,}; "
+                "write it again with diffvision.data.make.write_manifest"
+            )
 
 
 def read_small_file(directory: str | Path, name: str) -> str | None:
@@ -304,19 +319,3 @@ def decoded(data: bytes, name: str | Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
-
-
-def _parsed(text: str, directory: str | Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{directory}/{name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{directory}/{name} is not a JSON object")
-    return value
-
-
-def _name(name: object, directory: str | Path) -> str:
-    if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or name.startswith("-"):
-        raise ValueError(f"{directory} lists a shard named {name!r}: names there have no folders")
-    return name

@@ -9,13 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.reader import ShardReader
-from diffvision.data.shards.sample import BadSample, Members, SampleId
+from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
 from diffvision.data.shards.sources import SIZES, Shard, find_shards
 
 _MAX_OPEN = 64  # shards; a few shuffle windows
@@ -23,7 +22,7 @@ _FIRST_SAMPLES = 16  # that show which members the samples of a dataset have
 _LISTED = 10  # damaged shards, in one message
 
 
-class ShardSet:
+class ShardSet(SampleSource):
     """Shards with known counts, read by (shard, row).
 
     Args:
@@ -35,11 +34,6 @@ class ShardSet:
     A file is trusted as long as its size, mtime and inode stay; with a manifest, its ctime too. One that was changed
     is compared with its manifest again. Where there is none, reading it is an error, except for another file of the
     same size and mtime whose index is the same, such as a copy made with `cp -p`.
-
-    Attributes:
-        counts: the samples of each shard, int64 [shards].
-        content: a digest of what the shards hold, wherever they lie: "how that is known:digest". Two of them can be
-            compared if it is known in the same way.
 
     Raises:
         ValueError: no shards, a shard that is not a tar or is damaged, a refused URL; while reading, a shard that was
@@ -54,10 +48,6 @@ class ShardSet:
         contents = [reader.content for reader in self._readers]
         self.content = f"{'+'.join(sorted({kind for kind, _ in contents}))}:{_digest(contents)}"
 
-    def __len__(self) -> int:
-        """Return the number of samples, as the manifests have it."""
-        return int(self.counts.sum())
-
     @property
     def shards(self) -> list[Shard]:
         """The shards, in their fixed order."""
@@ -67,16 +57,6 @@ class ShardSet:
     def fingerprint(self) -> str:
         """A digest of the shards' names and counts, wherever they lie and whatever they hold."""
         return _digest([[shard.name, int(count)] for shard, count in zip(self.shards, self.counts, strict=True)])
-
-    @property
-    def extra_counts(self) -> dict[str, int]:
-        """Counts of what is in no sample, for reports."""
-        return {}
-
-    @property
-    def sample_settings(self) -> dict[str, Any]:
-        """Settings by which samples are divided: none, because a sample is what a shard has as one."""
-        return {}
 
     def reader(self, number: int) -> ShardReader:
         """Return the reader of a shard, which stays open until 64 others have been opened."""
@@ -107,10 +87,6 @@ class ShardSet:
         """Return "shard: key" of a sample, for reports; the row in place of the key where the index is not known."""
         number, row = sample
         return self._readers[number].describe(row)
-
-    def needs_preparing(self, number: int) -> bool:
-        """Return whether a shard has to be fetched, unpacked or verified before it is read."""
-        return self._readers[number].needs_preparing()
 
     def prepare(self, number: int) -> None:
         """Fetch, unpack and verify a shard ahead of its use; any thread may call this."""
