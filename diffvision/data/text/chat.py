@@ -14,7 +14,7 @@ import tokenizers
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.documents import RowMember
 from diffvision.data.text.templates import check_template, render
-from diffvision.data.text.tokenizers import Tokenizer
+from diffvision.data.text.tokenizers import Tokenizer, read_config, read_special_token
 
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
@@ -208,8 +208,7 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     Raises:
         ValueError: there is no such template; see `Chat`.
     """
-    bos = _json(_folder(source) / "tokenizer_config.json").get("bos_token") or ""
-    bos_token = bos["content"] if isinstance(bos, dict) else str(bos)
+    bos_token = read_special_token(read_config(_folder(source)), "bos_token") or ""
     if chosen == "tokenizer":
         template = find_template(source)
         if template is None:
@@ -292,7 +291,7 @@ def find_template(source: str | Path) -> str | None:
     folder = _folder(source)
     if (folder / CHAT_TEMPLATE).is_file():
         return read_template(folder / CHAT_TEMPLATE)
-    template = _json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_config(folder).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
@@ -301,16 +300,6 @@ def find_template(source: str | Path) -> str | None:
 
 def _folder(source: str | Path) -> Path:
     return Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
-    return value if isinstance(value, dict) else {}
 
 
 def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:

@@ -210,26 +210,36 @@ def _write(path: Path, content: Any) -> None:
         file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json in a folder, empty where there is none.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    path = folder / _CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def read_special_token(config: dict[str, Any], name: str) -> str | None:
+    """Return a special token such as bos_token of `read_config`; None where it is not a text."""
+    value = config.get(name)
+    token = value.get("content") if isinstance(value, dict) else value
+    return token if isinstance(token, str) else None
+
+
 def _read_ends(path: Path) -> tuple[str | None, str | None]:
     """Return the end and the beginning of a text by tokenizer_config.json next to the file, or None.
 
     Where the settings do not say whether the beginning is added, the tokenizer does: it adds it to every text or not.
     """
-    settings = path.with_name(_CONFIG)
-    if not settings.is_file():
-        return None, None
-    try:
-        config: Any = json.loads(settings.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{settings} is not JSON, or nested too deeply: {error}") from None
-    config = config if isinstance(config, dict) else {}
-    eos, bos = (
-        token if isinstance(token, str) else None
-        for token in (
-            value.get("content") if isinstance(value, dict) else value
-            for value in (config.get("eos_token"), config.get("bos_token"))
-        )
-    )
+    config = read_config(path.parent)
+    eos, bos = (read_special_token(config, name) for name in ("eos_token", "bos_token"))
     adds = config.get("add_bos_token")
     if adds is None and bos is not None:
         adds = _read(path).encode("").tokens[:1] == [bos]
