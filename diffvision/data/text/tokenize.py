@@ -73,7 +73,7 @@ class _Parts(Dataset):
         tokens, learned = [np.array([], dtype=self.dtype)], [np.array([], dtype=bool)]
         skipped, empty = [], 0
         for row in rows:
-            for document in self._documents((number, row)):
+            for document in _read_sample(self.shards, (number, row), self.text):
                 encoded = self._encoded(document)
                 if isinstance(encoded, BadSample):
                     skipped.append((str(encoded), self.shards.describe((number, row))))
@@ -84,12 +84,6 @@ class _Parts(Dataset):
                     learned.append(encoded[1])
         lengths = np.array([len(ids) for ids in tokens[1:]], dtype=LENGTH_DTYPE)
         return _Part(len(rows), np.concatenate(tokens), np.concatenate(learned), lengths, len(lengths), empty, skipped)
-
-    def _documents(self, sample: SampleId) -> Iterator[str | BadSample]:
-        try:
-            yield from self.text.documents(self.shards.members(sample))
-        except BadSample as reason:
-            yield reason
 
     def _encoded(self, document: str | BadSample) -> tuple[np.ndarray, np.ndarray] | BadSample:
         """Return a document's ids with the end after them, none of an empty one; and which are learned, of a row."""
@@ -232,28 +226,25 @@ def documents_of(
     before, read = account.seen, 0
     for number, count in enumerate(source.counts):
         for row in range(int(count)):
-            yield from _read_usable(source, (number, row), text, account)
+            for document in _read_sample(source, (number, row), text):
+                if isinstance(document, BadSample):
+                    account.skip(str(document), source.describe((number, row)))
+                    continue
+                account.documents += bool(document.strip())
+                account.empty += not document.strip()
+                yield document
             read += 1
             # A sample may have one document or many, so their number is estimated from those read.
             expected = (account.seen - before) * len(source) // read
             check_limits(account, limits, expected=before + expected)
 
 
-def _read_usable(
-    source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
-) -> Iterator[str]:
-    """Yield the documents of a sample, and count all of them."""
+def _read_sample(source: ShardSet | JsonLines, sample: SampleId, text: TextMember) -> Iterator[str | BadSample]:
+    """Yield the documents of a sample, or why one of them, or the sample, cannot be used."""
     try:
-        documents = list(text.documents(source.members(sample)))
+        yield from text.documents(source.members(sample))
     except BadSample as reason:
-        documents = [reason]
-    for document in documents:
-        if isinstance(document, BadSample):
-            account.skip(str(document), source.describe(sample))
-        else:
-            account.documents += bool(document.strip())
-            account.empty += not document.strip()
-            yield document
+        yield reason
 
 
 def _write(
