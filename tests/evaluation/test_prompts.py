@@ -10,7 +10,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.images.packing import pack_evaluation
+from diffvision.data.images.packing import make_evaluation
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 
@@ -189,7 +189,7 @@ def test_own_names_are_in_the_order_of_numbers_or_of_the_classes(tmp_path):
     (tmp_path / "zeroshot_classification_templates.txt").write_text("the digit {c}\n")
     (folder,) = find_folders(tmp_path)
     assert prompts_of(folder).texts() == [["the digit one"], ["the digit ten"], ["the digit two"]]
-    pack_evaluation(folder, tmp_path / "packed", num_workers=0)
+    make_evaluation(tmp_path / "packed", tmp_path, num_workers=0)
     assert prompts_of(EvaluationFolder(tmp_path / "packed")).texts() == prompts_of(folder).texts()
     options = Options(classnames=["un", "deux", "dix"], templates=["le {c}", "la {c}"])
     assert prompts_of(folder, options).texts()[1] == ["le dix", "la dix"]

@@ -137,39 +137,14 @@ def make_evaluation(
         source: as `diffvision data make folder` takes it.
         captions: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
-        templates: zero-shot prompts with {c} where the class name belongs.
+        templates: zero-shot prompts with {c} where the class name belongs; by default "a photo of a {c}.".
         per_shard: samples per shard.
         num_workers: processes.
-    """
-    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
-    splits = pack_evaluation(folder, directory, templates, per_shard=per_shard, num_workers=num_workers)
-    return "\n".join([folder.task, *(f"{split}: {packed.summary()}" for split, packed in splits.items())])
-
-
-def pack_evaluation(
-    folder: ImageEvaluationFolder,
-    directory: str | Path,
-    templates: Sequence[str] | None = None,
-    *,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
-) -> dict[str, Packed]:
-    """Pack images as an evaluation folder in CLIP_benchmark's layout, each of their splits.
-
-    Args:
-        folder: of zero-shot classification or of retrieval.
-        directory: the evaluation folder to write; its name is the dataset's in metrics.
-        templates: of zero-shot prompts, with {c} where the class name belongs; by default "a photo of a {c}.".
-        per_shard: samples in each shard.
-        num_workers: processes that read and check images.
-
-    Returns:
-        What became of the images of each split.
 
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
     """
-    directory = Path(directory)
+    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")
@@ -185,10 +160,10 @@ def pack_evaluation(
         texts = {"classnames": names, "templates": templates}
     packed = {}
     for split in folder.splits:
-        target = directory / split
+        target = Path(directory, split)
         packed[split] = _pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
         write_evaluation_texts(target, **texts)
-    return packed
+    return "\n".join([folder.task, *(f"{split}: {counts.summary()}" for split, counts in packed.items())])
 
 
 def _pack_as(
