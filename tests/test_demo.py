@@ -44,7 +44,7 @@ def run(model: str, seed: int) -> report.Run:
 
 def page(seeds: int) -> str:
     all_runs = [run(model, seed) for seed in range(seeds) for model in images.MODELS]
-    return images.page(all_runs, images.read_lesson(), Path("runs/demo"))
+    return images.page(all_runs, Path("runs/demo"))
 
 
 def test_report_holds_the_table_and_its_pictures():
@@ -54,21 +54,14 @@ def test_report_holds_the_table_and_its_pictures():
     assert "1,234" in html
     assert "a red &lt;seven&gt;" in html
     assert "a red <seven>" not in html
-    assert len(re.findall("<svg", html)) >= 7
+    assert len(re.findall("<svg", html)) >= 6
     # Fonts and images would be fetched from there.
     assert not re.search("(src|href)=.https?:", html)
 
 
 @pytest.mark.slow
-def test_the_lesson_that_ships_with_the_package_is_in_the_report():
-    shipped = page(seeds=1)
-    assert "DiffCLIP-debug: digit" in shipped
-    assert images.read_lesson()["made"]["command"] in shipped
-
-
-@pytest.mark.slow
 def test_one_seed_has_no_spread():
-    assert "±" not in page(seeds=1).partition("<h2>What λ does")[0]
+    assert "±" not in page(seeds=1)
 
 
 def test_nothing_is_called_better_whose_interval_includes_zero():
@@ -86,7 +79,7 @@ def test_nothing_is_called_better_whose_interval_includes_zero():
 
 
 def test_a_difference_of_percentages_ends_at_100():
-    low = [float(low) for low in re.findall(r"\[−([\d.]+)", page(seeds=1))]
+    low = [float(low) for low in re.findall(r"\[−([\d.]+)", page(seeds=3))]
     assert low
     assert max(low) <= 100
 
@@ -202,21 +195,6 @@ def test_parts_of_the_retrieved_images_that_are_right():
     right = images.parts_right(known, known)
     assert right["colours/digit"] == right["colours/paper"] == 1
     assert right["colours/ink"] == pytest.approx(0.2)
-
-
-def test_the_lesson_ships_with_the_package():
-    """With 0.8 the digit is right and the colours are not; every metric has a value for each seed."""
-    lesson = images.read_lesson()
-    assert set(lesson["models"]) == {*images.MODELS, "DiffCLIP-debug"}
-    seeds = lesson["made"]["seeds"]
-    for metrics in lesson["models"].values():
-        assert set(metrics) == set(images.COLUMNS.values())
-        assert all(len(values) == seeds for values in metrics.values())
-    digit, ink = (
-        {name: np.mean(m[f"colours/{part}"]) for name, m in lesson["models"].items()} for part in ("digit", "ink")
-    )
-    assert min(digit.values()) > 0.8
-    assert ink["DiffCLIP-debug"] < min(ink[model] for model in images.MODELS)
 
 
 @pytest.mark.nightly

@@ -1,9 +1,10 @@
 """The demo: small models with and without differential attention, trained by one recipe and compared, in minutes."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
-from diffvision.plugins import load
+from diffvision.plugins import entry_points, load
 
 
 def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, lesson: bool = False) -> None:
@@ -31,7 +32,9 @@ def demo(output: str = "runs/demo", seeds: int = 1, language: bool = False, less
         else:
             from diffvision.demo.images import images
 
-            images(Path(output), seeds, load("diffvision.demos", "lesson") if lesson else None)
+            has_lesson = lesson or "lesson" in entry_points("diffvision.demos")
+            section = partial(load("diffvision.demos", "lesson"), train=lesson) if has_lesson else None
+            images(Path(output), seeds, section)
     except (KeyboardInterrupt, SystemExit):
         print(f"stopped: the same command resumes what is in {output}", file=sys.stderr)
         raise

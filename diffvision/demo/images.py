@@ -4,7 +4,6 @@ It runs `diffvision data make digits`, then `diffvision fit` with configs/clip/d
 the functions of `diffvision evaluate`.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from diffvision.analysis.page import Section
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.demo.images_page import page
@@ -24,13 +24,11 @@ from diffvision.demo.report import Run, comparison
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.inference import InferenceSettings
-from diffvision.evaluation.output import write_bytes, write_json
+from diffvision.evaluation.output import write_bytes
 from diffvision.evaluation.suite import evaluate
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
-LESSON = Path(__file__).with_name("lesson.json")
-"""Metrics of `MODELS` and a DiffCLIP with a larger lambda, trained where few captions name the colours."""
 PARTS = ("digit", "ink", "paper")
 """Of a caption; the metrics `colours/...` say which of them the retrieved image has right."""
 
@@ -48,7 +46,7 @@ COLUMNS = {
 }
 
 
-def images(directory: Path, seeds: int, lesson: Callable[[Path, int], dict[str, Any]] | None = None) -> None:
+def images(directory: Path, seeds: int, lesson: Callable[[Path, int], Section] | None = None) -> None:
     """Train `MODELS` with one recipe, evaluate them, print a table and write report.html.
 
     What an earlier call has finished in the directory is not computed again.
@@ -56,8 +54,7 @@ def images(directory: Path, seeds: int, lesson: Callable[[Path, int], dict[str, 
     Args:
         directory: for the shards, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
-        lesson: trains the models of the report's lesson in a folder, with this many seeds, and returns what `LESSON`
-            holds; None for the lesson that ships with the package.
+        lesson: returns a further section of the report, of the directory and the number of seeds.
     """
     console, start = Console(), time.perf_counter()
     console.print(
@@ -66,14 +63,10 @@ def images(directory: Path, seeds: int, lesson: Callable[[Path, int], dict[str, 
         highlight=False,
     )
     runs = train_on_digits(MODELS, seeds, directory, DIGIT_ONLY_FRACTION)
-    if lesson is None:
-        content = read_lesson()
-    else:
-        content = lesson(directory / "lesson", seeds)
-        write_json(directory / "lesson.json", content)
+    more = [] if lesson is None else [lesson(directory, seeds)]
     console.print(table(runs))
     report = directory / "report.html"
-    write_bytes(report, page(runs, content, directory).encode())
+    write_bytes(report, page(runs, directory, more).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
@@ -124,12 +117,6 @@ def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:
     retrieved = [facts[index] for index in (texts @ images.T).argmax(1).tolist()]
     pairs = list(zip(retrieved, facts, strict=True))
     return {f"colours/{part}": mean(got[i] == asked[i] for got, asked in pairs) for i, part in enumerate(PARTS)}
-
-
-def read_lesson() -> dict[str, Any]:
-    """Return the lesson that ships with the package: how it was made, and for each model its metrics by seed."""
-    lesson: dict[str, Any] = json.loads(LESSON.read_text())
-    return lesson
 
 
 def table(runs: Sequence[Run]) -> Table:

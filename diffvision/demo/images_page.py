@@ -1,4 +1,4 @@
-"""The image demo's report.html: what differential attention is, the results, pictures, a lesson, and what to do next.
+"""The image demo's report.html: what differential attention is, the results, pictures, and what to do next.
 
 Every sentence about a result is made from the numbers: nothing is called higher whose interval includes zero.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
 from diffvision.analysis import figures
 from diffvision.analysis.page import Part, Picture, Row, Section, Text, html_page
@@ -48,14 +46,13 @@ JUDGED: Rows = {
 }
 
 
-def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str:
+def page(runs: Sequence[Run], directory: Path, more: Sequence[Section] = ()) -> str:
     """Return the report of the image demo as one HTML page.
 
     Args:
         runs: of a plain model, then of differential ones, each with the same seeds.
-        lesson: {"made": how its numbers were made, empty where these runs are them,
-            "models": {name: {metric's key: [one value per seed]}}}.
         directory: where the runs are, for the commands at the end.
+        more: further sections.
     """
     models = by_model(runs)
     plain, differential = list(models)[:2]
@@ -72,7 +69,7 @@ def page(runs: Sequence[Run], lesson: Mapping[str, Any], directory: Path) -> str
         Section("Results", [Text(verdict(values_of(models), plain, differential, JUDGED)), *_table(models)]),
         _retrieved({name: content[name] for name in models}),
         _attention({name: content[name] for name in (plain, differential)}),
-        _lesson(lesson),
+        *more,
         _training(models),
         _next(directory, plain, differential),
     ]
@@ -133,32 +130,6 @@ def _attention(content: Mapping[str, Shown]) -> Section:
     )
     alt = f"Four digits with the attention of {' and of '.join(content)}."
     return Section("Where they look", [Picture(figure, alt, caption, most=1.4)])
-
-
-def _lesson(lesson: Mapping[str, Any]) -> Section:
-    models: Mapping[str, Mapping[str, Sequence[float]]] = lesson["models"]
-    bars = {part: {name: values[f"colours/{part}"] for name, values in models.items()} for part in PARTS}
-    seeds = max(len(values) for parts in bars.values() for values in parts.values())
-    made = {key: f"`{value}`" if key == "command" else value for key, value in lesson["made"].items()}
-    facts = [f"{key} {', '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in made.items()]
-    source = "From other runs than those above; " + "; ".join(facts)
-    source += ". `diffvision demo --lesson` trains these models here and draws the figure again."
-    plain, *_, largest = models
-    text = (
-        f"DiffCLIP starts λ near 0.8 (lambda_init), as {largest} does; the differential model above starts it near "
-        "0.2. Rows of the difference sum to 1 − λ. So what all patches share, as the colours of ink and paper are, "
-        "passes multiplied by 1 − λ, a fifth at 0.8, while what differs from patch to patch, as the digit's shape "
-        "does, passes whole. Does a model then learn colours in time, where training is short and few captions name "
-        "them? The figure asks the first image that a caption retrieves for its digit, its ink and its paper."
-    )
-    answer = verdict(models, plain, largest, {part: (f"colours/{part}", 100, 1) for part in PARTS})
-    words = "; ".join(
-        f"{name}: " + ", ".join(f"{part} {100 * mean(values[f'colours/{part}']):.0f}%" for part in PARTS)
-        for name, values in models.items()
-    )
-    over = f"Mean of {seeds} seeds, a dot for each. " if seeds > 1 else ""
-    picture = Picture(figures.metric_bars(bars), f"Share of captions answered rightly. {words}.", over + source)
-    return Section("What λ does to colours", [Text(text), picture, Text(answer)])
 
 
 def _training(models: Mapping[str, Sequence[Run]]) -> Section:

@@ -4,7 +4,7 @@
     python scripts/studies/study_digits.py report --output runs/digits --results docs/results/digits.json
     nice python scripts/studies/study_digits.py train  --output runs/digits --settings 0.85x6 --models \
         CLIP-debug DiffCLIP-debug-0.2 DiffCLIP-debug
-    python scripts/studies/study_digits.py lesson --output runs/digits --results diffvision/demo/lesson.json
+    python scripts/studies/study_digits.py lesson --output runs/digits --results diffvision/lab/demo/lesson.json
     python scripts/studies/study_digits.py time
 
 A setting is SHARExEPOCHS. `train` leaves out what is done already, one thread at a time. It trains by the

@@ -1,6 +1,7 @@
 """The lab's demos: the lesson of the image demo, and the language demo."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from diffvision.analysis.curves import Curve
-from diffvision.demo import demo, images, images_page, report
+from diffvision.analysis.page import html_page
+from diffvision.demo import demo, images, report
 from diffvision.lab.demo import lesson, text, text_page
 
 
@@ -17,9 +19,31 @@ def test_a_lesson_that_was_trained_here_says_its_command():
     metrics = dict.fromkeys(images.COLUMNS.values(), 0.5)
     models = (*images.MODELS, lesson.LESSON_MODEL)
     content = lesson.lesson_of([report.Run(model, 0, 3_000_000, 60.0, 1234.0, metrics, {}, None) for model in models])
-    section = images_page._lesson(content)
+    section = lesson.section_of(content)
     assert f"{lesson.LESSON_MODEL}: digit 50%, ink 50%, paper 50%" in str(section)
     assert "diffvision demo --lesson --seeds 1" in str(section)
+
+
+def test_the_lesson_ships_with_the_package():
+    """With 0.8 the digit is right and the colours are not; every metric has a value for each seed."""
+    content = json.loads(lesson.LESSON.read_text())
+    assert set(content["models"]) == {*images.MODELS, lesson.LESSON_MODEL}
+    seeds = content["made"]["seeds"]
+    for metrics in content["models"].values():
+        assert set(metrics) == set(images.COLUMNS.values())
+        assert all(len(values) == seeds for values in metrics.values())
+    digit, ink = (
+        {name: np.mean(m[f"colours/{part}"]) for name, m in content["models"].items()} for part in ("digit", "ink")
+    )
+    assert min(digit.values()) > 0.8
+    assert ink[lesson.LESSON_MODEL] < min(ink[model] for model in images.MODELS)
+
+
+def test_the_lesson_that_ships_with_the_package_is_in_the_report(tmp_path):
+    shipped = lesson.lesson(tmp_path, 1, train=False)
+    html = html_page("", "", [shipped])
+    assert "DiffCLIP-debug: digit" in html
+    assert json.loads(lesson.LESSON.read_text())["made"]["command"] in html
 
 
 @pytest.mark.slow

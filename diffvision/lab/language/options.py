@@ -14,26 +14,12 @@ Granularity = Literal["layer", "head", "row"]
 
 @dataclass(frozen=True)
 class LabOptions(LanguageOptions):
-    """Settings of the language evaluations; each reads those that concern it. The defaults follow the paper.
+    """The settings of the library's evaluations, and of the lab's; the defaults follow the paper.
 
     Args:
-        tokens: the most tokens of the documents that are read.
-        text_key: the member of shards with the text: "txt", "json:FIELD", or "jsonl:FIELD", a document in each line.
-        max_bad_fraction: documents of shards that cannot be used are left out and counted; a larger share of them is
-            an error.
-        window: tokens that a model reads at a time; None for the model's length, at most 2048.
-        stride: perplexity: tokens from one window to the next; None for windows that do not overlap.
-        points: position_nll: positions of the curve.
         frequent_text: associative_recall: training text (as `data`); its frequent bigrams do not count as recall.
         frequent_count: associative_recall: a bigram that occurs more often in that text is frequent.
-        form: of needles and facts: "text", or "synthetic", for small models trained on the text of `data make recall`.
-        haystack: a text file to hide needles in; None for the sentences of the form.
-        lengths: tokens of the contexts with needles or facts; None for those of 512, 1024, 2048, 4096 that the model
-            can read.
-        depths: where in the context the answer is, from 0 (first) to 1.
-        needles: "NxR", N needles of which R are asked for.
         facts: recall_errors and lookback: numbers of facts in a context, of which one is asked for.
-        samples: contexts for each depth and length.
         shots: many_shot: numbers of demonstrations.
         order_shots: many_shot: demonstrations in the test of their order.
         permutations: many_shot: orders of them.
@@ -61,8 +47,6 @@ class LabOptions(LanguageOptions):
         examples: math: a file of questions, in any layout of its data, that are shown with their solutions before
             the question.
         shown: math: how many of the examples, from the first on.
-        batch_size: rows at a time.
-        seed: of all that is drawn at random.
 
     Raises:
         ValueError: a value is out of its range, empty, given twice, or unknown.
