@@ -70,6 +70,7 @@ MODULES = {
             "outliers",
             "quantization",
             "recall_errors",
+            "records",
             "rounding",
         )
     },
