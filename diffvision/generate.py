@@ -76,7 +76,7 @@ def generate_text(
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":
-        raise ValueError(f"{model} is a model of transformers': generate with its `generate`")
+        raise ValueError(f"{model} is a model of transformers: call its own `generate`")
     language_model: Any = opened.module
     text_tokenizer = opened.tokenizer
     if text_tokenizer is None:

@@ -64,4 +64,4 @@ def plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item"):  # a number of NumPy's or torch's
         return plain(value.item())
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON: give plain values")

@@ -318,7 +318,7 @@ URLS = ["http://127.0.0.1:{0}/x.ckpt", "https://127.0.0.1:{0}/x.pt", "s3://bucke
 @pytest.mark.parametrize("url", URLS)
 def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     url = url.format(server.server_port)
-    message = "checkpoints are not loaded from URLs; download it, compare its sha256"
+    message = "checkpoints are not loaded from URLs: download it, check its sha256"
     refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", message)
     refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", message)
     refused(["generate", url, "--prompt=a"], capsys, message)
@@ -430,7 +430,7 @@ def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = coded_openclip_folder(tmp_path / "model", trace)
     for call in (open_model, ContrastiveModule):
-        with pytest.raises(ValueError, match="has trust_remote_code, which would"):
+        with pytest.raises(ValueError, match="has trust_remote_code"):
             call(f"local-dir:{folder}")
 
 
@@ -577,7 +577,7 @@ def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, t
     message = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / listing).write_text(json.dumps(message if listing == "manifest.json" else {name: 1}))
-    with pytest.raises(ValueError, match=r"no folders|not there"):
+    with pytest.raises(ValueError, match=r"without folders|not there"):
         ShardSet(str(tmp_path / "shards"))
 
 

@@ -252,7 +252,10 @@ def _capture_timm(name: str, layer: Any, see: See) -> Iterator[None]:
             lam = _four_axes(layer._compute_lambda())
         call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
         if see(call) is not None:
-            raise ValueError(f"{name} is timm's {type(layer).__name__}: its attention can be read, not changed")
+            raise ValueError(
+                f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed: use "
+                "diffvision.replace_attention"
+            )
         calls.append(call)
 
     hook = layer.register_forward_pre_hook(enter, with_kwargs=True)
@@ -341,7 +344,10 @@ def _transformers_call(
 ) -> Call:
     """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} has {', '.join(unknown)}, which cannot be captured")
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(unknown)}, which cannot be captured: give a model of timm, "
+            "OpenCLIP or diffvision"
+        )
     maps = hasattr(module, "lambda_q1") + 1
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     q, k = (part.unflatten(1, (maps, -1)).transpose(1, 2) for part in (query, keys))

@@ -40,7 +40,7 @@ def read_metrics(run: str | Path) -> dict[str, Curve]:
     """
     files = metrics_files(Path(run))
     if not files:
-        raise FileNotFoundError(f"no {METRICS} in {run}")
+        raise FileNotFoundError(f"no {METRICS} in {run}: give the directory of a run")
     curves: dict[str, Points] = {}
     for file in files:
         later = _read(file)

@@ -170,4 +170,6 @@ def image_trunk(model: nn.Module) -> Any:
     for candidate in (model, getattr(model, "trunk", None), getattr(getattr(model, "visual", None), "trunk", None)):
         if hasattr(candidate, "patch_embed") and hasattr(candidate, "num_prefix_tokens"):
             return candidate
-    raise ValueError(f"{type(model).__name__} has no timm vision transformer inside: there are no patches to show")
+    raise ValueError(
+        f"{type(model).__name__} has no timm vision transformer, so no patches to show: give a model that has one"
+    )

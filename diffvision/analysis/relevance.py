@@ -38,7 +38,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     """
     tower: Any = model
     if not hasattr(tower, "encode_text"):
-        raise ValueError(f"{type(model).__name__} has no encode_text: captions are for models that read text")
+        raise ValueError(f"{type(model).__name__} has no encode_text: give captions to a model that reads text")
     trunk = image_trunk(model)
     calls: list[Call] = []
     with evaluating(model):

@@ -95,7 +95,7 @@ def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
     kinds = {group.label: KINDS[opened[entry.model].host] for group in groups for entry in group.entries}
     if len(set(kinds.values())) > 1:
         named = ", ".join(f"{label} is {kind}" for label, kind in kinds.items())
-        raise ValueError(f"{named}: models of one kind are compared")
+        raise ValueError(f"{named}: compare models of one kind")
     return next(iter(kinds.values()))
 
 

@@ -137,7 +137,6 @@ def measure_text(
     metrics = perplexity(model.module, documents.tokens, num_bytes=documents.num_bytes, **shared)
     if "bits_per_byte" not in metrics:
         raise ValueError(
-            "the models have different tokens, and the data is tokens without text: give text as --data, on which "
-            "their bits per byte can be compared"
+            "the models have different tokens, and the data has no text: give text as --data, to compare bits per byte"
         )
     return {"perplexity/text/bits_per_byte": metrics["bits_per_byte"]}

@@ -182,8 +182,8 @@ def shard_directories(directory: str | Path) -> list[Path]:
     directories += [p.parent for p in root.rglob("manifest.json") if p.parent not in directories]
     if not directories:
         raise ValueError(
-            f"no shards (.tar, .tar.gz, ...) in or under {directory}: images are checked when they are "
-            "trained on, or packed with `diffvision data make folder`"
+            f"no shards (.tar, .tar.gz, ...) in or under {directory}: pack images first with `diffvision data make "
+            "folder`"
         )
     return directories
 

@@ -53,7 +53,7 @@ def find_dataset(name: str) -> str:
     """Return "module:function" of a dataset; raise ValueError where there is none of that name."""
     every = datasets()
     if name not in every:
-        raise ValueError(f"no dataset is called {name!r}: there are {', '.join(every)}{did_you_mean(name, every)}")
+        raise ValueError(f"no dataset is called {name!r}: choose one of {', '.join(every)}{did_you_mean(name, every)}")
     return every[name]
 
 

@@ -48,8 +48,8 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
         )
     if labels.max() >= head.out_features:
         raise ValueError(
-            f"evaluation folder {folder.name!r} has the label {labels.max()}, but the model tells "
-            f"{head.out_features} classes apart: give a checkpoint that was trained on these classes"
+            f"evaluation folder {folder.name!r} has label {labels.max()}, but the model has {head.out_features} "
+            "classes: give a checkpoint trained on these classes"
         )
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
         batches = images.to(features.device, head.weight.dtype).split(features.batch_size)
@@ -74,8 +74,8 @@ def _outputs(model: nn.Module, count: int, folder: EvaluationFolder, options: Op
     if unknown := [name for name in classes if name not in known]:
         first = ", ".join([*known][:5])
         raise ValueError(
-            f"evaluation folder {folder.name!r} has classes that the model does not have: {', '.join(unknown[:5])}; "
-            f"the model's are {first}{', ...' if len(known) > 5 else ''}"
+            f"evaluation folder {folder.name!r} has classes that the model lacks: {', '.join(unknown[:5])}; give a "
+            f"model with them (its own: {first}{(', ...' if len(known) > 5 else '')})"
         )
     return [known[name] for name in classes]
 

@@ -29,8 +29,8 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
     counts = pairs.owner.bincount(minlength=len(pairs.images))
     if (counts < 2).any():
         raise ValueError(
-            f"evaluation folder {folder.name!r}: image {int((counts < 2).nonzero()[0, 0])} of split {options.split!r} "
-            "has fewer than 2 captions; composition needs the right one, and after it at least one wrong one"
+            f"evaluation folder {folder.name!r}: image {int((counts < 2).nonzero()[0, 0])} of split "
+            f"{options.split!r} has fewer than 2 captions: give the right one, then wrong ones"
         )
     scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
     samples: Metrics = {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}

@@ -229,8 +229,8 @@ class Features:
     def _encode_texts(self, texts: list[str]) -> Tensor:
         if not hasattr(self.model, "encode_text"):
             raise ValueError(
-                f"{type(self.model).__name__} has no encode_text: this evaluation needs a model with a text tower, "
-                "such as an OpenCLIP one; an image model can be evaluated by the probes"
+                f"{type(self.model).__name__} has no encode_text: give a model with a text tower (OpenCLIP), or "
+                "evaluate the image model with probes"
             )
         if self.tokenizer is None:
             raise ValueError("this evaluation reads text: give the model's tokenizer (open_clip.get_tokenizer(name))")
@@ -262,7 +262,7 @@ def _check_finite(features: Tensor, of: str) -> Tensor:
     """Return the features, and raise a ValueError for NaN, which rankings would treat as a number."""
     if not features.isfinite().all():
         raise ValueError(
-            f"the model's features of {of} are NaN or infinite: its weights are, or overflow in this precision"
+            f"the model's features of {of} are NaN or infinite: set precision to fp32, or give other weights"
         )
     return features
 

@@ -72,8 +72,8 @@ def evaluate(
     for one in several:
         if not isinstance(one, str | Path | Model):
             raise TypeError(
-                f"model is an object of {type(one).__name__}: give a name or a path, or the module with its transform "
-                "as diffvision.Model(name=..., host=..., module=..., transform=..., tokenizer=...)"
+                f"model is an object of {type(one).__name__}: give a name, a path, or diffvision.Model(name=..., "
+                "host=..., module=..., transform=...)"
             )
     opened = [one for one in several if isinstance(one, Model)]
     given = [name for name, value in (("checkpoint", checkpoint), ("preprocess", preprocess)) if value is not None]

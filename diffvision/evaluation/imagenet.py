@@ -69,8 +69,7 @@ def variant_numbers(dataset: str) -> list[int] | None:
     """
     if not is_imagenet(dataset):
         raise ValueError(
-            f"{dataset!r} is no variant of ImageNet known here: imagenet, imagenet-v2, imagenet-sketch, imagenet-a, "
-            "imagenet-r"
+            f"{dataset!r} is unknown: choose imagenet, imagenet-v2, imagenet-sketch, imagenet-a or imagenet-r"
         )
     file = _VARIANTS[_plain(dataset)]
     if file is None:

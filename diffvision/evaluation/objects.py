@@ -27,8 +27,8 @@ def objects(features: Features, folder: EvaluationFolder, options: Options) -> M
     asked = features.pairs(folder, options.split, encode_texts=False)
     if len(asked.images) < 2:
         raise ValueError(
-            f"evaluation folder {folder.name!r} has 1 image in split {options.split!r}: objects needs at least 2, "
-            "because the threshold for each half of the images is chosen on the other half"
+            f"evaluation folder {folder.name!r} has 1 image in split {options.split!r}: give at least 2, since each "
+            "half sets the other's threshold"
         )
     names = sorted(set(asked.captions))
     templates = read_templates(options) or folder.templates or list(TEMPLATES)

@@ -185,8 +185,8 @@ def plan(
     """
     if not folders:
         raise ValueError(
-            "no evaluation folder found: point data at a folder in CLIP_benchmark's layout (test/nshards.txt, "
-            "test/0.tar, classnames.txt, ...), such as one that `diffvision data make digits DIR` writes"
+            "no evaluation folder found: give one in CLIP_benchmark's layout, such as `diffvision data make digits "
+            "DIR` writes"
         )
     wanted = tasks if tasks is not None else [name for name, row in _EVALUATIONS.items() if row.by_default]
     planned: list[tuple[EvaluationFolder, list[str]]] = []
@@ -206,7 +206,7 @@ def plan(
             planned.append((folder, names))
     if idle := [task for task in tasks or [] if not any(task in names for _, names in planned)]:
         kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
-        raise ValueError(f"no folder fits {', '.join(idle)}: found {kinds}")
+        raise ValueError(f"no folder fits {', '.join(idle)}: give others than {kinds}")
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
 
 

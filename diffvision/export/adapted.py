@@ -77,7 +77,10 @@ def write_adapted(
         _write(opened, method, made)
         again = open_model(f"{FOLDER}{made}").module
         if (off := largest_difference(module, again, inputs)) > TOLERANCE:
-            raise ValueError(f"{type(module).__name__} cannot be saved: its host builds another model, {off:.1e} off")
+            raise ValueError(
+                f"{type(module).__name__} cannot be saved, as its library builds another model ({off:.1e} off): "
+                "save its state_dict"
+            )
     print(f"wrote {target}: {_how_to_load(module, target)}")
 
 
@@ -198,8 +201,8 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
     (name, *_) = config.get("architectures") or [bert.BertModel.__name__]
     if name not in kinds:
         raise ValueError(
-            f"{folder} is a {name}, whose head would be lost: give one of {', '.join(kinds)}, such as what "
-            f"transformers.BertModel.from_pretrained('{folder}').save_pretrained(...) writes"
+            f"{folder} is a {name}, whose head would be lost: give one of {', '.join(kinds)}, e.g. "
+            f"transformers.BertModel.from_pretrained('{folder}')"
         )
     before = _open_bert(kinds[name], folder)
     draws = torch.Generator().manual_seed(0)
@@ -216,7 +219,9 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
         after.save_pretrained(made)
         again = _open_bert(type(after), made)
         if (off := largest_difference(after, again, inputs)) > TOLERANCE:
-            raise ValueError(f"{name} cannot be saved: transformers builds another model, {off:.1e} off")
+            raise ValueError(
+                f"{name} cannot be saved, as transformers builds another model ({off:.1e} off): save its state_dict"
+            )
     auto = "AutoModel" + name.removeprefix("Bert").removeprefix("Model")
     print(f"wrote {target}: import diffvision.models.bert, then transformers.{auto}.from_pretrained('{target}')")
 
@@ -285,7 +290,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
         report += f", {off:.1e} (float64)"
     if method in EXACT and not off <= TOLERANCE:
         raise ValueError(
-            f"{report}, above {TOLERANCE}: the weights are not finite, or a layer computes more than its class"
+            f"{report}, above {TOLERANCE}: check that the weights are finite and that no layer was changed"
         )
     print(report if method in EXACT else f"{report}: it is another function, to be trained")
 

@@ -107,8 +107,7 @@ def _save_open_clip(
     preprocess = {**getattr(clip.visual, "preprocess_cfg", {}), **preprocess}
     if missing := [name for name in ("mean", "std") if name not in preprocess]:
         raise ValueError(
-            f"the {' and '.join(missing)} of its images are not known, for a model built by its class holds no "
-            "preprocessing: give preprocess={'mean': ..., 'std': ...}"
+            f"the {' and '.join(missing)} of its images are unknown: give preprocess={{'mean': ..., 'std': ...}}"
         )
     values = {"model_cfg": config, "preprocess_cfg": preprocess, **more}
     _write_json(folder / OPEN_CLIP[0], values)

@@ -175,8 +175,8 @@ def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, G
     shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in example.layers}
     if len(shapes) > 1:
         raise ValueError(
-            f"the layers of this model (variant_by_layer={config.variant_by_layer!r}) keep keys and values of "
-            "different shapes, and a graph has one tensor of them for all layers: export it without --to, as a folder"
+            f"variant_by_layer={config.variant_by_layer!r} has caches of different shapes, which a graph cannot "
+            "hold: export a folder, without --to"
         )
     keys = torch.stack([layer.keys for layer in example.layers])
     values = torch.stack([layer.values for layer in example.layers])

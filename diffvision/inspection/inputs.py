@@ -170,7 +170,7 @@ def read_passages(
         if len(tokens) < 2:
             raise ValueError("a text is empty: give words to look at")
         if len(tokens) > limit:
-            raise ValueError(f"text {text[:40]!r}... has {len(tokens)} tokens, more than the {limit} {reason}: cut it")
+            raise ValueError(f"text {text[:40]!r}... has {len(tokens)} tokens, over the {limit} {reason}: shorten it")
         answer = _span(text, answers[index], tokenizer, tokens) if answers else None
         read.append(Passage(text, torch.tensor(tokens), _words(tokens, tokenizer), answer))
     return read
@@ -189,10 +189,7 @@ def read_captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
             raise ValueError("a text is empty: give a caption")
         (row,) = tokenizer([text])
         if torch.equal(row, tokenizer([f"{text} a"])[0]):
-            raise ValueError(
-                f"text {text[:40]!r}... fills the model's context of {len(row)} tokens or is longer, and would be cut: "
-                "shorten it"
-            )
+            raise ValueError(f"text {text[:40]!r}... fills the model's context of {len(row)} tokens: shorten it")
         ids = row[: int(row.nonzero().max()) + 1].tolist()
         read.append(Passage(text, row, _words(ids, tokenizer)))
     return read

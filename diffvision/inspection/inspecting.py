@@ -98,7 +98,7 @@ def open_models(
         ]
     if len({KINDS[one.host] for one in models}) > 1:
         kinds = " and ".join(f"{one.name} is {KINDS[one.host]}" for one in models)
-        raise ValueError(f"{kinds}: models of one kind are compared")
+        raise ValueError(f"{kinds}: compare models of one kind")
     for one in models:
         check_model(one)
     return models
@@ -138,7 +138,7 @@ def check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
     """Raise a ValueError for more images or texts than a page shows, or for one given twice."""
     for what, many in (("images", pictures), ("texts", texts)):
         if len(many) > MOST:
-            raise ValueError(f"{len(many)} {what} are given: a page shows at most {MOST}")
+            raise ValueError(f"{len(many)} {what} are given: give at most {MOST}")
         if len(set(many)) < len(many):
             raise ValueError(f"the same one is given twice among the {what}: give each once")
 
@@ -161,7 +161,7 @@ def pictures_and_passages(
         return [], _same_for_all(inputs.read_passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
         raise ValueError(
-            f"answers are given, and {first.name} is {KINDS[first.host]}: they are for language models' texts"
+            f"answers are given, and {first.name} is {KINDS[first.host]}: give them with texts of language models only"
         )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")

@@ -134,10 +134,7 @@ class Compress:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r} of pruning: choose one of {', '.join(METHODS)}")
         if not 0 <= self.ratio < 1:
-            raise ValueError(
-                f"ratio is {self.ratio}: it is the share of the prompt that is dropped, 0 to below 1, for 1 keeps "
-                "nothing"
-            )
+            raise ValueError(f"ratio is {self.ratio}: give the share of the prompt to drop, 0 to below 1")
         method = METHODS[self.method]
         least = int(method.weights is not None and method.observed == "window")
         if self.window < least:

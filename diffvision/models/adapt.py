@@ -61,7 +61,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
         raise ValueError(f"method is {method!r}: choose one of {', '.join(methods)}")
     if heads is not None and method != "dex":
-        raise ValueError(f"heads are chosen for method 'dex'; {method!r} changes all")
+        raise ValueError(f"heads is for method 'dex', and {method!r} changes all heads: leave it out")
     slots = list(_attention_slots(model))
     if not slots:
         raise ValueError(_no_standard_attention(model))
@@ -112,7 +112,7 @@ def freeze_but_new(model: nn.Module, also: Sequence[str] = ()) -> None:
         raise ValueError(f"{type(model).__name__} has no layer that adapt makes, so no new parameters: adapt it first")
     for part in also:
         if not hasattr(layers[0], part):
-            raise ValueError(f"also has {part!r}, and the layers' parts are {', '.join(layers[0]._modules)}")
+            raise ValueError(f"also has {part!r}: choose among the layers' parts {', '.join(layers[0]._modules)}")
     model.requires_grad_(False)
     for layer in layers:
         for name, parameter in layer.named_parameters():
@@ -209,8 +209,8 @@ def _refuse_mixed(model: nn.Module, slots: Sequence[_Slot]) -> None:
         block = name.rpartition(".")[0]
         if isinstance(layer, AttentionLayer) and block.rpartition(".")[0] in towers and block not in standard:
             raise ValueError(
-                f"{block} has attention of {layer.variant} already and {slots[0].block} standard attention: the layers "
-                "of a tower are adapted together; start from a model without variant_by_layer"
+                f"{block} has attention of {layer.variant} and {slots[0].block} standard attention: start from a "
+                "model without variant_by_layer"
             )
 
 
@@ -231,7 +231,7 @@ def _head_choice(
     blocks = [slot.block for slot in slots]
     for name in heads:
         if name not in blocks:
-            raise ValueError(f"heads names {name!r}, and the blocks are {', '.join(blocks)}")
+            raise ValueError(f"heads names {name!r}: choose among the blocks {', '.join(blocks)}")
     return lambda slot, layer: heads.get(slot.block, ())
 
 
@@ -263,7 +263,10 @@ def _of_timm(theirs: TimmAttention) -> AttentionLayer:
     refuse_wrapped(qkv=theirs.qkv, proj=theirs.proj)
     more = [name for name in ("norm", "gate") if not isinstance(getattr(theirs, name, None), nn.Identity | None)]
     if more or theirs.proj.out_features != theirs.qkv.in_features:
-        raise ValueError(f"timm's attention here has {', '.join(more) or 'another output width'}: V1 and V2 have none")
+        raise ValueError(
+            f"timm's attention here has {', '.join(more) or 'another output width'}, which V1 and V2 lack: use "
+            "method dex"
+        )
     layer = _layer(theirs, theirs.qkv.weight, theirs.qkv.bias, theirs.proj)
     layer.q_norm, layer.k_norm = cast(Any, theirs.q_norm), cast(Any, theirs.k_norm)
     layer.attn_drop, layer.proj_drop = theirs.attn_drop.p, theirs.proj_drop
@@ -274,7 +277,7 @@ def _of_torch(block: ResidualAttentionBlock) -> AttentionLayer:
     theirs = block.attn
     refuse_wrapped(attn=theirs, out_proj=theirs.out_proj)
     if hasattr(block, "ln_1_kv") or not theirs._qkv_same_embed_dim or theirs.bias_k is not None:
-        raise ValueError("a block of cross-attention cannot be made differential: its keys are another sequence's")
+        raise ValueError("a block of cross-attention has keys of another sequence: adapt blocks of self-attention only")
     if not theirs.batch_first:
         raise ValueError("the tower's transformer has batch_first=False: make it with batch_first=True")
     layer = _layer(theirs, theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj)

@@ -101,8 +101,8 @@ def check(about: Mapping[str, Any], model: nn.Module, what: str, model_cfg: Mapp
         return
     if differences := difference(recorded, architecture(model, model_cfg)):
         raise ValueError(
-            f"{what} is of another architecture than the model here, with {differences}: build the model with what it "
-            "was trained with (its configuration, its arguments, and the version of the package that has them)"
+            f"{what} is of another architecture than the model here, with {differences}: build the model with its "
+            "training configuration"
         )
 
 

@@ -89,8 +89,8 @@ def bounded(source: str | Path) -> Iterator[None]:
             elements, tensors = elements + parameter.numel(), tensors + 1
         if elements > limit or tensors > _TENSORS:
             raise ValueError(
-                f"{path} describes a model of more than {elements:,} parameters in {tensors:,} tensors, and has "
-                f"{held:,} bytes of weights: its configuration is not that of its weights; correct its sizes"
+                f"{path} describes a model of more than {elements:,} parameters in {tensors:,} tensors, over its "
+                f"{held:,} bytes of weights: correct the sizes"
             )
 
     handle = register_module_parameter_registration_hook(count)

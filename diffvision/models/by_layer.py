@@ -81,8 +81,8 @@ def matched_heads(layer: str, variant: str, num_heads: int, num_kv_heads: int | 
     if num_heads % 2 or (num_kv_heads or 0) % 2:
         kv = "" if num_kv_heads is None else f" and num_kv_heads {num_kv_heads}"
         raise ValueError(
-            f"num_heads is {num_heads}{kv}, and the matched layer of {layer!r} in a model of {variant!r} has half of "
-            f"them: make both even, or make a model of {layer!r}, in which other layers have twice its heads"
+            f"num_heads is {num_heads}{kv}, and the matched layer of {layer!r} in a model of {variant!r} has half: "
+            f"make both even, or build {layer!r}"
         )
     return num_heads // 2, None if num_kv_heads is None else num_kv_heads // 2
 

@@ -136,13 +136,17 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 def _check_about(path: Path, about: Any) -> None:
     """Raise a ValueError if the record that was saved with weights has values of other types than we write."""
     if not isinstance(about, dict):
-        raise ValueError(f"checkpoint {path} has a {type(about).__name__} under diffvision, not a dictionary: damaged")
+        raise ValueError(
+            f"checkpoint {path} is damaged (its diffvision entry is a {type(about).__name__}): use another"
+        )
     built = about.get(KEY)
     parts = {f"{KEY}.{name}": part for name, part in built.items()} if isinstance(built, dict) else {}
     dictionaries = {name: about[name] for name in ("model_args", "preprocess", KEY) if name in about} | parts
     for name, part in dictionaries.items():
         if not isinstance(part, dict):
-            raise ValueError(f"checkpoint {path} has {name} of type {type(part).__name__}, not a dictionary: damaged")
+            raise ValueError(
+                f"checkpoint {path} is damaged ({name} is a {type(part).__name__}, not a dictionary): use another"
+            )
 
 
 def harmless() -> torch.serialization.safe_globals:

@@ -91,8 +91,8 @@ class TextBlock(ResidualAttentionBlock):
             return self.attn(q_x, is_causal=self.causal)
         if attn_mask.dtype == torch.bool:
             raise ValueError(
-                "attn_mask is boolean, which torch's modules and functions read in opposite ways: "
-                "give OpenCLIP's additive mask, 0 where a token may attend and -inf where not"
+                "attn_mask is boolean, whose meaning differs within torch: give an additive mask, 0 to attend and "
+                "-inf not to"
             )
         if attn_mask.ndim == 3:
             attn_mask = attn_mask.unflatten(0, (q_x.shape[0], -1))  # len() would fix the batch of an export
@@ -133,8 +133,8 @@ def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[st
     variants = variants_by_layer(by_layer, variant, len(transformer.resblocks))
     if any(second_queries(one, variant) for one in variants):
         raise ValueError(
-            f"variant_by_layer is {by_layer!r} in a tower of {variant!r}: V2's matched layers have another MLP, and "
-            "OpenCLIP's towers have one for all; mix variants other than V2, or build the tower with timm"
+            f"variant_by_layer is {by_layer!r} in a tower of {variant!r}, whose layers share one MLP: mix variants "
+            "other than V2, or use timm"
         )
     for depth, block in enumerate(transformer.resblocks):
         counted = matched_heads(variants[depth], variant, heads, kv_heads)
@@ -181,7 +181,7 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
         if cfg.hf_model_name:
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower, not for {cfg.hf_model_name!r}"
+                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {cfg.hf_model_name!r}"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
         with _errors_name(cfg.block_type):
@@ -200,8 +200,8 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
         if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer, not for "
-                f"{cfg.timm_model_name or 'a ResNet'!r}: name a differential timm model instead"
+                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for "
+                f"{cfg.timm_model_name or 'a ResNet'!r}"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
         with _errors_name(cfg.block_type):
@@ -260,8 +260,8 @@ def _check_host() -> None:
         missing.append(f"ResidualAttentionBlock.attention({', '.join(_ATTENTION_ARGUMENTS)})")
     if missing:
         raise RuntimeError(
-            f"open_clip {open_clip.__version__} has no {' and no '.join(missing)}: diffvision's towers were "
-            "written for open_clip 3.3, so install open_clip_torch 3.3 or a newer diffvision"
+            f"open_clip {open_clip.__version__} has no {' and no '.join(missing)}: install open_clip_torch 3.3, or "
+            "a newer diffvision"
         )
 
 

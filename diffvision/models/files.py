@@ -33,8 +33,8 @@ def refuse_urls(given: Any, setting: str) -> None:
             refuse_urls(value, f"{setting}.{key}")
     elif given is not None and _URL.match(str(given)):
         raise ValueError(
-            f"{setting} is {str(given)!r}, which would be fetched: checkpoints are not loaded from URLs; download it, "
-            "compare its sha256 with what its authors say, and give the file"
+            f"{setting} is {str(given)!r}, and checkpoints are not loaded from URLs: download it, check its sha256, "
+            "and give the file"
         )
 
 
@@ -60,8 +60,8 @@ def tensors_only(name: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNREADABLE):
             raise
         raise ValueError(
-            f"the weights of {name} are damaged, or hold Python objects, which could run code and are not loaded: "
-            "save the state_dict alone, best as .safetensors"
+            f"the weights of {name} are damaged, or hold Python objects: save the state_dict alone, best as "
+            ".safetensors"
         ) from error
 
 
@@ -105,7 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise ValueError(f"{path} is not a JSON object: correct the file")
     return values
 
 

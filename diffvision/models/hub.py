@@ -60,6 +60,6 @@ def snapshot(repository: str, files: Sequence[str] = _FILES) -> Path:
     except Exception as error:  # raised by huggingface_hub, its HTTP client or the operating system
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(
-            f"no folder {repository}, and the Hugging Face Hub does not give a model of that id ({first}): correct the "
-            "id, log in with `hf auth login` if it is private, or download it elsewhere and give the folder"
+            f"no folder {repository}, and no such model on the Hub ({first}): correct the id, run `hf auth login`, "
+            "or give a folder"
         ) from error

@@ -33,7 +33,7 @@ def quantise(model: nn.Module) -> nn.Module:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer to put in eight bits")
     if holds(model.state_dict()):
-        raise ValueError(f"{type(model).__name__} is in eight bits already")
+        raise ValueError(f"{type(model).__name__} is in eight bits already: give the model before that")
     config = torchao.Int8WeightOnlyConfig(granularity=torchao.PerRow(), set_inductor_config=False, version=2)
     chosen = {id(layer) for layer in layers}
     torchao.quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)

@@ -145,7 +145,7 @@ def matched(
     _check_positive(heads=heads, head_dim=head_dim, width=width, kv_heads=kv_heads, mlp=mlp, layers=layers)
     _check_positive(length=length, **({"vocab": vocab} if vocab else {}))
     if heads % kv_heads:
-        raise ValueError(f"heads is {heads}, no multiple of kv_heads {kv_heads}: each key/value head serves as many")
+        raise ValueError(f"heads is {heads}, not a multiple of kv_heads {kv_heads}: give one that is")
     plain = _Shape("standard", heads, kv_heads, head_dim)
     v1 = _v1(plain)
     target = plain.parameters(width)
@@ -157,8 +157,8 @@ def matched(
         narrowed = mlp - round((shape.parameters(width) - target) / (3 * width))
         if narrowed < 1:
             raise ValueError(
-                f"mlp is {mlp}: the attention of {shape.variant} has {shape.parameters(width) - target:,} parameters "
-                f"more than the Transformer's, which this MLP cannot make up for; give more than {mlp - narrowed}"
+                f"mlp is {mlp}, and attention of {shape.variant} has {shape.parameters(width) - target:,} "
+                f"parameters more than the Transformer's: give more than {mlp - narrowed}"
             )
         layer = shape.parameters(width) + 3 * width * narrowed + 2 * width
         products = layers * (shape.matrices(width) + 3 * width * narrowed) + vocab * width
@@ -263,8 +263,8 @@ def _v1(plain: _Shape) -> _Shape:
         return _Shape("v1", plain.heads // 2, plain.kv_heads // 2, plain.head_dim)
     if plain.head_dim % 2:
         raise ValueError(
-            f"heads is {plain.heads}, kv_heads {plain.kv_heads} and head_dim {plain.head_dim}: V1 halves both numbers "
-            "of heads, or keeps them and halves the size, and neither has a half here; give an even head_dim"
+            f"heads is {plain.heads}, kv_heads {plain.kv_heads} and head_dim {plain.head_dim}, and V1 halves the "
+            "heads or their size: give an even head_dim"
         )
     return _Shape("v1", plain.heads, plain.kv_heads, plain.head_dim // 2)
 

@@ -53,8 +53,8 @@ def wrap_download(download: Callable[..., str]) -> Callable[..., str]:
             file = download(cfg, prefer_hf_hub, cache_dir)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{error}: to do without the Hub, take {cfg['hf_hub'].rpartition('/')[2]} from another machine, run "
-                "`diffvision convert` on it with --to openclip, and open the folder as local-dir:FOLDER"
+                f"{error}: copy {cfg['hf_hub'].rpartition('/')[2]} from another machine, run `diffvision convert "
+                "--to openclip`, and open it as local-dir:FOLDER"
             ) from error
         return str(converted(Path(file), cfg["hf_hub"].rpartition("/")[0], cache_dir))
 
@@ -88,7 +88,7 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
         if not target.is_dir():
             weights = recognise(file)
             if (weights.layout, "openclip") not in CONVERSIONS:
-                raise ValueError(f"{file} is of layout {weights.layout}, not a checkpoint of DiffCLIP's")
+                raise ValueError(f"{file} is of layout {weights.layout}: give a checkpoint of DiffCLIP's authors")
             with written_whole(target) as made:
                 CONVERSIONS[weights.layout, "openclip"](weights, made, Options())
     return target / WEIGHTS

@@ -39,9 +39,8 @@ def replace_attention(model: nn.Module) -> nn.Module:
     if not any(isinstance(module, tuple(known.values())) for module in modules):
         names = sorted({type(module).__name__ for module in modules if "ttention" in type(module).__name__})
         raise ValueError(
-            f"{type(model).__name__} has no supported differential attention, its attention layers are "
-            f"{', '.join(names) or 'none'}: supported are timm's DiffAttention and DiffParallelScalingBlock and "
-            "transformers' DiffLlamaAttention"
+            f"{type(model).__name__} has attention layers {', '.join(names) or 'none'}: give a model with timm's "
+            "DiffAttention or transformers' DiffLlamaAttention"
         )
     return model
 

@@ -379,10 +379,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         if not str(error).startswith("No pretrained weights exist"):
             raise
         raise RuntimeError(
-            f"No pretrained weights exist for {name}: none are released. Train it (pretrained=False), make a "
-            "pretrained model differential (`diffvision adapt vit_base_patch16_224.augreg2_in21k_ft_in1k FOLDER`), or "
-            "convert weights of timm's or unilm's layout (`diffvision convert FILE OURS.safetensors --to diffvision`) "
-            "and give that file as checkpoint_path"
+            f"No pretrained weights exist for {name}: use pretrained=False, `diffvision adapt`, or checkpoint_path "
+            "after `convert`"
         ) from None
 
 

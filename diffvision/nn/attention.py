@@ -166,7 +166,7 @@ class AttentionLayer(nn.Module):
                 )
             head_dim = dim // (num_heads * self.value_maps)
         if rotary is not None and (isinstance(rotary, bool) or rotary <= 1):
-            raise ValueError(f"rotary is the base of the frequencies, a number above 1 such as 10000, got {rotary!r}")
+            raise ValueError(f"rotary is {rotary!r}: give the base of the frequencies, a number above 1 such as 10000")
         if rotary is not None and head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -263,8 +263,8 @@ class AttentionLayer(nn.Module):
         """Raise a ValueError if a cache of keys and values does not hold what this variant needs of past tokens."""
         if not self.cacheable:
             raise ValueError(
-                f"variant {self.variant!r} needs the past tokens' outputs, which a cache of keys and values does not "
-                "hold: compute whole sequences without a cache (transformers: use_cache=False)"
+                f"variant {self.variant!r} cannot use a cache of keys and values: compute whole sequences "
+                "(transformers: use_cache=False)"
             )
 
     def _read_context(self, context: Tensor, x: Tensor, is_causal: bool, cache: Cache | None = None) -> Tensor:
@@ -272,9 +272,8 @@ class AttentionLayer(nn.Module):
         if is_causal or cache is not None or self.rotary is not None:
             given = "is_causal" if is_causal else "a cache" if cache is not None else "rotary embedding"
             raise ValueError(
-                f"{given} with a context: its tokens are another sequence, neither before nor after those of x; leave "
-                "it out of cross-attention, and let attn_mask say what may be attended to (rotary embedding: make the "
-                "layer with rotary=None, and add positions to the tokens)"
+                f"{given} does not apply to a context: leave it out of cross-attention, use attn_mask, or build "
+                "with rotary=None"
             )
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"the context has {context.shape[0]} sequences and x {x.shape[0]}: give one for each of x")

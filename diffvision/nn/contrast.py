@@ -84,7 +84,7 @@ class VisualContrastAttention(AttentionLayer):
         if attn_drop:
             raise ValueError(f"attn_drop is {attn_drop}: Visual-Contrast Attention drops no attention, leave it at 0")
         if contrast_size < 1:
-            raise ValueError(f"contrast_size is {contrast_size}: queries are pooled to at least 1 x 1")
+            raise ValueError(f"contrast_size is {contrast_size}: give at least 1, the side of the pooled queries")
         self.contrast_size, self.joint = contrast_size, joint
         self.lambda_init = resolve_lambda_init(lambda_init, depth)
         self._grid: tuple[int, int] | None = None
@@ -220,9 +220,8 @@ class VisualContrastAttention(AttentionLayer):
         height, width = self._grid
         if tokens != self._prefix_tokens + height * width:
             raise ValueError(
-                f"Visual-Contrast Attention got {tokens} tokens, and has a grid of {height} x {width} patches after "
-                f"{self._prefix_tokens} prefix tokens: give the whole grid (no patch dropout), or say another by "
-                "set_grid (a model: set_input_size)"
+                f"Visual-Contrast Attention got {tokens} tokens, not {height} x {width} patches and "
+                f"{self._prefix_tokens} prefix tokens: give all, or call set_grid"
             )
         return height, width
 

@@ -63,6 +63,6 @@ def refuse_wrapped(**layers: nn.Module) -> None:
     for name, layer in layers.items():
         if not isinstance(layer, nn.Linear | nn.MultiheadAttention) or is_parametrized(layer):
             raise ValueError(
-                f"{name} is wrapped ({type(layer).__module__}.{type(layer).__name__}): the wrapper would be lost. "
-                "Merge it first (PEFT: merge_and_unload; torch: remove_parametrizations)"
+                f"{name} is wrapped ({type(layer).__module__}.{type(layer).__name__}): merge it first (PEFT: "
+                "merge_and_unload; torch: remove_parametrizations)"
             )

@@ -87,7 +87,7 @@ def open_model(
 
         model = texts.with_tokenizer(model, tokenizer)
     elif tokenizer is not None:
-        raise ValueError(f"tokenizer is {tokenizer!r}: that is for language models; {spec} has its own")
+        raise ValueError(f"tokenizer is {tokenizer!r}, and {spec} has its own: leave it out")
     model.module.to(device).eval()
     return model
 
@@ -148,8 +148,8 @@ def folder_host(folder: str | Path) -> Host:
             f"({files})"
         )
     raise ValueError(
-        f"{folder} has no {OPEN_CLIP}, and no {CONFIG} of timm, transformers or a language model of ours: give a "
-        "folder that OpenCLIP, timm, transformers or `diffvision export` wrote"
+        f"{folder} has no {OPEN_CLIP} and no {CONFIG}: give a folder that OpenCLIP, timm, transformers or "
+        "`diffvision export` wrote"
     )
 
 

@@ -44,8 +44,8 @@ def refuse_code(name: str) -> None:
 
     if name.startswith((FOLDER, HUB)) and "trust_remote_code" in str(open_clip.get_model_config(name)):
         raise ValueError(
-            f"the configuration of {name} has trust_remote_code, which would run code that comes with the model: read "
-            "that code, and if the model works without it, take the setting out of its open_clip_config.json"
+            f"the configuration of {name} has trust_remote_code: read that code, and delete the setting if it works "
+            "without"
         )
 
 
@@ -190,8 +190,8 @@ def _create_timm(name: str, tag: str | Path | None, path: Path | None, args: dic
         except OSError as error:  # of the network or the cache; what is wrong with a file raises others
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise FileNotFoundError(
-                f"timm could not load the weights {tag} of {name} ({first}): connect to the Hub, or download the file "
-                "elsewhere and give it as the checkpoint"
+                f"timm could not load the weights {tag} of {name} ({first}): connect to the Hub, or give a "
+                "downloaded file as checkpoint"
             ) from error
     try:
         return timm.create_model(name, pretrained=path is None and name.startswith(FOLDER), **args)
@@ -235,7 +235,7 @@ def _file(checkpoint: str | Path | None) -> Path | None:
     if path.is_file():
         return path
     if isinstance(checkpoint, Path) or path.suffix in SUFFIXES or path.exists():
-        raise FileNotFoundError(f"no checkpoint file {str(checkpoint)!r}")
+        raise FileNotFoundError(f"no checkpoint file {str(checkpoint)!r}: give one that exists")
     return None
 
 

@@ -167,8 +167,8 @@ def _from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:
         except (OSError, ValueError, RuntimeError) as error:
             if "trust_remote_code" in str(error):
                 raise ValueError(
-                    f"hf:{path} has code for its {what} (trust_remote_code), which is not run: give a model "
-                    "that transformers knows, or convert it with code that you have read"
+                    f"hf:{path} has code for its {what} (trust_remote_code), which is not run: give a model that "
+                    "transformers knows"
                 ) from error
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
@@ -208,7 +208,7 @@ def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
     vocabulary = cast(Any, model.module).config.vocab_size
     if words is not None and words.vocab_size > vocabulary:
         raise ValueError(
-            f"the tokenizer has {words.vocab_size} tokens and the model {model.weights or model.name} {vocabulary}: "
-            "give the tokenizer that it was trained with"
+            f"the tokenizer has {words.vocab_size} tokens and the model {model.weights or model.name}: give the "
+            "model's own tokenizer"
         )
     return dataclasses.replace(model, tokenizer=words)

@@ -273,8 +273,8 @@ def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] 
     rest = {"before the run was resumed": before, "not reached": ahead}
     if seen + bad != consumed or ahead < 0:
         raise RuntimeError(
-            f"epoch {first.epoch + 1}: {consumed:,} samples were trained on, but the loader counts {seen:,} seen and "
-            f"{bad:,} skipped of {first.total:,} with {first.tail:,} in the incomplete last batch"
+            f"epoch {first.epoch + 1}: trained on {consumed:,} samples, but the loader has {seen:,} seen, {bad:,} "
+            f"skipped of {first.total:,}, {first.tail:,} left: report this"
         )
     parts = [f"{seen:,} seen", f"{bad:,} skipped"]
     parts += [f"{n:,} {what}" for what, n in rest.items() if n]

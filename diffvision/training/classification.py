@@ -113,8 +113,8 @@ class ClassificationModule(TrainingModule):
         outside = label[(label < 0) | (label >= self.num_classes)]
         if len(outside):
             raise ValueError(
-                f"a batch has the label {outside[0].item()}, but the model's classes are 0 to {self.num_classes - 1}: "
-                "set num_classes to the number of classes in the data, or correct the label"
+                f"a batch has label {outside[0].item()}, but the model's classes are 0 to {self.num_classes - 1}: "
+                "set num_classes to the data's, or correct it"
             )
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
@@ -125,7 +125,7 @@ class ClassificationModule(TrainingModule):
         smoothing = self.label_smoothing
         if self.mixup is not None:
             if len(image) % 2:
-                raise ValueError(f"mixup pairs the samples of a batch; {len(image)} a rank is odd: change batch_size")
+                raise ValueError(f"mixup pairs samples, and {len(image)} a rank is odd: change batch_size")
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
@@ -165,7 +165,7 @@ class ClassificationModule(TrainingModule):
         """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
         for stage, loader, (samples, top1, top5, loss) in self.all_sums():
             if not samples:
-                raise ValueError(f"the data for {stage}acc1{loader} is empty: no accuracy can be given")
+                raise ValueError(f"the data for {stage}acc1{loader} is empty: give some, or no such split")
             means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}
             if self.num_classes < 5:
                 del means["acc5"]

@@ -96,7 +96,7 @@ class ContrastiveModule(TrainingModule):
 
         self.automatic_optimization = False  # several backward passes a step; Lightning still scales, syncs and counts
         if accum_freq < 1:
-            raise ValueError(f"accum_freq is {accum_freq}; it counts the chunks of a batch: 1 or more")
+            raise ValueError(f"accum_freq is {accum_freq}: give the number of chunks of a batch, 1 or more")
         unknown = set(preprocess or {}) - set(PREPROCESS)
         if unknown:
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
@@ -265,14 +265,13 @@ class ContrastiveModule(TrainingModule):
         """
         if self.fitting and self.trainer.gradient_clip_val:
             raise ValueError(
-                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: ContrastiveModule has a separate "
-                "setting. Leave that out, and set optimizer.clip_norm: OptimizerSettings(clip_norm=...)"
+                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: leave it out, and set "
+                "optimizer.clip_norm (OptimizerSettings(clip_norm=...))"
             )
         if self.fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
             raise ValueError(
-                f"Trainer's accumulate_grad_batches is {batches}: the gradients of {batches} batches would lack the "
-                "negatives that one batch of all their pairs has. Leave it out, make the loader's batches that many "
-                f"times larger, and set accum_freq to {batches}, which needs no more memory"
+                f"Trainer's accumulate_grad_batches is {batches}, which loses negatives: set accum_freq to {batches}, "
+                f"and a batch {batches} times as large"
             )
         return super().configure_callbacks()
 

@@ -33,7 +33,9 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
-            raise ValueError(f"distill.top_k is {self.top_k}: it counts the teacher's tokens, 1 or more, such as 32")
+            raise ValueError(
+                f"distill.top_k is {self.top_k}: give the number of the teacher's tokens, 1 or more, such as 32"
+            )
         if not 0 < self.weight <= 1:
             raise ValueError(
                 f"distill.weight is {self.weight}: it must be above 0, and 1 at most, for no data's tokens"
@@ -116,7 +118,6 @@ def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
     if other is not None:
         number = ours.vocabulary()[other]
         raise ValueError(
-            f"the teacher {teacher} has another tokenizer than the data: {other!r} is {number} in the data and "
-            f"{known.get(other, 'no token')} there; take a teacher of the same tokenizer, or train on the text of its "
-            "answers, without distill"
+            f"the teacher {teacher} has another tokenizer: {other!r} is {number} in the data and "
+            f"{known.get(other, 'no token')} there: take another teacher, or no distill"
         )

@@ -282,7 +282,7 @@ def _refuse_alone(trainer: pl.Trainer) -> None:
     if trainer.world_size != started:
         raise ValueError(
             f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
-            f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}, or each process trains by itself"
+            f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}"
         )
 
 
@@ -324,9 +324,8 @@ def _load_tensors_only(config: Any) -> None:
     refuse_urls(config.get("ckpt_path"), "ckpt_path")
     if config.get("ckpt_path") and Path(config["ckpt_path"]).is_dir():
         raise ValueError(
-            f"ckpt_path is {config['ckpt_path']}, a directory of shards: torch.distributed.checkpoint runs the pickles "
-            "in them. If you trust it, make a file of it with python -m torch.distributed.checkpoint.format_utils "
-            "dcp_to_torch DIRECTORY FILE, and give that"
+            f"ckpt_path is {config['ckpt_path']}, a directory of shards: if trusted, run python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch"
         )
     if config.get("weights_only") is False:
         raise ValueError("weights_only is false, which would run code that is in a checkpoint: leave it out")

@@ -145,8 +145,8 @@ def _as_json(key: str, value: Any) -> str:
         if isinstance(part, Path):
             return str(part)
         raise TypeError(
-            f"{key} is an object of {type(part).__name__}: fit takes names, numbers, lists and dictionaries, as a "
-            "configuration does. Objects that are built already go to Lightning: Trainer(...).fit(module, data)"
+            f"{key} is an object of {type(part).__name__}: give names, numbers, lists and dictionaries, or use "
+            "Lightning's Trainer(...).fit(module, data)"
         )
 
     return str(value) if isinstance(value, Path) else json.dumps(value, default=plain)
@@ -172,8 +172,8 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
     elif data is not None:
         if not isinstance(data, str | Path | list | tuple):
             raise TypeError(
-                f"data is an object of {type(data).__name__}: give a path or settings. Data that are built already go "
-                "to Lightning: Trainer(...).fit(module, data)"
+                f"data is an object of {type(data).__name__}: give a path or settings, or use Lightning's "
+                "Trainer(...).fit(module, data)"
             )
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         for source in sources:

@@ -91,9 +91,9 @@ class LanguageModule(TrainingModule):
         distill = Distillation(**distill) if isinstance(distill, dict) else distill
         super().__init__(locals() | {"distill": asdict(distill) if distill else None}, PAPER_3B)
         if loss_chunk < 1:
-            raise ValueError(f"loss_chunk is {loss_chunk}; it counts tokens: 1 or more, such as 1024")
+            raise ValueError(f"loss_chunk is {loss_chunk}: give the number of tokens, 1 or more, such as 1024")
         if z_loss < 0:
-            raise ValueError(f"z_loss is {z_loss}; it weighs a penalty: 0 for none, or such as 1e-4")
+            raise ValueError(f"z_loss is {z_loss}: give the weight of the penalty, 0 or more, such as 1e-4")
         self.name, self.tokenizer = model, tokenizer
         self.z_loss, self.loss_chunk, self.distill = z_loss, loss_chunk, distill
         self._teacher: Teacher | None = None
@@ -146,8 +146,8 @@ class LanguageModule(TrainingModule):
             return
         if (size := mesh["tensor_parallel"].size()) > 1:
             raise ValueError(
-                f"tensor_parallel_size is {size}, but the model is sharded over data only: set the strategy's "
-                f"tensor_parallel_size to 1 and its data_parallel_size to {mesh.size()}; its defaults are others"
+                f"tensor_parallel_size is {size}, which is not supported: set it to 1, and data_parallel_size to "
+                f"{mesh.size()}"
             )
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh["data_parallel"])
@@ -160,8 +160,8 @@ class LanguageModule(TrainingModule):
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         if isinstance(length, int) and length > (limit := self.model.config.max_length):
             raise ValueError(
-                f"data.length is {length} tokens, over the model's max_length of {limit}: "
-                "set model.model_args.max_length to that length, or lower data.length"
+                f"data.length is {length} tokens, over max_length of {limit}: set model.model_args.max_length to "
+                "it, or lower data.length"
             )
         if stage == "fit" and self.distill is not None and self._teacher is None:
             self._teacher = self._open_teacher(self.distill, length)
@@ -277,7 +277,7 @@ class LanguageModule(TrainingModule):
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         for stage, loader, (nats, predictions) in self.all_sums():
             if not predictions:
-                raise ValueError(f"the data for {stage}loss{loader} is empty: no loss can be given")
+                raise ValueError(f"the data for {stage}loss{loader} is empty: give some, or no such split")
             loss = nats / predictions
             perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
             self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})

@@ -160,7 +160,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         batch = named(batch, self.keys)
         if missing := [key for key in self.needed if key not in batch]:
             raise ValueError(
-                f"a batch has no {', '.join(missing)} (it has {', '.join(batch)}): {type(self).__name__} reads a "
+                f"a batch has no {', '.join(missing)} (only {', '.join(batch)}): give {type(self).__name__} a "
                 f"dictionary with {', '.join(self.keys)}, or a tuple of these"
             )
         return batch

@@ -61,7 +61,7 @@ class OptimizerSettings:
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
         if self.max_skipped < 0:
-            raise ValueError(f"optimizer.max_skipped is {self.max_skipped}; it counts steps: 0 or more")
+            raise ValueError(f"optimizer.max_skipped is {self.max_skipped}: give the number of steps, 0 or more")
         if self.decay not in get_args(Decay):
             raise ValueError(f"optimizer.decay is {self.decay!r}; it must be one of {', '.join(get_args(Decay))}")
 
@@ -83,7 +83,7 @@ def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[st
         if parameter.requires_grad:
             (no_decay if name in undecayed or without_decay(name, parameter) else with_decay).append(parameter)
     if not with_decay and not no_decay:
-        raise ValueError("no parameter is trainable: every tower is locked")
+        raise ValueError("no parameter is trainable, as every tower is locked: unlock one")
     groups = [{"params": no_decay, "weight_decay": 0.0}, {"params": with_decay, "weight_decay": weight_decay}]
     return [group for group in groups if group["params"]]
 

@@ -105,7 +105,7 @@ def _mapping(path: Path) -> str:
         remedy = ": --config takes YAML, and --ckpt_path a checkpoint" if is_checkpoint else ""
         raise ValueError(f"{path} is not YAML{remedy or f': {str(error).splitlines()[0]}'}") from None
     if content[0] is yaml.StreamEndEvent:
-        raise ValueError(f"{path} is empty: a configuration has lines such as 'model: ...'")
+        raise ValueError(f"{path} is empty: write lines such as 'model: ...'")
     if content[0] in (yaml.SequenceStartEvent, yaml.ScalarEvent):
         raise ValueError(
             f"{path} is not a configuration: it must have lines such as 'model: ...', and is a list or a text"

@@ -69,7 +69,7 @@ def tune(
         raise ValueError(f"device {device}: give cuda, and choose the GPU with CUDA_VISIBLE_DEVICES")
     device = torch.device(resolved).type
     if device not in tuned.DEVICES:
-        raise ValueError(f"device {device}: only cpu and cuda have several backends")
+        raise ValueError(f"device is {device}: choose cpu or cuda, which have several backends")
     if precision is None:
         has_bfloat16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "fp32" if device == "cpu" else "bf16" if has_bfloat16 else "fp16"

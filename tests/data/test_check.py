@@ -193,8 +193,8 @@ def test_check_takes_the_keys_of_training(tmp_path):
         assert (result.good, result.bad) == account(tmp_path, **keys)
         assert result.good == good
     assert sorted(result.bad) == [
-        "JSON field 'label' is not a class number: write numbers, or pack images with a table of class names "
-        "(`diffvision data make folder --captions`)",
+        "JSON field 'label' is not a class number: write numbers, or pack with `diffvision data make "
+        "folder --captions`",
         "no class number in JSON field 'label'",
     ]
     (result,) = check_shards(tmp_path, 0)

@@ -76,7 +76,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
         export(str(runs.paths["clip"]), str(out), checkpoint="x")
     with pytest.raises(ValueError, match="diff_vit_debug has new weights"):
         export("diff_vit_debug", str(out))
-    with pytest.raises(ValueError, match=r"https://.* would be fetched"):
+    with pytest.raises(ValueError, match=r"not loaded from URLs"):
         export("https://example.org/model.ckpt", str(out))
     assert not out.exists()
 
@@ -100,7 +100,7 @@ def test_weights_that_could_do_harm_are_refused(runs, exported, tmp_path, monkey
         shutil.copytree(exported / kind, kind)
         next((tmp_path / kind).glob("*.safetensors")).unlink()
         (tmp_path / kind / weights).write_bytes(pickle.dumps(Foreign(), protocol=2))
-        with pytest.raises(ValueError, match=r"could run code and are not loaded"):
+        with pytest.raises(ValueError, match=r"damaged, or hold Python objects"):
             export(kind, "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "ran").exists()

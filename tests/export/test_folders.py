@@ -128,7 +128,7 @@ def test_bad_input_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"config.json cannot hold what"):
         save_folder(model, tmp_path / "new", config={"norm_layer": torch.nn.LayerNorm})
     model.half().head.weight.data[0, 0] = float("inf")
-    with pytest.raises(ValueError, match=r"1 tensors .* not finite, the first"):
+    with pytest.raises(ValueError, match=r"1 tensors .* not finite, first"):
         save_folder(model, tmp_path / "new", config={})
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

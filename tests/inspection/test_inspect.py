@@ -292,7 +292,7 @@ def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypat
     refused("and two models are given: name each by its file", model=diff, versus="x", checkpoint="y", output=output)
     refused("images are given, and diff is a language model", model=diff, image=photos, output=output)
     refused(
-        "has .* tokens, more than the 32 of the model's context: cut it",
+        "has .* tokens, over the 32 of the model's context",
         model=diff,
         text="the cat " * 40,
         output=output,

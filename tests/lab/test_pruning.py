@@ -189,5 +189,5 @@ def test_a_plain_model_has_no_second_map(method):
 
 def test_a_variant_without_a_cache_is_refused():
     model = small_model("diff-debug", variant="v1_dint")
-    with pytest.raises(ValueError, match="'v1_dint' needs the past tokens'"), torch.no_grad():
+    with pytest.raises(ValueError, match="'v1_dint' cannot use a cache"), torch.no_grad():
         kept_of(model, Compress("snap"), torch.tensor(prompts_of(9)))

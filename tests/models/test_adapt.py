@@ -124,7 +124,7 @@ def test_selected_heads_alone_change():
     for number in (0, 3):  # lambda_init is 0.2 in the first layer
         changed[:, :, number] -= (1.5 * 0.2 + 2.0 * 0.1) * changed[:, :, number] @ first.dex
     torch.testing.assert_close(heads[0], changed)
-    with pytest.raises(ValueError, match="heads has 4, but heads count from 0"):
+    with pytest.raises(ValueError, match="heads has 4: give numbers"):
         diffvision.adapt(timm_vit(), "dex", heads=lambda depth, attention: [4])
 
 
@@ -132,7 +132,7 @@ def test_heads_by_the_name_of_their_block():
     model = diffvision.adapt(open_clip_model(), "dex", heads={"visual.transformer.resblocks.1": [2]})
     chosen = [layer.dex_heads.nonzero().flatten().tolist() for layer in layers(model, "dex")]
     assert [heads for heads in chosen if heads] == [[2]]
-    with pytest.raises(ValueError, match=r"heads names 'blocks\.7', and"):
+    with pytest.raises(ValueError, match=r"heads names 'blocks\.7'"):
         diffvision.adapt(timm_vit(), "dex", heads={"blocks.7": [0]})
 
 
@@ -165,7 +165,7 @@ def test_only_what_is_new_is_trained_if_asked(method):
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "blocks.0.attn.v_proj.weight" in trained
     assert not any("mlp" in name or "head." in name for name in trained)
-    with pytest.raises(ValueError, match="also has 'w_k', and the layers'"):
+    with pytest.raises(ValueError, match="also has 'w_k'"):
         freeze_but_new(model, also=["w_k"])
     with pytest.raises(ValueError, match="VisionTransformer has no layer that"):
         freeze_but_new(timm_vit())
@@ -197,7 +197,7 @@ def test_what_cannot_be():
         diffvision.adapt(timm_vit(), "v3")
     with pytest.raises(ValueError, match="ResNet has no standard attention"):
         diffvision.adapt(timm.create_model("resnet18"))
-    with pytest.raises(ValueError, match="heads are chosen for method 'dex'"):
+    with pytest.raises(ValueError, match="heads is for method 'dex'"):
         diffvision.adapt(timm_vit(), "v2", heads=lambda depth, attention: [0])
     with pytest.raises(ValueError, match="VisionTransformer has attention"):
         diffvision.adapt(timm.create_model("diff_vit_debug"))

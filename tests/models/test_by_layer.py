@@ -274,7 +274,7 @@ def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
 
 
 def test_v2_is_not_mixed_within_a_tower():
-    with pytest.raises(ValueError, match="V2's matched layers have another"):
+    with pytest.raises(ValueError, match="whose layers share one MLP"):
         clip_model("diffvision:v2:variant_by_layer=1*standard")
     with pytest.raises(ValueError, match="no setting of 'v1'"):
         clip_model("diffvision:v1:variant_by=1")

@@ -158,7 +158,7 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
     for call in (open_model, ContrastiveModule, lambda name: open_finite(name.removeprefix("local-dir:"))):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{folder}")
-    with pytest.raises(ValueError, match=r"with lambda_init 0\.2; in DiffCLIP"):
+    with pytest.raises(ValueError, match=r"with lambda_init 0\.2: DiffCLIP"):
         convert(str(folder), str(tmp_path / "x.pt"), to="diffclip")
 
 

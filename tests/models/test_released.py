@@ -111,7 +111,7 @@ def test_without_network_one_error_says_what_to_do(tiny, monkeypatch, tmp_path):
         open_clip.create_model(tiny, pretrained="cc", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match="tag 'cc'"):
         open_model(tiny, "cc")
-    for words in ("tag 'cc'", "checkpoint_best.pt", REPOSITORY, "`diffvision convert` on it with --to openclip"):
+    for words in ("tag 'cc'", "checkpoint_best.pt", REPOSITORY, "`diffvision convert --to openclip`"):
         assert words in str(caught.value)
 
 

@@ -123,7 +123,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="does not know its grid"):
         layer(x)
     layer.set_grid((4, 4))
-    with pytest.raises(ValueError, match="got 12 tokens, and has a grid of 4"):
+    with pytest.raises(ValueError, match="got 12 tokens, not 4"):
         layer(x[:, :12])
     for refused in ({"attn_mask": torch.ones(16, 16, dtype=torch.bool)}, {"is_causal": True}, {"maps": []}):
         with pytest.raises(ValueError, match="takes no mask, context, cache"):

@@ -162,13 +162,13 @@ def test_a_query_that_may_attend_to_nothing_changes_no_other(variant):
 def test_what_has_no_meaning_for_a_context_is_refused():
     x, context = torch.randn(1, 3, 32), torch.randn(1, 4, 32)
     layer = DiffAttention(32, 2)
-    with pytest.raises(ValueError, match="is_causal with a context"):
+    with pytest.raises(ValueError, match="is_causal does not apply"):
         layer(x, is_causal=True, context=context)
-    with pytest.raises(ValueError, match="is_causal with a context"):
+    with pytest.raises(ValueError, match="is_causal does not apply"):
         layer.attention_maps(x, is_causal=True, context=context)
-    with pytest.raises(ValueError, match="a cache with a context"):
+    with pytest.raises(ValueError, match="a cache does not apply"):
         layer(x, context=context, cache=language.create("diff-debug").new_cache(1, 4).layers[0])
-    with pytest.raises(ValueError, match="rotary embedding with"):
+    with pytest.raises(ValueError, match="rotary embedding does not"):
         DiffAttention(32, 2, rotary=1e4)(x, context=context)
     with pytest.raises(ValueError, match=r"width 32, got \[1, 4"):
         layer(x, context=context[..., :8])

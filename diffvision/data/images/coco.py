@@ -38,8 +38,8 @@ def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCo
         return {split: partial(_collection, root, table, split, images) for split, images in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{table} has neither COCO's captions (images, annotations) nor Karpathy's (images with sentences): "
-            f"{type(error).__name__} {error}. Other tables are .csv, .tsv, .jsonl or .parquet"
+            f"{table} is neither COCO's captions nor Karpathy's splits ({type(error).__name__} {error}): give one "
+            "of these, or .csv, .tsv, .jsonl, .parquet"
         ) from None
 
 

@@ -157,7 +157,9 @@ def _torchvision_class(location: str) -> Callable[..., Any]:
     kinds = {known: getattr(datasets, known) for known in sorted(datasets.__all__)}
     rooted = {known: kind for known, kind in kinds.items() if "root" in inspect.signature(kind).parameters}
     if name not in rooted:
-        raise ValueError(f"{location}: torchvision has no dataset {name!r} in a folder; it has {', '.join(rooted)}")
+        raise ValueError(
+            f"{location}: torchvision has no dataset {name!r} in a folder: choose one of {', '.join(rooted)}"
+        )
     return rooted[name]
 
 
@@ -183,8 +185,8 @@ def read_torchvision(location: str, split: str | None) -> ImageCollection:
         rows = dataset_class(root, **settings)
     except (RuntimeError, OSError, TypeError, ValueError, ModuleNotFoundError) as error:
         raise ValueError(
-            f"{location} cannot be read ({str(error).strip()}). Nothing is downloaded here; once, by yourself: "
-            f'python -c "import torchvision; torchvision.datasets.{name}({root!r}, download=True)"'
+            f'{location} cannot be read ({str(error).strip()}): download it with python -c "import torchvision; '
+            f'torchvision.datasets.{name}({root!r}, download=True)"'
         ) from None
     targets = getattr(rows, "targets", None)
     if targets is None:

@@ -128,7 +128,7 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
         TypeError: it is no text.
     """
     if not isinstance(text, str):
-        raise TypeError(f"a caption is text, not {type(text).__name__}: {text!r:.40}")
+        raise TypeError(f"a caption is {type(text).__name__}, not text: write it as text ({text!r:.40})")
     caption = text.strip()[:max_chars]
     plain = caption
     for _ in range(3):  # HTML escapes can hide a special token, and can be nested
@@ -193,8 +193,8 @@ def json_label(data: bytes, field: str) -> int:
         raise BadSample(f"no class number in JSON field {field!r}")
     if not value.strip().isdecimal():
         raise BadSample(
-            f"JSON field {field!r} is not a class number: write numbers, or pack images with a table of class names "
-            "(`diffvision data make folder --captions`)"
+            f"JSON field {field!r} is not a class number: write numbers, or pack with `diffvision data make folder "
+            "--captions`"
         )
     return decode_label(value.encode())
 

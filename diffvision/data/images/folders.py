@@ -161,7 +161,7 @@ class ImageEvaluationFolder(EvaluationFolder):
         self.task = task or next(kind for kind, values in kinds.items() if values is not None)
         if self.task not in kinds or kinds[self.task] is None:
             having = " and ".join(kind for kind, values in kinds.items() if values is not None)
-            raise ValueError(f"{location} cannot be used for {self.task!r}: its captions or labels are for {having}")
+            raise ValueError(f"{location} cannot be used for {self.task!r}, only for {having}: give another folder")
         dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
         self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
         self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)

@@ -172,7 +172,7 @@ def _pack_as(
     refuse_existing(directory)
     check_per_shard(per_shard)
     if not len(images):
-        raise ValueError(f"no images in {images.source}")
+        raise ValueError(f"no images in {images.source}: give a folder, table or archive with images")
     begin_manifest(directory)
     rows = np.random.default_rng(0).permutation(len(images)) if shuffle else np.arange(len(images))
     shards = _Shards(images, rows, directory, pattern, per_shard)

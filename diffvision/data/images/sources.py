@@ -149,8 +149,8 @@ def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollec
     names = [name_classes(images.classnames)[label] if images.classnames else str(label) for label in labels.tolist()]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
-            f"{images.source} has classes that are not among the {len(known)} of the training data or the model: "
-            f"{', '.join(unknown[:5])}"
+            f"{images.source} has classes that are not among the {len(known)} of the training data: rename or "
+            f"remove {', '.join(unknown[:5])}"
         )
     numbers = np.array([known[name] for name in names], dtype=np.int64)
     return replace(images, labels=numbers[indices], classnames=tuple(classnames))
@@ -194,7 +194,7 @@ def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, C
     if not table.is_file():
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
     if not root.is_dir():
-        raise ValueError(f"{root} is not a folder of images")
+        raise ValueError(f"{root} is not a folder: give a folder of images")
     if table.suffix.lower() == ".json":
         return read_caption_file(root, table)
     return {"": partial(_read_tables, str(table), root, [table], columns)}
@@ -278,7 +278,7 @@ def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
         return _read_classes(path, images)
     if parquet := sorted(_files(path, (".parquet",))):
         return read_parquet(str(path), parquet, columns, path)
-    raise ValueError(f"no images in {path}")
+    raise ValueError(f"no images in {path}: give a folder, table or archive with images")
 
 
 def _check_undivided(path: Path, names: Iterable[str]) -> None:
@@ -317,8 +317,8 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     files = sorted(image.relative_to(path) for image in images)
     if loose := [file for file in files if len(file.parts) == 1]:
         raise ValueError(
-            f"{path} has images in no class and without captions, first {loose[0]}: put each into the folder of its "
-            "class, put a .txt with its caption next to it, or name a table of captions"
+            f"{path} has images without class or caption, first {loose[0]}: use a folder per class, .txt captions "
+            "or a table of captions"
         )
     _check_undivided(path, (file.as_posix() for file in files))
     folders = _class_folders(path)
@@ -327,7 +327,7 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     if others := [p.relative_to(path).as_posix() for name in empty for p in _files(path / name, ("",))]:
         tables = [name for name in others if name.lower().endswith(TABLES)]
         hint = f"give {tables[0]} as the source" if tables else "move it elsewhere, or put images into it"
-        raise ValueError(f"{path} has no image in its folder {empty[0]}, and so is no folder for each class: {hint}")
+        raise ValueError(f"{path} has no image in its folder {empty[0]}: use one folder for each class{hint}")
     if empty:
         warnings.warn(
             f"{path} has no images of {', '.join(empty[:5])}: if it is not a class, remove the empty folder",

@@ -90,13 +90,13 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
     if len(header) == 1 and ";" in header[0]:
         raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
     if not header:
-        raise ValueError(f"{table} is empty: its first line names the columns, such as image,caption")
+        raise ValueError(f"{table} is empty: write the column names in its first line, such as image,caption")
     resolved: dict[str, str] = {}
     for what, known in COLUMNS.items():
         if what in given:
             matches = [name for name in header if name == given[what]]
             if not matches:
-                raise ValueError(f"{table} has columns {list(header)}: none of them is called {given[what]!r} ({what})")
+                raise ValueError(f"{table} has columns {list(header)}: rename one to {given[what]!r} ({what})")
         else:
             called = ([name for name in header if name.strip().lower() == usual] for usual in known)
             matches = next(filter(None, called), [])
@@ -139,7 +139,9 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
                 line = reader.line_num
                 if any(row[len(header) :]):
                     remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
-                    raise ValueError(f"{table}, line {line}: {len(row)} cells in {len(header)} columns: {remedy}")
+                    raise ValueError(
+                        f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
+                    )
                 yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"

@@ -148,7 +148,7 @@ def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
         raise ValueError(f"{path} has {len(kinds):,} labels of {len(pixels):,} images: fetch both again")
     if pixels.shape[1:] != (_SIDE, _SIDE):
         sizes = " x ".join(map(str, pixels.shape[1:]))
-        raise ValueError(f"{path} is of images of {sizes} pixels: Fashion-MNIST's have {_SIDE} x {_SIDE}")
+        raise ValueError(f"{path} has images of {sizes} pixels, not {_SIDE} x {_SIDE}: give Fashion-MNIST's files")
     if len(labels) == _TRAIN and zlib.crc32(labels.astype(np.uint8).tobytes()) != _TRAIN_CRC:
         raise ValueError(
             f"{path} has {_TRAIN:,} labels that are not Fashion-MNIST's (MNIST and others come in files of the same "
@@ -156,8 +156,8 @@ def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
         )
     if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
         raise ValueError(
-            f"{path} has labels other than 0 to 9, or lacks some of them ({', '.join(map(str, sorted(missing)))}): "
-            "it is not of Fashion-MNIST"
+            f"{path} has labels other than 0 to 9, or lacks some ({', '.join(map(str, sorted(missing)))}): give "
+            "Fashion-MNIST's files"
         )
     return Garments(pixels, kinds, np.arange(len(kinds)), WORDS)
 

@@ -73,11 +73,12 @@ def _pairs(table: Path, images: Images) -> list[Case]:
         numbers = [int(row[0]) if len(row) == 3 and row[0].isdecimal() else 0 for row in two]
         if numbers[0] % 2 == 0 or numbers[1:] != [numbers[0] + 1] or two[0][1] != two[1][1]:
             raise ValueError(
-                f"{table}: rows {line + 1} and {line + 2} are not an odd and an even number of one type: {_LAYOUT}"
+                f"{table}: rows {line + 1} and {line + 2} are not an odd and an even number of one type: get the "
+                f"file again ({_LAYOUT})"
             )
         kind = two[0][1].strip().replace("_", " ")
         if kind not in PATTERNS:
-            raise ValueError(f"{table}, row {line + 1}: type {kind!r} is none of {', '.join(PATTERNS)}")
+            raise ValueError(f"{table}, row {line + 1}: type {kind!r} is unknown: choose one of {', '.join(PATTERNS)}")
         if (kind, *numbers) in seen or not all(row[2].strip() for row in two):
             raise ValueError(f"{table}: rows {line + 1} and {line + 2} come twice, or have no statement: get it again")
         seen.add((kind, *numbers))

@@ -84,7 +84,8 @@ def _with_right_first(path: Path) -> list[tuple[str, list[str]]]:
         captions = list(texts_in(row["caption"], path, number))
         if not 0 <= row["label"] < len(captions):
             raise ValueError(
-                f"{path}, row {number}: label {row['label']} is no position among {len(captions)} captions"
+                f"{path}, row {number}: label {row['label']} is not a position among {len(captions)} captions: get "
+                "the file again"
             )
         right = captions.pop(row["label"])
         rows.append((row["image"], [right, *captions]))

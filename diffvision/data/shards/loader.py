@@ -275,8 +275,8 @@ class ShardLoader:
         for name, value in self._identity().items():
             if state.get(name, value if name in added else None) != value:
                 raise ValueError(
-                    f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now; the order of samples would "
-                    "not be the same. Restore it, or start a new run from the weights alone"
+                    f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now: restore it, or start a "
+                    "new run from the weights"
                 )
         saved, current = state.get("content", "names and counts:"), self.shards.content
         kinds = [content.partition(":")[0] for content in (saved, current)]
@@ -288,8 +288,8 @@ class ShardLoader:
             )
         elif saved != current:
             raise ValueError(
-                f"cannot resume: the shards have the names and counts of those of the checkpoint, and other content "
-                f"({current}, not {saved}). Restore them, or start a new run from the weights alone"
+                f"cannot resume: the shards have other content ({current}, not {saved}): restore them, or start a "
+                "new run from the weights"
             )
         self._position, self._resume = (int(state["epoch"]), int(state["batches_consumed"])), True
 
@@ -437,8 +437,8 @@ class EvaluationLoader:
 def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int) -> None:
     """Raise ValueError for a batch size, number of workers or rank that is out of range."""
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: it counts the samples of a batch, 1 or more")
+        raise ValueError(f"batch_size is {batch_size}: give 1 or more")
     if num_workers < 0:
-        raise ValueError(f"num_workers is {num_workers}: it counts processes, 0 to read in this one")
+        raise ValueError(f"num_workers is {num_workers}: give 0 or more")
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}: ranks count from 0 to {world_size - 1}")
+        raise ValueError(f"rank is {rank} of {world_size}: give one from 0 to {world_size - 1}")

@@ -262,7 +262,7 @@ class ShardReader:
             except BadSample as reason:
                 rejection = reason
             if not self._is_unchanged(path, version):
-                raise OSError(f"{path} changes while it is opened")
+                raise OSError(f"{path} changes while it is opened: wait until it is written")
             if rejection is not None:
                 self._rejection = str(rejection)
                 raise rejection
@@ -309,8 +309,8 @@ class ShardReader:
             raise BadSample(reason)
         if shard.sha256 is not None and index.damage and not index.cut:
             raise ValueError(
-                f"shard {shard.location} is damaged after {len(index)} samples, and was so when its manifest was "
-                f"written: {index.damage}; fetch it again and write the manifest again"
+                f"shard {shard.location} is damaged after {len(index)} samples, as when its manifest was written "
+                f"({index.damage}): fetch it again, and write the manifest again"
             )
         if not index.damage and len(index) < counted:
             raise BadSample(f"{_MISMATCH} (samples)")

@@ -84,7 +84,10 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
         shards = _with_counts([path for name in expand_braces(location) for path in _matching(name)])
         missing = [shard.location for shard in shards if not Path(shard.location).is_file()]
         if missing:
-            raise ValueError(f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}")
+            raise ValueError(
+                f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}: correct the "
+                "pattern"
+            )
     if not shards:
         raise ValueError(f"no shards in {source}: expected .tar files")
     return shards
@@ -107,7 +110,7 @@ def split_shards(source: Any, split: str) -> Any:
     if split == "test" and "test" not in splits:
         split = "validation"
     if split not in splits:
-        raise ValueError(f"{source} has no shards of {split}: it has those of {', '.join(splits)}")
+        raise ValueError(f"{source} has no shards of {split}: choose one of {', '.join(splits)}")
     return [shards[name] for name in sorted(splits[split], key=natural)]
 
 
@@ -163,7 +166,7 @@ def expand_braces(pattern: str) -> list[str]:
     for choice in _choices(match[1]):
         names += expand_braces(before + choice + after)
         if len(names) > _MAX_SHARDS:
-            raise ValueError(f"shard pattern {pattern!r} stands for more than {_MAX_SHARDS:,} names")
+            raise ValueError(f"shard pattern {pattern!r} stands for more than {_MAX_SHARDS:,} names: split it")
     return names
 
 
@@ -172,7 +175,7 @@ def _choices(inside: str) -> list[str]:
         return inside.split(",")
     first, last = int(numbers[1]), int(numbers[2])
     if last < first or last - first >= _MAX_SHARDS:
-        raise ValueError(f"shard range {{{inside}}} is empty or has more than {_MAX_SHARDS:,} numbers")
+        raise ValueError(f"shard range {inside} is empty or too large: give at most {_MAX_SHARDS:,} numbers")
     return [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
 
 
@@ -195,7 +198,10 @@ def _directory(directory: Path) -> list[Shard]:
         number = _number(directory / "nshards.txt")
         present_names = set(names)
         if (missing := next((n for n in range(number) if f"{n}.tar" not in present_names), None)) is not None:
-            raise ValueError(f"{directory}/nshards.txt says {number} shards, but {missing}.tar is not there")
+            raise ValueError(
+                f"{directory}/nshards.txt says {number} shards, but {missing}.tar is missing: copy it, or correct "
+                "the number"
+            )
         names = [f"{n}.tar" for n in range(number)]
     return [Shard(str(directory / name)) for name in names]
 
@@ -212,7 +218,7 @@ def _remote(directory: str) -> list[Shard]:
 def _number(path: Path) -> int:
     text = decoded(path.read_bytes(), path).strip()
     if not text.isdecimal() or len(text) > 9:
-        raise ValueError(f"{path} does not hold a number of shards: {text[:40]!r}")
+        raise ValueError(f"{path} does not hold a number of shards: write it ({text[:40]!r})")
     return int(text)
 
 
@@ -274,8 +280,8 @@ def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, d
         raise ValueError(f"{where} is not a manifest: expected {wanted}") from None
     if not entries:
         raise ValueError(
-            f"{where} lists no shards: the directory's writing was cut short; write it again, or take what is "
-            "there with diffvision.data.make.write_manifest"
+            f"{where} lists no shards, since writing was cut short: write it again, or call "
+            "diffvision.data.make.write_manifest"
         )
     return entries
 
@@ -286,7 +292,7 @@ def _sizes_entries(sizes: dict[str, Any], where: str) -> list[tuple[str, dict[st
 
 def _check_entry(shard: object, fields: dict[str, Any], where: str) -> None:
     if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
-        raise ValueError(f"{where} lists a shard named {shard!r}: names there have no folders")
+        raise ValueError(f"{where} lists a shard named {shard!r}: use names without folders")
     for field, limit in (("samples", _MAX_SAMPLES), ("bytes", 1 << 62)):
         value = fields.get(field, 0)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:

@@ -107,8 +107,9 @@ class ShardSet(SampleSource):
             more = f"\n  and {len(damaged) - _LISTED} more" if len(damaged) > _LISTED else ""
             listed = "".join(f"\n  {line}" for line in damaged[:_LISTED])
             raise ValueError(
-                f"{len(damaged)} of {len(counts)} shards are damaged:{listed}{more}\n"
-                "fetch or write them again (tars are joined with `tar --concatenate`, not with cat), or take them out "
+                f"{len(damaged)} of {len(counts)} shards are damaged; fetch them again, or leave them out:"
+                f"{listed}{more}\n"
+                "join tars with `tar --concatenate`, not with cat; to leave shards out, take them out "
                 "of the dataset (diffvision.data.make.write_manifest then lists what is good); to use what lies "
                 f"before the damage, list the samples of every shard of the directory in {SIZES}"
             )

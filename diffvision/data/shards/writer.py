@@ -118,12 +118,12 @@ def write_manifest(directory: str | Path) -> None:
     directory = Path(directory)
     if packed := sorted(path for path in directory.glob("*") if path.name.endswith(COMPRESSED)):
         raise ValueError(
-            f"{directory} has {len(packed)} compressed shard(s), first {packed[0]}: a manifest lists all shards of a "
-            "directory, and only .tar files can be counted; unpack them to .tar, or move them elsewhere"
+            f"{directory} has {len(packed)} compressed shards, first {packed[0]}, and a manifest counts only .tar: "
+            "unpack them, or move them elsewhere"
         )
     shards = [_described(path) for path in sorted(directory.glob(f"*{PLAIN[0]}"), key=lambda p: natural(p.name))]
     if not shards:
-        raise ValueError(f"no .tar files in {directory}")
+        raise ValueError(f"no .tar files in {directory}: give the directory of the shards")
     _replace(directory / MANIFEST, {"format": MANIFEST_FORMAT, "shards": shards})
     _replace(directory / SIZES, {shard["name"]: shard["samples"] for shard in shards})
 
@@ -132,8 +132,8 @@ def _described(path: Path) -> dict:
     index = scan(path)
     if index.damage:
         raise ValueError(
-            f"shard {path} is damaged after {len(index)} samples: {index.damage}; fetch or write it again, or remove "
-            "it (tars are joined with `tar --concatenate`, not with cat)"
+            f"shard {path} is damaged after {len(index)} samples ({index.damage}): fetch it again, or remove it "
+            "(join tars by `tar --concatenate`)"
         )
     if index.dotted:
         raise ValueError(f"shard {path} has keys with dots: {index.dotted}; {RENAME}")

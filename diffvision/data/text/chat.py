@@ -213,8 +213,8 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
         template = find_template(source)
         if template is None:
             raise ValueError(
-                f"the tokenizer {source} has no chat template ({CHAT_TEMPLATE} next to it, or chat_template in its "
-                f"tokenizer_config.json): give {', '.join(TEMPLATES)}, or a file of Jinja"
+                f"the tokenizer {source} has no chat template (no {CHAT_TEMPLATE}, none in tokenizer_config.json): "
+                f"give {', '.join(TEMPLATES)}, or a Jinja file"
             )
         return Chat(tokenizer, template, chosen, bos_token)
     if chosen in TEMPLATES:

@@ -166,8 +166,8 @@ class TextData(LoaderData):
         size = _vocabulary_of(module)
         if size is not None and size < self.vocab_size:
             raise ValueError(
-                f"the model has vocab_size {size}, the tokenizer {self.tokenizer or self.train} has {self.vocab_size} "
-                f"tokens: set the model's to {self.vocab_size} or more, or take the tokenizer that it was made for"
+                f"the model has vocab_size {size}, the tokenizer {self.tokenizer or self.train} {self.vocab_size} "
+                f"tokens: set vocab_size to {self.vocab_size} or more, or take its own tokenizer"
             )
 
 

@@ -39,8 +39,7 @@ def from_tiktoken(name: str) -> tokenizers.Tokenizer:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # of requests, of the file system, of tiktoken
         raise ValueError(
-            f"tiktoken cannot get {name!r}: {error}; it is downloaded once, into the directory that TIKTOKEN_CACHE_DIR "
-            "names: copy it there, or give a tokenizer.json"
+            f"tiktoken cannot get {name!r} ({error}): copy it into TIKTOKEN_CACHE_DIR, or give a tokenizer.json"
         ) from error
     return convert_encoding(encoding)
 
@@ -91,7 +90,7 @@ def _add_special(result: tokenizers.Tokenizer, special: dict[str, int]) -> None:
             result.add_special_tokens([AddedToken(f"<|unused{reached}|>", special=True)])
         result.add_special_tokens([AddedToken(name, special=True)])
         if result.token_to_id(name) != number:
-            raise ValueError(f"special token {name!r} has id {number}, which another token has")
+            raise ValueError(f"special token {name!r} has id {number} of another token: give a free id")
 
 
 def _name_bytes() -> list[str]:

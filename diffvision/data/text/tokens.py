@@ -337,9 +337,7 @@ def _join(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount
     joined: TokenAccount | None = None
     for parent, account in accounts.items():
         if account is None:
-            raise ValueError(
-                f"{parent} has no {TOKENS}: it holds no token shards; `diffvision data tokenize` makes them"
-            )
+            raise ValueError(f"{parent} has no {TOKENS}, so no token shards: make them with `diffvision data tokenize`")
         if joined is None:
             joined = TokenAccount(account.vocab_size, account.eos_id, account.fingerprint, chat=account.chat)
         if (account.chat is None) != (joined.chat is None):
@@ -353,9 +351,8 @@ def _join(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount
             joined.fingerprint,
         ):
             raise ValueError(
-                f"the token shards of {source} are of more than one tokenizer: vocabularies of {joined.vocab_size} "
-                f"({joined.fingerprint}) and, in {parent}, {account.vocab_size} ({account.fingerprint}); "
-                "tokenise them again with one"
+                f"the token shards of {source} have different tokenizers ({joined.vocab_size}, {joined.fingerprint}; "
+                f"in {parent} {account.vocab_size}, {account.fingerprint}): tokenise them again with one"
             )
         joined.documents, joined.empty = joined.documents + account.documents, joined.empty + account.empty
         joined.learned += account.learned

@@ -135,8 +135,8 @@ def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSamp
         before = tokenizer.encode(text.text[:character])
         if ids[: len(before)] != before:
             raise ValueError(
-                f"the tokenizer makes one token of the text around {text.text[character - 8 : character + 8]!r}: a "
-                "needle's words and numbers must be separate tokens; take a tokenizer that splits text into words"
+                f"the tokenizer joins the text around {text.text[character - 8 : character + 8]!r} into one token: "
+                "take a tokenizer that splits text into words"
             )
         return len(start) + len(before)
 

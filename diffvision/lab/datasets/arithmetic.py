@@ -58,8 +58,8 @@ def make_arithmetic(
             raise ValueError(f"{name} is {value}: it must be at least {least}")
     if (people := 2 * (steps + MORE_STEPS) + 4 * distractors) > MOST_PEOPLE:
         raise ValueError(
-            f"steps {steps} and distractors {distractors} need {people} people in the test's longest problems, over "
-            f"the {MOST_PEOPLE} that there are names for: give less of one"
+            f"steps {steps} and distractors {distractors} need {people} people, and there are names for "
+            f"{MOST_PEOPLE}: give less of one"
         )
     files = {split: directory / f"{split}.jsonl" for split in ("train", "validation", "test")}
     if there := [file for file in files.values() if file.exists()]:

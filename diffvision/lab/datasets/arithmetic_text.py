@@ -129,8 +129,8 @@ def compose(draw: random.Random, names: Sequence[str], *, steps: int, distractor
     """
     if steps < 1 or distractors < 0 or 2 * steps + distractors > MOST_PEOPLE:
         raise ValueError(
-            f"{steps} steps and {distractors} distractors: write at least 1 step, at least 0 distractors, and at most "
-            f"{MOST_PEOPLE} of distractors and twice the steps together"
+            f"{steps} steps and {distractors} distractors: give at least 1 step, and at most {MOST_PEOPLE} of "
+            "distractors and twice the steps together"
         )
     if highest < LEAST_HIGHEST:
         raise ValueError(f"highest is {highest}: it must be at least {LEAST_HIGHEST}, for numbers to choose among")

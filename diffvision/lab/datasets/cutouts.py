@@ -53,7 +53,7 @@ def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) 
     if trim:
         visible = image.getchannel("A").getbbox()
         if visible is None:
-            raise ValueError(f"{picture!s:.200} is all transparent")
+            raise ValueError(f"{picture!s:.200} is all transparent: remove it")
         image = image.crop(visible)
     if max(image.size) != size:
         # Colours of transparent pixels are arbitrary: scaling weights them by alpha, as "RGBa" does.
@@ -83,8 +83,7 @@ def find_rasteriser() -> Rasteriser:
     program = shutil.which("rsvg-convert")
     if program is None:
         raise ValueError(
-            "drawing SVG files needs cairosvg (pip install cairosvg) or rsvg-convert (apt-get install librsvg2-bin), "
-            "and neither is installed"
+            "SVG files need cairosvg or rsvg-convert: pip install cairosvg, or apt-get install librsvg2-bin"
         )
     arguments = [program, "--width", str(SIZE), "--height", str(SIZE), "--keep-aspect-ratio"]
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -114,8 +113,8 @@ def unpacked(source: str | Path, folder: str, package: str) -> Path:
     path = Path(source) / folder
     if not path.is_dir():
         raise ValueError(
-            f"there is no {path}: give --source / after `apt-get install {package}`, or the folder of "
-            f"`apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER`"
+            f"there is no {path}: give --source / after `apt-get install {package}`, or the folder where `dpkg-deb "
+            f"-x` unpacked {package}"
         )
     return path
 

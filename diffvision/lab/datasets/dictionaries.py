@@ -67,7 +67,7 @@ def dictd_entries(dictionary: str | Path) -> Iterator[tuple[str, str]]:
     dictionary = Path(dictionary)
     index = dictionary.with_name(dictionary.name.removesuffix(".dz").removesuffix(".dict") + ".index")
     if not index.is_file():
-        raise ValueError(f"{dictionary} has no index next to it: {index.name} is of the same package")
+        raise ValueError(f"{dictionary} has no index next to it: copy {index.name} of the same package")
     words: dict[tuple[int, int], str] = {}
     try:
         data = (gzip.decompress if dictionary.suffix == ".dz" else bytes)(dictionary.read_bytes())

@@ -105,7 +105,7 @@ def read_emoji(packages: dict[str, Path]) -> list[Emoji]:
         fault = f"{type(error).__name__}: {error}"
         raise ValueError(f"{' or '.join(map(str, tables))} is damaged ({fault}): get its package again") from None
     if not emoji:
-        raise BadSource(f"no emoji in {tables[0]} have a picture in all packages")
+        raise BadSource(f"no emoji in {tables[0]} has a picture in all packages: install all of them in one version")
     return emoji
 
 

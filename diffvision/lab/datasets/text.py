@@ -232,7 +232,7 @@ def _resolve(items: str) -> dict[str, Path]:
             paths[name] = _path_of(name, Path(path) if equals else None)
         elif equals or not Path(item).is_dir():
             no_folder = "" if equals else ", and no folder"
-            raise ValueError(f"no source of text is called {name!r}{no_folder}: there are {', '.join(SOURCES)}")
+            raise ValueError(f"no source of text is called {name!r}{no_folder}: choose one of {', '.join(SOURCES)}")
         else:
             there = {name: found for name in SOURCES if (found := _below(name, Path(item)))}
             if not there:

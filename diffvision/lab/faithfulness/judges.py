@@ -232,8 +232,8 @@ def open_judges(options: JudgeOptions, rows: Sequence[Row], device: str, replies
         bare := next((row for row in rows if not any(map(normalised, row.answers))), None)
     ):
         raise ValueError(
-            f"row {bare.id!r} has no answers that the judge contains can look for (articles and marks do not count): "
-            "give some, or take another judge"
+            f"row {bare.id!r} has no answers for the judge contains (articles and punctuation do not count): give "
+            "some, or another judge"
         )
     return [JUDGES[name](options, device, replies) for name in options.names]
 

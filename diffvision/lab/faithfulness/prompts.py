@@ -40,7 +40,7 @@ def read_templates(path: str | Path, rows: Sequence[Row]) -> dict[str, str]:
     try:
         templates = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"prompts is {path}, which is not JSON ({error})") from error
+        raise ValueError(f"prompts is {path}, which is not JSON ({error}): correct it") from error
     if not isinstance(templates, dict) or not all(
         isinstance(text, str) and text.count("{context}") == 1 for text in templates.values()
     ):
@@ -81,8 +81,8 @@ def fit_prompt(row: Row, tokenizer: Any, room: int | None, ask: Ask, templates: 
     bare = len(tokens_of(""))
     if bare >= room:
         raise ValueError(
-            f"row {row.id!r} has a prompt of {bare} tokens without its document, and the model has room for {room}: "
-            "leave the row out, give fewer new_tokens, or take a model that reads more"
+            f"row {row.id!r} has a prompt of {bare} tokens without its document, over {room}: leave it out, or "
+            "lower new_tokens"
         )
     document = tokenizer.encode(row.document)
     keep = len(document) - (len(tokens) - room)

@@ -31,8 +31,8 @@ def label_mapping_tasks(
     most = classes * (min(len(words.split()) for words in KINDS.values()) - 1)
     if queries > most:
         raise ValueError(
-            f"queries is {queries}: of {classes} classes at most {most} words can be asked for that no demonstration "
-            f"shows; give at most {most}, and for more questions more mappings"
+            f"queries is {queries}, over the {most} words of {classes} classes that no demonstration shows: give at "
+            f"most {most}, or more mappings"
         )
     asked_of_each = -(-queries // classes)
     tasks = []

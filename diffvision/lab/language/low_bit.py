@@ -138,8 +138,8 @@ def _wide(x: Tensor) -> Tensor:
 def _values(call: Call) -> Tensor:
     if call.v is None:
         raise ValueError(
-            f"{type(call.layer).__name__} reads its values in halves, which cannot be followed here: convert the model "
-            "first, diffvision convert SOURCE DESTINATION --to language"
+            f"{type(call.layer).__name__} splits its values, which is not supported here: convert it with "
+            "diffvision convert SOURCE DESTINATION --to language"
         )
     return _wide(call.v)
 

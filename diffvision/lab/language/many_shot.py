@@ -48,7 +48,7 @@ class Task:
         if len(self.labels) < 2:
             raise ValueError(f"{self.name} has the one class {self.labels[0]!r}: a choice needs two")
         if strange := sorted({query.label for query in self.queries} - set(self.labels)):
-            raise ValueError(f"{self.name} asks for {', '.join(strange[:5])}, of which it has no demonstration")
+            raise ValueError(f"{self.name} asks for {', '.join(strange[:5])} without a demonstration: add one")
         if " {label}\n" not in self.template or "{text}" not in self.template.partition(" {label}")[0]:
             raise ValueError(
                 f"the template {self.template!r} must hold '{{text}}', and after it ' {{label}}' and a line's end"
@@ -243,7 +243,9 @@ def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
     for label in task.labels:
         tokens = tokenizer.encode(f"{before} {label}\n")
         if tokens[: len(prefix)] != prefix:
-            raise ValueError(f"the tokenizer makes one token of {before!r} and a part of the label {label!r}")
+            raise ValueError(
+                f"the tokenizer joins {before!r} and a part of the label {label!r} into one token: use other labels"
+            )
         rows.append(tokens[len(prefix) :])
     return rows
 

@@ -109,5 +109,5 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
-        raise ValueError(f"{type(model).__name__} keeps no nn.ModuleList, in which its layers could be found")
+        raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers: give a model that has one")
     return max(lists, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))

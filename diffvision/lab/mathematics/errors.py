@@ -52,8 +52,8 @@ def check(solution: str) -> None:
     steps, answer = _parsed(solution)
     if answer is None or None in steps:
         raise ValueError(
-            f"the solution {solution[-60:]!r} is none of `diffvision data make arithmetic`: its lines are such as "
-            "'Taba: 14 + 3 = 17', and the last one '#### 17'"
+            f"the solution {solution[-60:]!r} is not one of `diffvision data make arithmetic`: write 'Taba: 14 + 3 "
+            "= 17' and last '#### 17'"
         )
 
 

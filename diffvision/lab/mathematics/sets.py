@@ -195,11 +195,13 @@ def _questions(path: Path) -> Iterator[Question]:
 def _question(name: str, row: Row, where: str) -> Question:
     layout = LAYOUTS[name]
     if missing := sorted(layout.keys - row.keys()):
-        raise ValueError(f"{where} has no {', '.join(missing)}, as the rows of {name} have that the file begins with")
+        raise ValueError(f"{where} lacks {', '.join(missing)}, which the file's first rows ({name}) have: add it")
     try:
         read = layout.read(row)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{where} has values of other types than rows of {name} have ({error})") from error
+        raise ValueError(
+            f"{where} has values of other types than the first rows ({name}): use one type a key"
+        ) from error
     for name_of, value, kinds in (
         ("question", read.text, str),
         ("answer", read.answer, (str, int, float, NoneType)),
@@ -250,7 +252,7 @@ def _layout(row: Row, where: str) -> str:
         if layout.keys <= row.keys() and layout.also(row):
             return name
     known = "; ".join(f"{name}: {', '.join(sorted(layout.keys))}" for name, layout in LAYOUTS.items())
-    raise ValueError(f"{where} has the keys {', '.join(map(str, row))}, which no layout has. The layouts are {known}")
+    raise ValueError(f"{where} has the keys {', '.join(map(str, row))}, of no known layout: use one of {known}")
 
 
 def _whole(value: Any) -> Any:

@@ -158,8 +158,8 @@ def _prompts(
                 break
         else:
             raise ValueError(
-                f"{question.id} has a prompt of {len(tokens)} tokens, and the model has room for {room}: leave it out, "
-                "give fewer new_tokens, or take a model that reads more"
+                f"{question.id} has a prompt of {len(tokens)} tokens, over the room of {room}: leave it out, or "
+                "lower new_tokens"
             )
     return prompts
 

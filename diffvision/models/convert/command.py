@@ -50,7 +50,7 @@ def convert(
     if (weights.layout, to) not in CONVERSIONS:
         possible = [other for one, other in CONVERSIONS if one == weights.layout]
         raise ValueError(
-            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: it can become {', '.join(possible)}"
+            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: choose one of {', '.join(possible)}"
         )
     with written_whole(target) as partial_target:
         CONVERSIONS[weights.layout, to](

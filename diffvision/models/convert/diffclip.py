@@ -100,8 +100,8 @@ def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
             actual = getattr(layer, "lambda_init", math.nan)
             if layer.variant != "v1" or not math.isclose(actual, expected):
                 raise ValueError(
-                    f"layer {depth} of the {tower} tower is of variant {layer.variant} with lambda_init {actual:.4g}; "
-                    f"in DiffCLIP with lambda_init={lambda_init} it is of variant v1 with lambda_init {expected:.4g}"
+                    f"layer {depth} of the {tower} tower is {layer.variant} with lambda_init {actual:.4g}: DiffCLIP "
+                    f"with lambda_init={lambda_init} takes {expected:.4g} there"
                 )
 
 
@@ -137,8 +137,8 @@ def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[s
             tower = tower.replace("_clip_", "_clip_dynamic_")
         if tower not in MODELS:
             raise ValueError(
-                f"the image tower has width {width}, {depth} layers, {heads} heads, patches of {patch} and images of "
-                f"{image} pixels, and no timm model of ours has just that size: register one and name it with --tower"
+                f"no timm model of ours has width {width}, {depth} layers, {heads} heads, patch {patch} and image "
+                f"{image}: register one, and give --tower"
             )
     text = given["token_embedding.weight"]
     return {

@@ -84,7 +84,7 @@ def _to_openclip(source: Weights, target: Path, options: Options) -> None:
 def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
     weights = diffclip.to_diffclip(source.state)
     if not diffclip.is_diffclip(weights):
-        raise ValueError(f"{source.path} is an OpenCLIP model without V1 attention in both towers, which DiffCLIP has")
+        raise ValueError(f"{source.path} has no V1 attention in both towers: give a DiffCLIP model")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
     check_sizes(config, str(source.path / CONFIG))
     if other := diffclip.unlike(config, weights):
@@ -130,16 +130,16 @@ def _refuse_other_layers(path: Path) -> None:
     for name, layer in layers.items():
         if (variant := layer.get("variant")) not in (None, "standard", "v1", "v2"):
             raise ValueError(
-                f"{path} has attention of variant {variant!r} in {name}, and the other layouts' code has V1 and V2: "
-                "the same weights would compute another function there"
+                f"{path} has attention of variant {variant!r} in {name}, which other layouts do not have: export it "
+                "as a diffvision folder"
             )
     given = [(name, layer["lambda_init"]) for name, layer in layers.items() if "lambda_init" in layer]
     for depth, (name, value) in enumerate(given):
         theirs = depth_lambda_init(depth)
         if not math.isclose(value, theirs, rel_tol=1e-6):
             raise ValueError(
-                f"{path} has lambda_init {value} in {name}, and the other layouts' code has {theirs:.4g} at that "
-                "depth: the same weights would compute another function there"
+                f"{path} has lambda_init {value} in {name}, and other layouts fix {theirs:.4g} at that depth: "
+                "export it as a diffvision folder"
             )
 
 
@@ -150,8 +150,8 @@ def _refuse_mixed_layers(source: Weights) -> None:
     one, *others = kinds
     if differing := [layer for layer in others if kinds[layer] != kinds[one]]:
         raise ValueError(
-            f"{source.path} has attention of different variants, as in {one.rstrip('.')} and {differing[0].rstrip('.')}"
-            " (variant_by_layer): the other layouts' code has one variant in all layers"
+            f"{source.path} has different variants, as in {one.rstrip('.')} and {differing[0].rstrip('.')} "
+            "(variant_by_layer), and other layouts have one: export a folder"
         )
 
 
@@ -176,8 +176,8 @@ def read_language(folder: Path) -> LanguageModel:
     _, known = (motif.to_motif if of_motif else hugging_face.to_hugging_face)(config, model.state_dict())
     if extra := [name for name in theirs if name not in known and not re.search(hugging_face.NO_WEIGHTS, name)]:
         raise ValueError(
-            f"{folder} looks like {values['model_type']}, and has {len(extra)} weights that it has not "
-            f"({', '.join(extra[:4])}): it is of another architecture"
+            f"{folder} looks like {values['model_type']}, with {len(extra)} unknown weights ({', '.join(extra[:4])}): "
+            "give a model of that architecture"
         )
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -225,7 +225,7 @@ def _checked(tokenizer: Path, vocab_size: int) -> Path:
     except Exception as error:  # the library raises this class itself
         raise ValueError(f"{tokenizer} is damaged, or no tokenizer.json ({error}): get the file again") from None
     if size > vocab_size:
-        raise ValueError(f"{tokenizer} has {size} tokens and the model {vocab_size}: they do not belong together")
+        raise ValueError(f"{tokenizer} has {size} tokens and the model {vocab_size}: give the model's own tokenizer")
     if (settings := tokenizer.with_name("tokenizer_config.json")).is_file():
         read_json(settings)
     return tokenizer

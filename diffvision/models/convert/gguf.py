@@ -102,7 +102,9 @@ class Gguf:
             raise ValueError(f"{self.path} lacks {ARCHITECTURE}.{missing[0]}: convert the model to GGUF again")
         for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
             if isinstance(get(name), list):
-                raise ValueError(f"{self.path} has another {name} in every layer; ours is one for all")
+                raise ValueError(
+                    f"{self.path} has another {name} in every layer, and one is supported: give another model"
+                )
         dim, heads = get("embedding_length"), get("attention.head_count")
         size = get("attention.key_length", dim // max(heads, 1))
         kv_heads = get("attention.head_count_kv", heads)
@@ -162,7 +164,10 @@ class Gguf:
             weight = torch.from_numpy(values.copy()).float().reshape([int(size) for size in reversed(tensor.shape)])
             if tensor.name == _FREQUENCIES:
                 if not bool((weight == 1).all()):
-                    raise ValueError(f"{self.path} has {_FREQUENCIES}: our model has no scaled rotary positions")
+                    raise ValueError(
+                        f"{self.path} has {_FREQUENCIES}, and scaled rotary positions are not supported: give "
+                        "another model"
+                    )
                 continue
             state[self._name(tensor.name)] = weight
         check_finite(state, str(self.path))
@@ -187,7 +192,9 @@ class Gguf:
         """
         tokenizer, settings = tokenizer_from_gguf(self.metadata, str(self.path))
         if (size := tokenizer.get_vocab_size()) > vocab_size:
-            raise ValueError(f"{self.path} has a tokenizer of {size} tokens, and embeddings of {vocab_size}: damaged")
+            raise ValueError(
+                f"{self.path} is damaged (tokenizer of {size} tokens, embeddings of {vocab_size}): download it again"
+            )
         file = folder / "tokenizer.json"
         tokenizer.save(str(file))
         text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -203,5 +210,7 @@ class Gguf:
         known: Mapping[str, str] = _BLOCK_WEIGHTS if block else _WEIGHTS
         part = block[2] if block else name.removesuffix(".weight")
         if part not in known or not name.endswith(".weight"):
-            raise ValueError(f"{self.path} has the tensor {name}, which our Llama does not have")
+            raise ValueError(
+                f"{self.path} has the tensor {name}, which our Llama lacks: give a Llama or Qwen-like model"
+            )
         return f"blocks.{block[1]}.{known[part]}.weight" if block else f"{known[part]}.weight"

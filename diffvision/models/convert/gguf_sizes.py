@@ -73,7 +73,7 @@ class _Header:
         elif kind in _SCALARS:
             self._skip(_SCALARS[kind], name)
         else:
-            raise ValueError(f"{name} is of type {kind}, which GGUF does not have")
+            raise ValueError(f"{name} is of type {kind}, which GGUF lacks: download the file again")
 
     def _text(self) -> str:
         size = self._number("Q")

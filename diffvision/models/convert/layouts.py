@@ -75,8 +75,8 @@ def _by_names(path: Path, weights: Mapping[str, Tensor]) -> Weights:
         names = list(weights)
         near = next((hint for end, hint in _NEAR if any(name.endswith(end) for name in names)), "")
         raise ValueError(
-            f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of no layout that is known: none has the "
-            f"names of DiffCLIP, of timm's or unilm's differential attention, or of ours{near}"
+            f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of an unknown layout: give weights of "
+            f"DiffCLIP, timm, unilm or diffvision{near}"
         )
     return Weights(path, layout, weights)
 
@@ -116,7 +116,9 @@ def weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is damaged, or no index of shards: {error!r}") from error
     if missing := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(files)} shards)")
+        raise FileNotFoundError(
+            f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(files)} shards): download them again"
+        )
     return files
 
 
@@ -139,6 +141,6 @@ def _folder(path: Path) -> Weights:
         return _by_names(path, read_state(weight_files(path)[0]))
     known = ", ".join(hugging_face.MODEL_TYPES.values())
     raise ValueError(
-        f"{path} is of model_type {values.get('model_type')!r}, of no layout that is known: transformers' {known}, "
-        f"{motif.MODEL_TYPE}, and language models of ours, are"
+        f"{path} has model_type {values.get('model_type')!r}: give a model of transformers' {known} or "
+        f"{motif.MODEL_TYPE}, or a language model of ours"
     )

@@ -83,7 +83,7 @@ def to_motif(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[
         ValueError: Motif has another variant, activation, lambda_init or no such head norm.
     """
     if config.variant not in ("v1", "gda"):
-        raise ValueError(f"Motif has no model of variant {config.variant!r}: only of v1 and gda")
+        raise ValueError(f"Motif has no model of variant {config.variant!r}: convert v1 or gda")
     fixed = {"activation": "poly_norm", "lambda_init": "depth-1", "head_norm": True, "variant_by_layer": None}
     check_settings("this model", {name: getattr(config, name) for name in fixed}, "Motif", fixed)
     groups = config.num_heads // (config.signal_ratio if config.variant == "gda" else 1)
@@ -130,11 +130,13 @@ def from_motif(values: Mapping[str, Any], state: Mapping[str, Tensor]) -> tuple[
 def _our_config(values: Mapping[str, Any], *, tied: bool) -> LanguageConfig:
     """Return our configuration; `tied` holds where the settings do not say it."""
     if not recognised(values):
-        raise ValueError(f"a transformers model of type {values.get('model_type')!r} is not {MODEL_TYPE}")
+        raise ValueError(
+            f"a transformers model of type {values.get('model_type')!r} is not {MODEL_TYPE}: give one of that type"
+        )
     if (latent := values.get("kv_lora_rank")) is not None:
         raise ValueError(
-            f"the Motif model has kv_lora_rank={latent!r}, the latent keys and values of Motif-3, which our model does "
-            "not have: give Motif-2.6B or Motif-2-12.7B"
+            f"the Motif model has kv_lora_rank={latent!r}, of Motif-3, which is not supported: give Motif-2.6B or "
+            "Motif-2-12.7B"
         )
     check_sizes(values, "num_key_value_heads", "num_noise_heads", "head_dim")
     rope = rope_settings(values)
@@ -144,22 +146,21 @@ def _our_config(values: Mapping[str, Any], *, tied: bool) -> LanguageConfig:
     windows = {*kinds} - {"full_attention"}
     if windows or (values.get("sliding_window") is not None and values.get("use_sliding_window") is None):
         raise ValueError(
-            f"the Motif model has layer_types={list(kinds)!r} and sliding_window={values.get('sliding_window')!r}, and "
-            "ours attends to all earlier tokens: run this one with its authors' code (use_sliding_window=false in "
-            "config.json, if its windows are not used)"
+            f"the Motif model has layer_types={list(kinds)!r}, sliding_window={values.get('sliding_window')!r}: set "
+            "use_sliding_window=false if unused, or run its own code"
         )
     heads = values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
     noise = values.get("num_noise_heads") or (0 if heads % 2 else heads // 2)
     if not 0 < noise < heads or heads % noise:
         raise ValueError(
-            f"the Motif model has num_attention_heads={heads} and num_noise_heads={noise}: the heads must be a "
-            "multiple of the noise heads, two times or more; take the config.json that belongs to the weights"
+            f"the Motif model has num_attention_heads={heads}, not a multiple of num_noise_heads={noise}: use its "
+            "own config.json"
         )
     if kv_heads % 2 or noise % (kv_heads // 2):
         raise ValueError(
-            f"the Motif model has num_key_value_heads={kv_heads}: it must be even, and half of it divide the "
-            f"{noise} noise heads; take the config.json that belongs to the weights"
+            f"the Motif model has num_key_value_heads={kv_heads}, whose half must divide {noise} noise heads: use "
+            "its own config.json"
         )
     ratio = heads // noise - 1
     return LanguageConfig(

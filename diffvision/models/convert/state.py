@@ -110,8 +110,8 @@ def check_finite(state: Mapping[str, Tensor], what: str) -> None:
     """Raise a ValueError if a state_dict holds numbers that are not finite."""
     if wrong := [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise ValueError(
-            f"{len(wrong)} tensors of {what} are not finite, the first {wrong[0]} ({state[wrong[0]].dtype}): a run "
-            "that diverged, or values above half precision's 65,504; save them in float32"
+            f"{len(wrong)} tensors of {what} are not finite, first {wrong[0]} ({state[wrong[0]].dtype}): save the "
+            "weights in float32, or take an earlier checkpoint"
         )
 
 

@@ -36,8 +36,8 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     if other := [name for name in weights if re.search(r"(^|\.)(lambda_a|attn\.norm\.weight)$", name)]:
         raise ValueError(
-            f"the timm model has {other[0]}: its attention has dual_lambda or scale_norm, which is not V1's; "
-            "diffvision.replace_attention makes the model itself faster, as it is"
+            f"the timm model has {other[0]}, which V1 does not: diffvision.replace_attention makes the model itself "
+            "faster, unchanged"
         )
     state: dict[str, Tensor] = {}
     for name, value in weights.items():
@@ -56,7 +56,7 @@ def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ValueError: there is no V1 layer, or projections of queries, keys and values have different sizes.
     """
     if not any(name.endswith("head_norm.weight") and f"{name[:-16]}lambda_q1" in state for name in state):
-        raise ValueError("the state_dict has no head_norm.weight next to a lambda_q1: it is not of V1, as timm's is")
+        raise ValueError("the state_dict has no head_norm.weight next to a lambda_q1: give weights of timm's V1")
     weights: dict[str, Tensor] = {}
     for name, value in state.items():
         match = re.match(r"(^|.*\.)(q|k|v)_proj\.(weight|bias)$", name)
@@ -66,8 +66,8 @@ def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             parts = [state[f"{match[1]}{letter}_proj.{match[3]}"] for letter in "qkv"]
             if len({part.shape for part in parts}) > 1:
                 raise ValueError(
-                    f"{match[1]}q_proj, k_proj and v_proj are of {[list(part.shape) for part in parts]}: timm's are of "
-                    "one size, with as many key/value heads as heads"
+                    f"{match[1]}q_proj, k_proj and v_proj have sizes {[list(part.shape) for part in parts]}: give a "
+                    "model whose num_kv_heads is num_heads"
                 )
             weights[f"{match[1]}qkv.{match[3]}"] = torch.cat(parts)
     return weights

@@ -76,8 +76,8 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
     kv_heads = config.num_kv_heads or config.num_heads
     if config.variant == "standard" and config.dim % config.num_heads:
         raise ValueError(
-            f"this model has a width of {config.dim} and {config.num_heads} heads, and transformers' Llama takes only "
-            "widths that are a multiple of the heads: `diffvision export` writes it with a class that takes it"
+            f"width {config.dim} is not a multiple of {config.num_heads} heads, as transformers' Llama requires: "
+            "use `diffvision export`"
         )
     layer = ATTENTION[config.variant]
     values = {
@@ -155,19 +155,19 @@ def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mappi
     """
     for name, value in fixed.items():
         if given.get(name) is not None and given[name] != value:
-            raise ValueError(
-                f"{what} has {name}={given[name]!r}, and {whose} has {value!r} alone: it cannot be converted"
-            )
+            raise ValueError(f"{what} has {name}={given[name]!r}, not {value!r} as {whose}: give another model")
 
 
 def _check(config: LanguageConfig) -> None:
     if config.variant_by_layer is not None:
         raise ValueError(
-            f"this model has variant_by_layer={config.variant_by_layer!r}, and transformers' models one kind of "
-            "attention: `diffvision export` writes it as a transformers folder with our classes"
+            f"transformers' models have one kind of attention, not variant_by_layer={config.variant_by_layer!r}: "
+            "use `diffvision export`"
         )
     if config.variant not in MODEL_TYPES:
-        raise ValueError(f"transformers has no model of variant {config.variant!r}: only of {', '.join(MODEL_TYPES)}")
+        raise ValueError(
+            f"transformers has no model of variant {config.variant!r}: convert one of {', '.join(MODEL_TYPES)}"
+        )
     is_v1 = config.variant == "v1"
     # DiffLlama has one eps for all norms, and our head norm's is fixed.
     fixed = {"activation": "silu", "lambda_init": "depth", **({"norm_eps": HEAD_NORM_EPS} if is_v1 else {})}
@@ -178,7 +178,9 @@ def _check(config: LanguageConfig) -> None:
 def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     variants = {model_type: variant for variant, model_type in MODEL_TYPES.items()}
     if (model_type := values.get("model_type")) not in variants:
-        raise ValueError(f"a transformers model of type {model_type!r} is none of {', '.join(variants)}")
+        raise ValueError(
+            f"a transformers model of type {model_type!r} is not {', '.join(variants)}: give one of that type"
+        )
     check_sizes(values, "num_key_value_heads", "head_dim")
     rope = rope_settings(values)
     check_settings("the transformers model", {**values, **rope}, "ours", _FIXED)
@@ -194,8 +196,8 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     num_heads, num_kv_heads = heads // queries, kv_heads // keys
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"the transformers model has num_attention_heads={heads}, not a multiple of "
-            f"{queries * num_kv_heads} for its num_key_value_heads={kv_heads}"
+            f"the transformers model has num_attention_heads={heads}, not a multiple of {queries * num_kv_heads} "
+            f"for num_key_value_heads={kv_heads}: correct it"
         )
     config = LanguageConfig(
         **{ours: values[theirs] for ours, theirs in SIZES.items()},
@@ -218,7 +220,7 @@ def check_sizes(values: Mapping[str, Any], *optional: str) -> None:
     for name in (*needed, *optional):
         value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
-            raise ValueError(f"the transformers model has {name}={value!r}, not a number above 0")
+            raise ValueError(f"the transformers model has {name}={value!r}: set a number above 0 in config.json")
 
 
 def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
     thetas = [value for mapping in mappings if (value := mapping.get("rope_theta")) is not None]
     if wrong := [value for value in thetas if isinstance(value, bool) or not isinstance(value, int | float)]:
-        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}, not a number")
+        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}: write a number in config.json")
     return {
         "rope_theta": thetas[0] if thetas else 10_000.0,
         "rope_type": setting("default", "rope_type", "type"),  # "type" before transformers 4.43
@@ -261,12 +263,15 @@ def shared_from(config: LanguageConfig, state: State) -> dict[str, Tensor]:
     """Return the weights that are renamed alone, under our names; ValueError if there are others than the config's."""
     embedding = state["model.embed_tokens.weight"]
     if (count := state.layers("model.layers")) != config.depth:
-        raise ValueError(f"the transformers model has num_hidden_layers={config.depth}, and weights of {count} layers")
+        raise ValueError(
+            f"the transformers model has num_hidden_layers={config.depth} and weights of {count} layers: correct "
+            "config.json"
+        )
     head = state.get("lm_head.weight")
     if config.tied and head is not None and not torch.equal(head, embedding):
         raise ValueError(
-            "the transformers model has tie_word_embeddings=True, and an lm_head.weight that is not its "
-            "model.embed_tokens.weight: set tie_word_embeddings to what the model was trained with"
+            "the transformers model has tie_word_embeddings=True, but lm_head.weight differs from "
+            "model.embed_tokens.weight: untie it"
         )
     out = {"embed.weight": embedding, "norm.weight": state["model.norm.weight"]}
     if not config.tied:

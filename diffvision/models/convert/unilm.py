@@ -51,10 +51,12 @@ def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     """
     foreign = [name for name in state if re.search(r"(q_norm|k_norm)\.weight$|(q|k|v)_proj\.bias$", name)]
     if foreign:
-        raise ValueError(f"{layout} has no {', '.join(foreign[:3])}: its projections have no bias or norm")
+        raise ValueError(
+            f"{layout} has no {', '.join(foreign[:3])}, as its projections have no bias or norm: leave them out"
+        )
     mark = "head_norm.weight" if layout == "unilm-v1" else "lambda_proj.weight"
     if not any(name.endswith(mark) for name in state):
-        raise ValueError(f"the state_dict has no {mark}: it is not of the variant that {layout} holds")
+        raise ValueError(f"the state_dict has no {mark}: give weights of the variant in {layout}")
     return _renamed(state, NAMES[layout])
 
 

@@ -204,5 +204,7 @@ def config(name: str, **overrides: Any) -> LanguageConfig:
     }
     known = {field.name for field in dataclasses.fields(LanguageConfig)}
     if unknown := set(overrides) - known:
-        raise TypeError(f"a language model has no {', '.join(sorted(unknown))}: it has {', '.join(sorted(known))}")
+        raise TypeError(
+            f"a language model has no {', '.join(sorted(unknown))}: choose among {', '.join(sorted(known))}"
+        )
     return LanguageConfig(**{**values, **overrides})

@@ -92,8 +92,8 @@ class LanguageModel(nn.Module):
         name, layer = ("head", self.head) if self.head is not None else ("embed", self.embed)
         if not isinstance(layer, nn.Linear | nn.Embedding):
             raise ValueError(
-                f"{name} is wrapped in {type(layer).__module__}.{type(layer).__name__}, which its weight alone leaves "
-                "out: merge it (PEFT: merge_and_unload), or keep it from the output projection (exclude_modules)"
+                f"{name} is wrapped in {type(layer).__module__}.{type(layer).__name__}: merge it (PEFT: "
+                "merge_and_unload), or exclude the output projection (exclude_modules)"
             )
         return layer.weight
 

@@ -47,7 +47,7 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None, *, 
     size = getattr(tokenizer, "vocab_size", None)
     if size is not None and size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {size} tokens and the model {model.config.vocab_size}: they do not belong together"
+            f"the tokenizer has {size} tokens and the model {model.config.vocab_size}: give the model's own tokenizer"
         )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ def load(
     expected = (variant or config.variant, vocab_size or config.vocab_size)
     if expected != (config.variant, config.vocab_size):
         raise ValueError(
-            f"checkpoint {path} is of variant {config.variant!r} with a vocabulary of {config.vocab_size}, not of "
-            f"variant {expected[0]!r} with a vocabulary of {expected[1]}: use a model and a tokenizer that fit it"
+            f"checkpoint {path} is variant {config.variant!r} with vocabulary of {config.vocab_size}, not variant "
+            f"{expected[0]!r} with vocabulary of {expected[1]}: use its own model"
         )
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -173,14 +173,16 @@ def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
     """Read a folder of `save`."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"no {name} in {folder}: give a directory that holds a saved language model")
+            raise FileNotFoundError(f"no {name} in {folder}: give the directory of a run")
     try:
         values = read_json(folder / "config.json")
         state = load_file(folder / "model.safetensors", device=str(map_location))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
     if values.pop("diffvision", None) != "language":
-        raise ValueError(f'{folder / "config.json"} has no "diffvision": "language": it is not one of our models')
+        raise ValueError(
+            f'{folder / "config.json"} has no "diffvision": "language": give the folder of a language model of ours'
+        )
     return values, int8.joined(state), recorded(folder / "model.safetensors")
 
 
@@ -190,7 +192,7 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
     hyper = content.get("hyper_parameters")
     values = hyper.get("config") if isinstance(hyper, dict) else None
     if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"checkpoint {path} is not one of our language training: it has no hyper_parameters.config")
+        raise ValueError(f"checkpoint {path} has no hyper_parameters.config: give one of our language training")
     state = {
         name.removeprefix("model.").removeprefix("_orig_mod."): value
         for name, value in content["state_dict"].items()
@@ -218,5 +220,6 @@ def _check_sizes(path: Path, state: dict[str, Tensor], named: LanguageConfig) ->
     for what, held, said in (("depth", depth, named.depth), ("a vocabulary of", vocabulary, named.vocab_size)):
         if held != said:
             raise ValueError(
-                f"checkpoint {path} has weights of {what} {held}, and a configuration of {what} {said}: they do not fit"
+                f"checkpoint {path} has weights of {what} {held}, and a configuration of {what} {said}: correct the "
+                "configuration"
             )

@@ -291,7 +291,7 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTraine
     if eos not in vocabulary:
         raise ValueError(f"{file} has no token {eos!r} that ends a document: name the one that does with eos")
     if (size := max(vocabulary.values()) + 1) > config.vocab_size:
-        raise ValueError(f"{file} has {size} tokens and the model {config.vocab_size}: they do not belong together")
+        raise ValueError(f"{file} has {size} tokens and the model {config.vocab_size}: give the model's own tokenizer")
     return PreTrainedTokenizerFast(
         tokenizer_file=str(file),
         eos_token=eos,

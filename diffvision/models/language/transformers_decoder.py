@@ -393,8 +393,8 @@ def _check_length(embeds: Tensor, mask: Tensor | None, start: int, longest: int)
     rows, end = embeds.shape[0], start + embeds.shape[1]
     if end > longest:
         raise ValueError(
-            f"{end} tokens are over the model's max_length of {longest}: shorten them, or make the model with a larger "
-            "max_position_embeddings (and train it so)"
+            f"{end} tokens are over the model's max_length of {longest}: shorten them, or train with a larger "
+            "max_position_embeddings"
         )
     if mask is not None and mask.ndim == 2 and mask.shape != (rows, end):
         raise ValueError(

@@ -245,4 +245,4 @@ def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None
     shape = tuple(tensor.shape)
     fits = len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
     if not fits:
-        raise ValueError(f"{name} of shape {shape} does not broadcast to {list(target)}")
+        raise ValueError(f"{name} has shape {shape}: make it broadcast to {list(target)}")

@@ -57,8 +57,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """
         if bad := weights_not_finite(checkpoint):
             raise FloatingPointError(
-                f"no checkpoint is written to {path}: {bad} would hold NaN or infinity. Checkpoints saved before "
-                "are untouched: resume from one with a lower optimizer.lr"
+                f"no checkpoint is written to {path}: {bad} has NaN or infinity: resume an earlier one with a lower "
+                "optimizer.lr"
             )
         if is_remote(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
@@ -122,8 +122,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
 def _refuse_objects(written: Path, path: Path) -> None:
     if unsafe := sorted(get_unsafe_globals_in_checkpoint(written)):
         raise ValueError(
-            f"{path} would hold objects of {', '.join(unsafe[:3])}, which could not be loaded with weights_only=True: "
-            "keep tensors and plain values only in what a module, callback or data module saves of itself"
+            f"{path} would hold objects of {', '.join(unsafe[:3])}, which weights_only=True refuses: save only "
+            "tensors and plain values in it"
         )
 
 

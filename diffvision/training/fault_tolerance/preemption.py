@@ -221,7 +221,7 @@ def requeue() -> None:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch("[0-9_-]+", job):
-        raise ValueError(f"SLURM_JOB_ID is {job!r}, which is no job's number")
+        raise ValueError(f"SLURM_JOB_ID is {job!r}: set it to the job's number")
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:

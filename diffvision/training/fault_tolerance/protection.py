@@ -162,6 +162,6 @@ def refuse_sharded(strategy: Any) -> None:
         return
     name, remedy = setting
     raise ValueError(
-        f"{type(strategy).__name__} would save its shards in a directory, neither atomically nor as tensors alone: set "
-        f"the strategy's {name} to {remedy}, which gathers the states in one file"
+        f"{type(strategy).__name__} would save shards that are not atomic: set the strategy's {name} to {remedy}, "
+        "which writes one file"
     )

@@ -234,8 +234,8 @@ def _refuse_later(directories: list[Path], path: str, step: int) -> None:
     later, _ = newest_valid(directories)
     if later is not None and (reached := verify(later).step) > step:
         raise ValueError(
-            f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}, from which --resume auto would "
-            f"resume once this run is interrupted: move what is later away, or give this run {SEPARATE}"
+            f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}: move later ones away, or give "
+            f"this run {SEPARATE}"
         )
 
 
@@ -319,8 +319,8 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
     trained = run.get("world_size") or world_size
     if trained != world_size and ranks == "same":
         raise ValueError(
-            f"cannot resume from {path}: {trained} processes trained it and here are {world_size}, whose random "
-            f"numbers would differ: run {trained} (trainer.devices x num_nodes), or accept it: --resume_ranks any"
+            f"cannot resume from {path}: {trained} processes trained it, not {world_size}: run {trained} "
+            "(trainer.devices x num_nodes), or --resume_ranks any"
         )
     return {**run, "optimizer_states": checkpoint["optimizer_states"], "step": checkpoint["global_step"]}
 

@@ -172,8 +172,8 @@ class RunState(pl.Callback):
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
         if "current_model_state" in checkpoint and not averages:
             raise ValueError(
-                f"cannot resume from {trainer.ckpt_path}: its weights are averages (EMA) and this run has none: add "
-                "the callback that it was trained with (diffvision.training.ema.EMA)"
+                f"cannot resume from {trainer.ckpt_path}: its weights are averages: add the callback "
+                "diffvision.training.ema.EMA"
             )
         if run.get("unfinished"):
             raise ValueError(f"cannot resume from {trainer.ckpt_path}: it was taken {run['unfinished']}")

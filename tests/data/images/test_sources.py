@@ -69,7 +69,7 @@ def test_a_folder_for_each_class(tree):
     with pytest.raises(ValueError, match="has no split 'test': it has train"):
         find_images(tree, "test")
     write(tree / "train/loose.png", 1)
-    with pytest.raises(ValueError, match="images in no class and without"):
+    with pytest.raises(ValueError, match="images without class or caption"):
         find_images(tree)
 
 
@@ -134,7 +134,7 @@ def test_folders_that_are_no_classes(tree, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty: its first line names the columns"),
+        ("", "is empty: write the column names"),
         ("image,caption\n", "has no rows"),
         ("image;caption\n1.png;a\n", "has semicolons between its columns"),
         ("1.png,a\n", "or write a first line that names the columns"),
@@ -419,7 +419,7 @@ def test_a_torchvision_dataset(tmp_path):
     assert number(ImageMember(to_float)(ImageSet(pictures).members((0, 3)))) == 7
     assert ImageEvaluationFolder(source).name == "FashionMNIST"
     assert len(ImageEvaluationFolder(source).images("test")) == 10
-    with pytest.raises(ValueError, match="Nothing is downloaded here"):
+    with pytest.raises(ValueError, match="download it with python"):
         find_images(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
     with pytest.raises(ValueError, match="torchvision has no dataset"):
         find_images(f"torchvision:Fashion:{tmp_path}")

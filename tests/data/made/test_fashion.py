@@ -115,7 +115,7 @@ def damage_compression(folder):
         (damage_labels, r"other than 0 to 9.*\(10\)"),
         (damage_count, r"30 labels of 20 images"),
         (damage_compression, r"cannot be read"),
-        (damage_size, r"32 x 32 pixels: Fashion-MNIST's have 28 x 28"),
+        (damage_size, r"32 x 32 pixels, not 28 x 28"),
         (damage_set, r"60,000 labels that are not Fashion-MNIST's"),
     ],
 )

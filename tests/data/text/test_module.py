@@ -167,7 +167,7 @@ def test_settings_that_do_not_fit_are_said(places, tmp_path):
     with pytest.raises(ValueError, match="is of a tokenizer of 280 tokens"):
         data_of(places, "tokens", tokenizer=str(other)).train_dataloader()
     tokenize_shards(ShardSet(places / "text"), tmp_path / "t", load_tokenizer(other), num_workers=0)
-    with pytest.raises(ValueError, match="are of more than one tokenizer"):
+    with pytest.raises(ValueError, match="have different tokenizers"):
         TextData([str(places / "tokens"), str(tmp_path / "t")], 4, 16).train_dataloader()
     with pytest.raises(ValueError, match="fewer than one global batch of 5000"):
         data_of(places, "tokens", batch_size=5000).train_dataloader()

@@ -108,7 +108,7 @@ def test_a_tokenizer_without_borders_is_refused(synthetic):
         def encode(self, text):
             return [hash(text[place : place + 2]) for place in range(0, len(text), 2)]
 
-    with pytest.raises(ValueError, match="must be separate tokens"):
+    with pytest.raises(ValueError, match="into one token"):
         list(needle_samples(Pairs(), length=60, depth=0.5, samples=4, form=synthetic))
 
 

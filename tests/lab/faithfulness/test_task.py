@@ -215,7 +215,7 @@ def test_judges_have_names(by):
 
 
 def test_contains_needs_answers():
-    with pytest.raises(ValueError, match="row 's' has no answers that"):
+    with pytest.raises(ValueError, match="row 's' has no answers for"):
         open_judges(JudgeOptions("contains"), [Row("s", "summary", "d")], "cpu")
     with pytest.raises(ValueError, match=r"judge\.tries is 0: give a number"):
         JudgeOptions(tries=0)

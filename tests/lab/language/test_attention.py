@@ -76,7 +76,7 @@ def test_a_model_without_attention_is_refused(table):
         captured(table([[1.0]]), lambda call: None),
     ):
         pass
-    with pytest.raises(ValueError, match=r"keeps no nn\.ModuleList"):
+    with pytest.raises(ValueError, match=r"has no nn\.ModuleList"):
         decoder_layers(table([[1.0]]))
 
 

@@ -69,7 +69,7 @@ def test_names():
     assert language.config("diff-3m", vocab_size=99, lambda_init=0.8).lambda_init == 0.8
     with pytest.raises(ValueError, match="has no model 'diff-7m'"):
         language.config("diff-7m")
-    with pytest.raises(TypeError, match="has no vocabulary: it"):
+    with pytest.raises(TypeError, match="has no vocabulary"):
         language.config("diff-3m", vocabulary=99)
 
 
@@ -351,10 +351,10 @@ def test_what_cannot_be_loaded_is_one_error(tmp_path):
         language.load(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no config\.json in"):
         language.load(tmp_path)
-    message = "of variant 'v1' with a vocabulary of 4096, not of variant 'standard' with a vocabulary of 4096"
+    message = "variant 'v1' with vocabulary of 4096, not variant 'standard'"
     with pytest.raises(ValueError, match=message):
         language.load(folder, variant="standard")
-    with pytest.raises(ValueError, match="vocabulary of 4096, not of variant"):
+    with pytest.raises(ValueError, match="4096, not variant"):
         language.load(folder, vocab_size=300)
     with pytest.raises(ValueError, match="the tokenizer has 300 tokens"):
         language.save(LanguageModel(LanguageConfig(**TINY)), folder, TokenizerStub())
@@ -363,7 +363,7 @@ def test_what_cannot_be_loaded_is_one_error(tmp_path):
     with pytest.raises(ValueError, match="is damaged or no checkpoint"):
         language.load(tmp_path / "text.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"it has no hyper_parameters\.config"):
+    with pytest.raises(ValueError, match=r"has no hyper_parameters\.config"):
         language.load(tmp_path / "other.ckpt")
 
 
@@ -388,7 +388,7 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     with pytest.raises(ValueError, match="not one of a language model"):
         language.load(tmp_path)
     write(diffvision="vision")
-    with pytest.raises(ValueError, match="it is not one of our models"):
+    with pytest.raises(ValueError, match='has no "diffvision"'):
         language.load(tmp_path)
     write()
     (tmp_path / "model.safetensors").write_bytes(b"cut")

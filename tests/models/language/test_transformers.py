@@ -167,7 +167,7 @@ def test_a_variant_that_no_cache_serves_generates_by_whole_sequences():
     for _ in range(3):
         whole = torch.cat([whole, host(whole).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated, whole)
-    with pytest.raises(ValueError, match="variant 'v1_dint' needs the past"):
+    with pytest.raises(ValueError, match="variant 'v1_dint' cannot use a cache"):
         host(tokens, use_cache=True)
 
 
