@@ -257,7 +257,7 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from None
             if not isinstance(value, dict):
-                raise ValueError(f"{where} is not a JSON object")
+                raise ValueError(f"{where} is not a JSON object: write it again with write_manifest")
             entries = parse(value, where)
             for shard, fields in entries:
                 _check_entry(shard, fields, where)
@@ -269,7 +269,10 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
 
 def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
     if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}")
+        raise ValueError(
+            f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}: write it again with "
+            "write_manifest"
+        )
     try:
         entries = [
             (e["name"], {"samples": e["samples"], "bytes": e["bytes"], "sha256": e["sha256"].lower()})
