@@ -231,7 +231,7 @@ def test_keys_with_dots_are_refused(tmp_path, capsys):
 def test_keys_that_begin_with_a_dot_are_named(tmp_path):
     tar(tmp_path / "0.tar", *GOOD, (".a", {"png": IMAGE, "txt": b"a"}), ("._b", {"png": b"\0"}))
     (problem,) = problems(tmp_path)["0.tar"]
-    expected = "2 members are in no sample, for their names begin with a dot, first '.a.png'; rename"
+    expected = "2 members are in no sample, because their names begin with a dot, first '.a.png'; rename"
     assert problem.startswith(expected)
     with pytest.warns(UserWarning, match=re.escape(expected)):
         ShardSet(tmp_path)

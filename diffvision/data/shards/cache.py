@@ -80,7 +80,7 @@ class ShardCache:
             version = _digest(answer)
         return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
 
-    def pinned(self, shards: Sequence[Shard]) -> list[Shard]:
+    def pin_all(self, shards: Sequence[Shard]) -> list[Shard]:
         """Return the shards, those that this cache keeps pinned to a version, as far as their servers answer.
 
         Where a server does not answer, a copy in the cache is used, with one warning for all of them; without a copy
@@ -150,11 +150,11 @@ class ShardCache:
         path = self._path(shard)
         self.directory.mkdir(parents=True, exist_ok=True)
         with locked(lock_of(path), shared=True):
-            if present := _touched(shard, path):
+            if present := _mark_used(shard, path):
                 yield path
         if not present:
             with locked(lock_of(path)):
-                if not _touched(shard, path):
+                if not _mark_used(shard, path):
                     self._make(shard, path)
                 yield path
 
@@ -184,7 +184,7 @@ class ShardCache:
         with scratch(self.directory) as folder:
             if shard.bytes is not None:
                 self._make_room(shard.bytes)
-            whole = self._unpacked(shard, self._verified(shard, folder, deadline), folder)
+            whole = self._unpack(shard, self._fetch_verified(shard, folder, deadline), folder)
             if not shard.remote:
                 self._check_version(shard)  # only now: it was being read until here
             self._make_room(0)
@@ -203,12 +203,12 @@ class ShardCache:
         if now != shard.version:
             _log.warning(
                 "%s was replaced since this run began: what it holds now is not what was counted, so its samples are "
-                "left out; start again to read it anew, and give it a manifest",
+                "left out; start again to read it, and give it a manifest",
                 shard.location,
             )
             raise Refused("it was replaced since this run began")
 
-    def _verified(self, shard: Shard, folder: Path, deadline: float) -> Path:
+    def _fetch_verified(self, shard: Shard, folder: Path, deadline: float) -> Path:
         """Return a local file of the shard's bytes, compared with the manifest as far as it goes."""
         path = Path(shard.location)
         if shard.remote:
@@ -224,7 +224,7 @@ class ShardCache:
             raise OSError("its sha256 is not the manifest's")
         return path
 
-    def _unpacked(self, shard: Shard, path: Path, folder: Path) -> Path:
+    def _unpack(self, shard: Shard, path: Path, folder: Path) -> Path:
         opener = _OPENERS.get(Path(shard.name).suffix)
         if opener is None:
             return path
@@ -284,7 +284,7 @@ def _plain_name(name: str) -> str:
     return name.removesuffix(".tar")[-80:] + ".tar"
 
 
-def _touched(shard: Shard, path: Path) -> bool:
+def _mark_used(shard: Shard, path: Path) -> bool:
     """Return whether the file is there, of the size that is known; if so, make it the most recently used one."""
     if not path.is_file():
         return False

@@ -125,16 +125,12 @@ class ShardIndex:
             if len(headers) == tarfile.BLOCKSIZE:
                 member = _Header.frombuf(headers, _ENCODING, _ERRORS)
             else:
-                member = _opened(io.BytesIO(headers)).next()
+                member = _open_tar(io.BytesIO(headers)).next()
         except Exception:  # tarfile raises nearly anything on what is no header
             return False
         return (
             member is not None and member.isreg() and member.size == size and _split(member.name) == (key, member_type)
         )
-
-    def agrees(self, other: "ShardIndex") -> bool:
-        """Return whether both indexes describe every sample alike."""
-        return self.digest == other.digest and (self.damage, self.cut) == (other.damage, other.cut)
 
     @property
     def digest(self) -> str:
@@ -198,13 +194,13 @@ class _Rows:
         if len(self.columns) > _MAX_COLUMNS:
             first, *more = list(self.columns)[:3]
             dotted = (
-                f"its members are of {len(self.columns)} types ({first}, {', '.join(more)}, ...), for a key ends at "
-                f"the first dot of a name: {index.key(0)}.{first} is in the sample {index.key(0)}"
+                f"its members are of {len(self.columns)} types ({first}, {', '.join(more)}, ...), because a key "
+                f"ends at the first dot of a name: {index.key(0)}.{first} is in the sample {index.key(0)}"
             )
         if self.hidden:
             first = f"{self.first_hidden!r:.80}"
-            hidden = f"{self.hidden} members are in no sample, for their names begin with a dot, first {first}"
-        unread = end - (_covered(index) or 0)
+            hidden = f"{self.hidden} members are in no sample, because their names begin with a dot, first {first}"
+        unread = end - (_covered_bytes(index) or 0)
         others = tuple(self.others)
         return replace(
             index, dotted=dotted, hidden=hidden, end=end, unread=unread, other_types=others, other_rows=other_rows
@@ -212,7 +208,7 @@ class _Rows:
 
 
 def _notes_neither_name_nor_size(headers: bytes) -> bool:
-    """Return whether one block of an extended header comes first, such as for fractions of a second, without these."""
+    """Return whether the first header is one extended block, as for fractions of a second, without these."""
     notes = headers[tarfile.BLOCKSIZE : -tarfile.BLOCKSIZE]
     return (
         len(notes) == tarfile.BLOCKSIZE
@@ -256,12 +252,12 @@ def scan(path: str | os.PathLike) -> ShardIndex:
         end, damage = _add_members(file, 0, rows)
         stopped = end
         cut = bool(damage) and file.tell() >= os.fstat(file.fileno()).st_size
-        if not damage and (more := _beyond_zeros(file, end)) is not None:
+        if not damage and (more := _find_beyond_zeros(file, end)) is not None:
             damage = f"the zeros at byte {end} are not its end: more follows from byte {more} on"
         if damage and not cut:
             start = end
             for _ in range(_MAX_RESUMED):
-                if (header := _next_header(file, start)) is None:
+                if (header := _find_header(file, start)) is None:
                     break
                 end, _reason = _add_members(file, header, behind)
                 start = max(end, header + tarfile.BLOCKSIZE)
@@ -269,7 +265,7 @@ def scan(path: str | os.PathLike) -> ShardIndex:
     return rows.index(stopped, damage, cut=cut)
 
 
-def _opened(file: IO[bytes]) -> tarfile.TarFile:
+def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     """Open a tar at the position of the file; it need not be closed."""
     return tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding=_ENCODING, errors=_ERRORS)
 
@@ -279,7 +275,7 @@ def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
     tar = None
     try:
         file.seek(start)
-        tar = _opened(file)
+        tar = _open_tar(file)
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps every header in memory
             if not 0 <= member.size <= _MAX_SIZE:  # an extended header may have replaced it
@@ -301,7 +297,7 @@ def _add_members(file: IO[bytes], start: int, rows: _Rows) -> tuple[int, str]:
         return tar.offset if tar else start, f"{error} (at byte {file.tell()})"
 
 
-def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
+def _find_beyond_zeros(file: IO[bytes], start: int) -> int | None:
     """Return the first byte from `start` on that is not zero, or None where there is none."""
     file.seek(start)
     while block := file.read(_BLOCK):
@@ -310,7 +306,7 @@ def _beyond_zeros(file: IO[bytes], start: int) -> int | None:
     return None
 
 
-def _next_header(file: IO[bytes], start: int) -> int | None:
+def _find_header(file: IO[bytes], start: int) -> int | None:
     """Return the first byte from `start` on, in steps of 512, at which there is a header with a right checksum."""
     size = tarfile.BLOCKSIZE
     for begin in range(start, os.fstat(file.fileno()).st_size, _BLOCK):
@@ -327,7 +323,7 @@ def _next_header(file: IO[bytes], start: int) -> int | None:
 
 
 def shard_index(path: str | os.PathLike) -> ShardIndex:
-    """Return the index of a local tar, from its sidecar where that is still true, else read anew and kept.
+    """Return the index of a local tar, from its sidecar where that is still true, else read and kept.
 
     The sidecar is `.index/<name>.npz` next to the tar, or in the user's cache where that cannot be written.
 
@@ -354,7 +350,8 @@ def correct_sidecars(path: str | os.PathLike, index: ShardIndex) -> list[str]:
     path = Path(path).absolute()
     stamp, clauses = _stamp(path), []
     for sidecar in sidecars(path, ".npz"):
-        if (kept := _load(sidecar, stamp)) is not None and not kept.agrees(index):
+        kept = _load(sidecar, stamp)
+        if kept is not None and (kept.digest, kept.damage, kept.cut) != (index.digest, index.damage, index.cut):
             done = "it has been made again" if _save([sidecar], index, stamp) else "it cannot be replaced: remove it"
             clauses.append(f"its index {sidecar} was not true of it: {done}")
     return clauses
@@ -389,10 +386,13 @@ def _stamp(path: Path) -> np.ndarray:
 
 def _load(sidecar: Path, stamp: np.ndarray) -> ShardIndex | None:
     tar_bytes = int(stamp[1])
+    # A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
     limit = _MAX_SIDECAR + 2 * tar_bytes
     try:
         file = io.BytesIO(read_sidecar(sidecar, limit))
-        _check_unpacked(file, limit)
+        with zipfile.ZipFile(file) as packed:
+            if sum(entry.file_size for entry in packed.infolist()) > limit:
+                return None
         with np.load(file, allow_pickle=False) as kept:
             if not np.array_equal(kept["stamp"], stamp):
                 return None
@@ -402,24 +402,15 @@ def _load(sidecar: Path, stamp: np.ndarray) -> ShardIndex | None:
             texts: dict[str, Any] = {name: str(kept[name]) for name in ("damage", "dotted", "hidden")}
             counts: dict[str, Any] = {name: int(kept[name]) for name in ("end", "unread")}
             index = ShardIndex(types, **arrays, **texts, **counts, cut=bool(kept["cut"]), other_types=others)
-        return index if _possible(index, tar_bytes) else None
+        return index if _is_possible(index, tar_bytes) else None
     except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
 
 
-def _check_unpacked(file: IO[bytes], limit: int) -> None:
-    """Raise ValueError if a sidecar, which may come with the tar, unpacks to more than any index of that tar would.
-
-    A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
-    """
-    with zipfile.ZipFile(file) as packed:
-        unpacked = sum(entry.file_size for entry in packed.infolist())
-    if unpacked > limit:
-        raise ValueError(f"the sidecar unpacks to {unpacked:,} bytes")
-
-
-def _possible(index: ShardIndex, tar_bytes: int) -> bool:
+def _is_possible(index: ShardIndex, tar_bytes: int) -> bool:
     """Return whether a sidecar's arrays could be those of a tar of this size."""
+    if any(name.rpartition(".")[2] not in MEMBER_TYPES for name in index.types):
+        return False
     arrays = [getattr(index, name) for name in _ARRAYS]
     shape = (len(index.types), len(index))
     if [a.dtype for a in arrays] != list(_ARRAYS.values()) or any(a.shape != shape for a in arrays[:3]):
@@ -434,12 +425,12 @@ def _possible(index: ShardIndex, tar_bytes: int) -> bool:
         and ((heads >= tarfile.BLOCKSIZE) & (heads <= _MAX_HEADERS) & (heads <= offsets)).all()
         and (np.diff(ends) > 0).all()
         and ends[-1] == len(index.key_bytes)
-        and (covered := _covered(index)) is not None
+        and (covered := _covered_bytes(index)) is not None
         and covered + index.unread == index.end
     )
 
 
-def _covered(index: ShardIndex) -> int | None:
+def _covered_bytes(index: ShardIndex) -> int | None:
     """Return the bytes of the members with an offset and their headers, in whole blocks; None if two overlap."""
     present = index.offsets >= 0
     offsets, sizes, heads = index.offsets[present], index.sizes[present], index.heads[present]

@@ -1,7 +1,6 @@
 """Files at URLs, through fsspec: read within time limits, and again after failures, for a limited time.
 
-Retries are a loop here rather than `tenacity`, which is no dependency of ours or of our dependencies. `redirects`
-decides which redirects are followed; `cache` keeps whole shards on disk.
+`redirects` decides which redirects are followed; `cache` keeps whole shards on disk.
 """
 
 import logging

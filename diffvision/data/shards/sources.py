@@ -35,7 +35,7 @@ class Shard:
     """A shard and what the manifest says of it; None where there is no manifest to say it.
 
     Attributes:
-        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pinned`.
+        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pin_all`.
     """
 
     location: str
@@ -207,7 +207,7 @@ def _directory(directory: Path) -> list[Shard]:
 
 
 def _remote(directory: str) -> list[Shard]:
-    """Return the shards that the manifest at a URL lists, for the files there cannot be listed."""
+    """Return the shards that the manifest at a URL lists, because the files there cannot be listed."""
     directory = directory.rstrip("/")
     counts = read_counts(directory)
     if not counts:
@@ -228,7 +228,7 @@ def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
             where = "which is not there" if problem == "lists" else "which is there"
             raise ValueError(
                 f"the manifest of {directory} {problem} {len(names)} shard(s), first {min(names)}, {where}: "
-                "correct the directory, or write it anew with diffvision.data.make.write_manifest"
+                "correct the directory, or write it again with diffvision.data.make.write_manifest"
             )
 
 

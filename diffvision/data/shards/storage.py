@@ -42,7 +42,7 @@ class ShardSet(SampleSource):
 
     def __init__(self, source: str | Path | Sequence[str | Path | Shard], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
-        self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pinned(find_shards(source))]
+        self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pin_all(find_shards(source))]
         self._used: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, in the order of opening
         self.counts = np.array(self._count(), dtype=np.int64)
         contents = [reader.content for reader in self._readers]

@@ -101,27 +101,24 @@ def _end(workers: list[Any]) -> None:
 
 def _deaths(workers: list[Any], *, wait: bool) -> str:
     """Return which workers died of what, or ""; deaths raise many kinds of error, such as a reset connection."""
-    for _ in workers:
-        with suppress(RuntimeError):  # DataLoader's signal handler may raise for one right here
-            return _deaths_now(workers, wait=wait)
-    return _deaths_now(workers, wait=False)
-
-
-def _deaths_now(workers: list[Any], *, wait: bool) -> str:
-    ends = []
-    if wait and workers:
-        ready = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
-        for worker in workers:
-            if worker.sentinel in ready:
-                worker.join(1.0)  # its pipes close a little before it can be asked for its exit code
-    for number, worker in enumerate(workers):
-        if (code := worker.exitcode) is not None:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            ends.append(f"worker {number} (process {worker.pid}) {how}")
+    ends: dict[int, str] = {}
+    for _ in range(len(workers) + 1):
+        with suppress(RuntimeError):  # DataLoader's signal handler may raise for a worker right here
+            if wait and workers:
+                wait = False
+                ready = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+                for worker in workers:
+                    if worker.sentinel in ready:
+                        worker.join(1.0)  # its pipes close a little before it can be asked for its exit code
+            for number, worker in enumerate(workers):
+                if (code := worker.exitcode) is not None:
+                    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+                    ends[number] = f"worker {number} (process {worker.pid}) {how}"
+            break
     if not ends:
         return ""
     return (
-        f"{', '.join(ends)}. SIGKILL is mostly the system's out-of-memory killer: see dmesg, and take fewer "
+        f"{', '.join(ends.values())}. SIGKILL is mostly the system's out-of-memory killer: see dmesg, and take fewer "
         "num_workers. SIGBUS is a full /dev/shm. Resume from the last checkpoint"
     )
 

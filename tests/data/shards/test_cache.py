@@ -253,7 +253,7 @@ def test_a_silent_server_is_not_asked_for_each_shard(corpus, counted, cache, mon
     )
     open_ones = [Shard(f"http://127.0.0.1:9/{number:06}.tar", samples=10) for number in range(100)]
     with pytest.warns(UserWarning, match="100 of 100 shards could not be"):
-        pinned = cache.pinned(open_ones)
+        pinned = cache.pin_all(open_ones)
     assert len(asked) <= 40  # those that were under way when the first gave up
     assert {shard.version for shard in pinned} == {"0" * 16}
 
