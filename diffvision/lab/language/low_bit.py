@@ -55,18 +55,11 @@ class Settings:
 
     Args:
         granularity: of the paper's logits, as `quantization.quantised`.
-        recent: tokens up to a query that a quantised cache keeps in full precision for it, at least.
-
-    Raises:
-        ValueError: recent is negative.
+        recent: tokens up to a query that a quantised cache keeps in full precision for it, at least; 0 or more.
     """
 
     granularity: Granularity = "layer"
     recent: int = 128
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise ValueError(f"recent is {self.recent}: give the tokens that the cache keeps in full, 0 or more")
 
 
 Scheme = Callable[[Call, Settings], Scores]

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from diffvision.evaluation.language.documents import json_lines
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.evaluation.language.scoring import Progress, constrained_choices, unseen
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.lab.language.choices import constrained_choices
 
 
 class Example(NamedTuple):

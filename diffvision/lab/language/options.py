@@ -88,8 +88,6 @@ class LabOptions(LanguageOptions):
         for ratio in self.pruning_ratios:
             if not 0 < ratio < 1:
                 raise ValueError(f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1")
-        if "{question}" not in self.template:
-            raise ValueError(f"template is {self.template!r}: write {{question}} where the question belongs")
         if self.recent < 0:
             raise ValueError(f"recent is {self.recent}: give the tokens that the cache keeps in full, 0 or more")
         if self.pruning_methods:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from diffvision.evaluation.language.scoring import (
-    constrained_choices,
     evaluating,
     greedy_matches,
     logits_at,
@@ -63,11 +62,3 @@ def test_a_match_is_what_greedy_decoding_would_write(table):
     rows = [[0, 1, 2, 0], [0, 1, 1], [2, 0, 1, 2, 2]]
     spans = [[(1, 4)], [(1, 2), (2, 3)], [(4, 5), (1, 3)]]
     assert greedy_matches(table(NEXT), rows, spans, batch_size=2) == [[True], [True, False], [False, True]]
-
-
-def test_a_constrained_choice_takes_the_likeliest_step_by_step(table):
-    # from 0: 1 is likelier than 2; after 1 only 0 and 1 lead on, and 1 is likelier
-    choices = [[2, 0], [1, 0, 2], [1, 1, 2]]
-    assert constrained_choices(table(NEXT), [[0], [1], [2, 0]], choices, batch_size=2) == [2, 0, 2]
-    with pytest.raises(ValueError, match=r"\[1\] begins the choice \[1, 2\]"):
-        constrained_choices(table(NEXT), [[0]], [[1], [1, 2]])

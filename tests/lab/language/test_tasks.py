@@ -160,7 +160,6 @@ def test_bad_commands_are_refused_before_anything_runs(home, settings, message):
         ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios has 1.0: .* below 1"),
         ({"pruning_methods": ("best",)}, "pruning_methods has 'best'"),
         ({"new_tokens": 0}, "new_tokens is 0"),
-        ({"template": "?"}, "template is .*: write"),
     ],
 )
 def test_bad_options_are_named(settings, message):
