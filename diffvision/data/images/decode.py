@@ -37,13 +37,13 @@ BACKGROUND = (255, 255, 255)
 """What shows through where an image is transparent: white."""
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_image(data: bytes) -> Image.Image:
     """Decode a JPEG, PNG or WebP to an upright 8-bit RGB image; of an animation, its first frame.
 
     Transparent parts show white, 16-bit and floating grey is rescaled rather than clipped, EXIF orientation is applied.
     """
     with _translate_errors():
-        image = open_image(data, max_pixels)
+        image = open_image(data)
         image.load()
         with suppress(Exception):  # unreadable EXIF says nothing about the orientation
             if image.getexif().get(_ORIENTATION, 1) != 1:  # not always: it copies
@@ -51,7 +51,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return to_rgb(image)
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(data: bytes) -> Image.Image:
     """Open an image and read only its header: its format and size are known and allowed."""
     if not data:
         raise BadSample("empty image")
@@ -61,7 +61,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     if image.format != "PNG" and data.count(b"\xff\xda") > MAX_SCANS:
         raise BadSample("too many scans")
-    if image.width * image.height > max_pixels:
+    if image.width * image.height > MAX_PIXELS:
         raise BadSample("image too large")
     if max(image.size) > MAX_ELONGATION * min(image.size):
         raise BadSample("image too elongated")

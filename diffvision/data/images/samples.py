@@ -17,7 +17,6 @@ from diffvision.data.images.captions import text_only
 from diffvision.data.images.decode import (
     MAX_CAPTION,
     MAX_JSON_BYTES,
-    MAX_PIXELS,
     clean_caption,
     decode_image,
     decode_label,
@@ -100,17 +99,16 @@ def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool
 class ImageMember:
     """Reads the image of a sample: the first of `keys` that the sample has."""
 
-    def __init__(self, transform: Transform, keys: str | Sequence[str] = IMAGE_KEYS, max_pixels: int = MAX_PIXELS):
+    def __init__(self, transform: Transform, keys: str | Sequence[str] = IMAGE_KEYS):
         self.transform = transform
         self.keys = tuple(keys.split(";")) if isinstance(keys, str) else tuple(keys)
-        self.max_pixels = max_pixels
         for key in self.keys:
             check_key(key, IMAGE_KEYS)
 
     def __call__(self, members: Members) -> Tensor:
         for key in self.keys:
             if (data := members.get(key)) is not None:
-                return self.transform(decode_image(data, self.max_pixels))
+                return self.transform(decode_image(data))
         raise missing("image", members, "image_key", IMAGE_KEYS)
 
 
