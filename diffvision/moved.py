@@ -53,6 +53,11 @@ MODULES = {
         )
     },
     "diffvision.comparison.output": "diffvision.comparison.result",
+    "diffvision.data.shards.batch_reader": "diffvision.data.shards.loader",
+    "diffvision.data.shards.evaluation_loader": "diffvision.data.shards.loader",
+    "diffvision.data.shards.expected": "diffvision.data.shards.reader",
+    "diffvision.data.shards.locks": "diffvision.files",
+    "diffvision.data.shards.verify": "diffvision.data.shards.sidecars",
     **{f"diffvision.demo.{name}": f"diffvision.lab.demo.{name}" for name in ("text", "text_page")},
     **{
         f"diffvision.evaluation.language.{name}": f"diffvision.lab.language.{name}"
