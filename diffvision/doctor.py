@@ -141,12 +141,12 @@ def list_backends() -> list[tuple[str, str, str, str]]:
     import torch
 
     from diffvision.ops.attention import supported_backends
-    from diffvision.tuning.cases import usual
+    from diffvision.tuning.cases import usual_cases
 
     kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
     rows = []
     for device, dtype in kinds:
-        for case in usual(device, dtype):
+        for case in usual_cases(device, dtype):
             if case.problem.grad:
                 chosen, why = next(iter(supported_backends(case.problem).items()))
                 kind = f"{device}, {str(dtype).removeprefix('torch.')}"

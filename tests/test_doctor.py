@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 
 from diffvision import doctor
 from diffvision.ops.attention import tuned
-from diffvision.tuning.cases import usual
+from diffvision.tuning.cases import usual_cases
 
 HEALTHY = {
     "torch": "2.11.0+cu130",
@@ -43,10 +43,10 @@ def test_every_usual_shape_has_a_backend_and_a_reason():
 
 
 def test_what_was_measured_here_is_said(monkeypatch):
-    problem = usual("cpu", torch.float32)[0].problem
+    problem = usual_cases("cpu", torch.float32)[0].problem
     choice = tuned.Choice("sdpa", "blocked", 1.31, "2026-11-23", {"sdpa": 1.0, "blocked": 1.31}, {})
     tuning = tuned.Tuning(tuned.machine_of("cpu"), {tuned.kind_of(problem, compiled=False): choice})
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.use("cpu", tuning)
         first = doctor.list_backends()[0]
     assert first[2:] == ("sdpa", "measured here on 2026-11-23, 1.31x faster than blocked")

@@ -157,7 +157,7 @@ def test_a_tuning_file_chooses_the_backend(monkeypatch):
     entry["machine"] = tuned.machine_of("cpu")
     Path("tuning.json").write_text(json.dumps({"machines": [entry]}))
     monkeypatch.setenv("DIFFVISION_TUNING", str(Path("tuning.json").absolute()))
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.forget()
         reasons = supported_backends(problem)
     assert reasons["blocked"].startswith("chosen: measured here on 2026-11-24, 1.50x faster")

@@ -47,7 +47,7 @@ USUAL = {
 }
 
 
-def usual(device: str, dtype: torch.dtype) -> list[Case]:
+def usual_cases(device: str, dtype: torch.dtype) -> list[Case]:
     """Return the usual calls, of training and of inference, on "cpu" or "cuda"."""
     cases = []
     for name, (on_cpu, on_gpu, problem) in USUAL.items():
@@ -57,7 +57,7 @@ def usual(device: str, dtype: torch.dtype) -> list[Case]:
     return cases
 
 
-def of_model(spec: str, batch: int, tokens: int | None, device: str, dtype: torch.dtype) -> list[Case]:
+def model_cases(spec: str, batch: int, tokens: int | None, device: str, dtype: torch.dtype) -> list[Case]:
     """Return the calls of a model, of training and of inference, each kind of them once.
 
     Args:

@@ -77,16 +77,16 @@ def tune(
     file = store.file_to_write()
     machine, today = tuned.machine_of(device), datetime.now(UTC).date().isoformat()
     choices: dict[Case, Choice] = {}
-    with tuned.kept():
+    with tuned.restore_at_end():
         for each in tuned.DEVICES:  # what is timed is compared with the rule, and the file need not exist yet
             tuned.use(each, None)
         if model is None:
-            wanted = cases.usual(device, dtype)
+            wanted = cases.usual_cases(device, dtype)
         else:
-            wanted = cases.of_model(model, batch or 1, tokens, device, dtype)
+            wanted = cases.model_cases(model, batch or 1, tokens, device, dtype)
         if compile:
             wanted += [case._replace(compiled=True) for case in wanted]
-        measured = _Measuring(wanted, store.known(file, machine).excluded, 60 * minutes, today)
+        measured = _Measuring(wanted, store.read_tuning(file, machine).excluded, 60 * minutes, today)
         try:
             for case, choice in measured.run():  # kept one by one, for whatever ends this early
                 choices[case] = choice
@@ -94,7 +94,7 @@ def tune(
         finally:
             if measured.excluded:
                 store.save(file, tuned.Tuning(machine, {}, measured.excluded))
-    tuning = store.known(file, machine)
+    tuning = store.read_tuning(file, machine)
     if not choices:
         raise ValueError("; ".join([f"nothing was measured in {minutes:g} minutes: give more", *_excluded(tuning)]))
     tuned.use(device, tuning)
@@ -250,4 +250,4 @@ def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: 
     yield from map(Text, _excluded(tuning))
     if left:
         yield Text(f"not measured, for time or memory: {', '.join(left)}")
-    yield Text(f"kept in {file}; remove it to begin anew")
+    yield Text(f"saved in {file}; remove it to start over")

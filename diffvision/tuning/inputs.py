@@ -93,7 +93,7 @@ class Packed(NamedTuple):
         return cls(q, k, v, lam, ends)
 
 
-def attending(compiled: bool) -> Callable[..., Tensor]:
+def choose_attend(compiled: bool) -> Callable[..., Tensor]:
     """Return `attend`, compiled if asked."""
     return torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffvision.ops import attention_maps, diff_attention
 from diffvision.ops.attention import Problem
-from diffvision.tuning.inputs import Inputs, Packed, attending
+from diffvision.tuning.inputs import Inputs, Packed, choose_attend
 
 MAP_BYTES = 2**27  # of the maps that the formula keeps in float64
 LEAST_ROWS = 8
@@ -42,7 +42,7 @@ class Error(NamedTuple):
         return not self.size <= self.limit
 
 
-def mistake(backend: str, problem: Problem, *, compiled: bool = False, seed: int = 0) -> str | None:
+def find_mistake(backend: str, problem: Problem, *, compiled: bool = False, seed: int = 0) -> str | None:
     """Return what is wrong with a backend's numbers for a problem, None if nothing is.
 
     It is asked for the problem itself, of which samples, heads and rows at both ends are compared, and for odd lengths
@@ -106,7 +106,7 @@ def errors(
         below = (torch.arange(keys, device=device) <= (rows + keys - queries)[:, None])[None, None]
         allowed = below if allowed is None else below & allowed
 
-    out = attending(compiled)(given, backend, causal=causal, mask=mask)
+    out = choose_attend(compiled)(given, backend, causal=causal, mask=mask)
     chosen = some.of_heads(out)[:, :, rows]
     weight = torch.randn(chosen.shape, generator=generator).to(device, out.dtype)
     wanted = [t for t in given if t.requires_grad]
@@ -193,7 +193,7 @@ def _plain_errors(
 def _packed_errors(backend: str, problem: Problem, generator: torch.Generator, *, compiled: bool) -> Iterator[Error]:
     """Yield errors of packed sequences, each compared with the formula; limits are multiples of one rounding."""
     given = Packed.random(problem, generator)
-    out = attending(compiled)(given, backend, causal=problem.causal, longest=problem.queries)
+    out = choose_attend(compiled)(given, backend, causal=problem.causal, longest=problem.queries)
     weight = torch.randn(out.shape, generator=generator).to(out)
     leaves = [t.detach().double().requires_grad_(problem.grad) for t in given[:4]]
     parts = []

@@ -38,7 +38,7 @@ def file_to_write() -> Path:
     return file
 
 
-def known(file: Path, machine: dict[str, str]) -> Tuning:
+def read_tuning(file: Path, machine: dict[str, str]) -> Tuning:
     """Return what a file holds of a machine; nothing where it does not, or is damaged."""
     return _of(_entries(file), machine)
 
@@ -74,5 +74,5 @@ def _entries(file: Path) -> list[dict[str, Any]]:
         return []
     except ValueError as error:
         if file.stat().st_size:
-            warnings.warn(f"{error}: it is written anew", stacklevel=2)
+            warnings.warn(f"{error}: it is replaced", stacklevel=2)
         return []

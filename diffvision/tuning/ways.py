@@ -9,7 +9,7 @@ import torch
 from diffvision.ops.attention import BACKENDS, Problem
 from diffvision.ops.attention.choice import rule
 from diffvision.tuning.cases import Case
-from diffvision.tuning.inputs import Inputs, Packed, attending, mask_of
+from diffvision.tuning.inputs import Inputs, Packed, choose_attend, mask_of
 
 EAGER_MAP_BYTES = 2**30  # of both maps in float32, up to which `eager` is tried
 
@@ -46,7 +46,7 @@ def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]
     weight: list[torch.Tensor] = []
     if case.compiled:
         torch.compiler.reset()  # it keeps a few graphs of one function, and then refuses
-    attend = attending(case.compiled)
+    attend = choose_attend(case.compiled)
 
     def call(backend: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not problem.grad:

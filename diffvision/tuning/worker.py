@@ -24,7 +24,7 @@ import torch
 import diffvision
 from diffvision.ops.attention import BACKENDS, Problem, tuned
 from diffvision.tuning.cases import Case
-from diffvision.tuning.proof import mistake
+from diffvision.tuning.proof import find_mistake
 from diffvision.tuning.timing import seconds_of
 from diffvision.tuning.ways import calls_of
 
@@ -188,7 +188,7 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
         say({"case": index, "begun": True})
         message = ""
         try:
-            wrong = mistake(backend, case.problem, compiled=case.compiled, seed=index)
+            wrong = find_mistake(backend, case.problem, compiled=case.compiled, seed=index)
             if wrong is None:
                 call = calls_of(case, [backend])[backend]
                 call()

@@ -12,7 +12,7 @@ from diffvision.ops.attention.choice import BACKENDS, problems_seen
 @pytest.fixture(autouse=True)
 def _process(monkeypatch):
     monkeypatch.setattr(api, "_known", {})
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.use("cpu", None)
         yield
 
@@ -104,7 +104,7 @@ def test_new_measurements_count_at_once(chosen):
     names, _ = chosen
     call = tensors()
     diff_attention(*call, 0.5)
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.use("cpu", a_tuning("sdpa"))
         diff_attention(*call, 0.5)
         tuned.use("cpu", a_tuning("blocked"))

@@ -294,7 +294,7 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
     # What was measured is not taken where it can no longer run.
     problem = Problem(1, 4, 4, 70, 70, 8, 16)
     choice = tuned.Choice("native", "eager", 1.3, "2026-11-24", {"eager": 1.3, "native": 1.0}, {})
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.use("cpu", tuned.Tuning({}, {tuned.kind_of(problem, compiled=False): choice}))
         assert next(iter(supported_backends(problem))) == "eager"
         diff_attention(*tensors(b=1))

@@ -18,7 +18,7 @@ from diffvision.tuning import cases, store, timing, ways, worker
 from diffvision.tuning.cases import Case
 from diffvision.tuning.command import _Measuring
 from diffvision.tuning.inputs import Inputs, mask_of
-from diffvision.tuning.proof import mistake
+from diffvision.tuning.proof import find_mistake
 from diffvision.tuning.timing import in_turns, peak_memory
 from diffvision.tuning.ways import backends_for, calls_of
 from diffvision.tuning.worker import Tried, try_backend
@@ -42,7 +42,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _process(tmp_path, monkeypatch):
     monkeypatch.setenv("DIFFVISION_TUNING", str(tmp_path / "tuning.json"))
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.forget()
         yield
 
@@ -65,18 +65,18 @@ def test_our_backends_are_right(form):
     able = [backend for backend in backends_for(problem) if backend != "flex"]  # seconds to compile: test_flex.py
     assert "blocked" in able or "triton" in able
     for backend in able:
-        assert mistake(backend, problem) is None, backend
+        assert find_mistake(backend, problem) is None, backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_compared_by_their_own_rounding(dtype):
     for backend in ("eager", "blocked", "sdpa"):
-        assert mistake(backend, SMALL._replace(dtype=dtype, causal=True)) is None
+        assert find_mistake(backend, SMALL._replace(dtype=dtype, causal=True)) is None
 
 
 def test_long_rows_are_compared_in_part(monkeypatch):
     monkeypatch.setattr("diffvision.tuning.proof.MAP_BYTES", 16 * 2 * 2 * 300 * 9)
-    assert mistake("blocked", SMALL._replace(queries=300, keys=300, causal=True)) is None
+    assert find_mistake("blocked", SMALL._replace(queries=300, keys=300, causal=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_long_rows_are_compared_in_part(monkeypatch):
     ],
 )
 def test_a_wrong_backend_is_found(with_broken, backend, message):
-    assert mistake(backend, SMALL).startswith(message)
+    assert find_mistake(backend, SMALL).startswith(message)
     if backend == "wrong_backward":
-        assert mistake(backend, SMALL._replace(grad=False)) is None
+        assert find_mistake(backend, SMALL._replace(grad=False)) is None
 
 
 def test_a_mask_that_is_ignored_is_found(monkeypatch):
     whole = BACKENDS["eager"].diff_attention
     deaf = SimpleNamespace(limit=lambda _: None, diff_attention=lambda *t, mask, **more: whole(*t, mask=None, **more))
     monkeypatch.setitem(BACKENDS, "deaf", deaf)
-    assert mistake("deaf", SMALL) is None
-    assert mistake("deaf", SMALL._replace(masked=True)).startswith("its output is off by")
+    assert find_mistake("deaf", SMALL) is None
+    assert find_mistake("deaf", SMALL._replace(masked=True)).startswith("its output is off by")
 
 
 def news_of(backend, *problems, compiled=False):
@@ -125,7 +125,7 @@ def test_what_the_process_says(with_broken, monkeypatch):
 
 
 def test_what_the_compiler_may_have_done_excludes_nothing(with_broken, monkeypatch):
-    monkeypatch.setattr(worker, "mistake", lambda *_, **__: "its output is off by 1")
+    monkeypatch.setattr(worker, "find_mistake", lambda *_, **__: "its output is off by 1")
     [one, two] = news_of("blocked", SMALL, SMALL, compiled=True)
     assert one["cannot"] == two["cannot"] == "its output is off by 1"
     [wrong] = news_of("blocked", SMALL, SMALL)
@@ -142,7 +142,7 @@ def test_a_lambda_of_every_query_is_proved(monkeypatch):
         return reference.diff_attention(q, k, v, lam.mean().view(1), **settings)
 
     monkeypatch.setitem(BACKENDS, "uniform", _uniform(one_lambda))
-    assert "is off by" in mistake("uniform", SMALL)
+    assert "is off by" in find_mistake("uniform", SMALL)
 
 
 def test_fewer_queries_than_keys_are_proved(monkeypatch):
@@ -152,8 +152,8 @@ def test_fewer_queries_than_keys_are_proved(monkeypatch):
         return reference.diff_attention(q, k, v, lam, causal=False, mask=mask, **settings)
 
     monkeypatch.setitem(BACKENDS, "uniform", _uniform(from_the_first_key))
-    assert mistake("uniform", SMALL) is None
-    assert "is off by" in mistake("uniform", SMALL._replace(causal=True))
+    assert find_mistake("uniform", SMALL) is None
+    assert "is off by" in find_mistake("uniform", SMALL._replace(causal=True))
 
 
 def test_masks_are_those_of_models():
@@ -215,7 +215,7 @@ def test_the_peak_is_of_what_the_call_makes():
 
 def test_a_model_s_calls(capsys):
     tuned.use("cpu", None)
-    found = cases.of_model("DiffCLIP-debug", 16, None, "cpu", torch.float32)
+    found = cases.model_cases("DiffCLIP-debug", 16, None, "cpu", torch.float32)
     assert [(case.name, case.passes) for case in found] == [
         ("DiffCLIP-debug, images", "forward + backward"),
         ("DiffCLIP-debug, images", "forward"),
@@ -225,7 +225,7 @@ def test_a_model_s_calls(capsys):
     images, text = found[0].problem, found[2].problem
     assert (images.batch, images.causal, text.causal) == (16, False, True)
     assert images.dtype == torch.float32
-    found = cases.of_model("diff-debug", 4, 32, "cpu", torch.bfloat16)
+    found = cases.model_cases("diff-debug", 4, 32, "cpu", torch.bfloat16)
     assert {(case.problem.queries, case.problem.masked, case.problem.causal) for case in found} == {
         (32, False, True),
         (32, True, True),
@@ -334,10 +334,10 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     for row in printed["measured"]:
         assert row["backend"] in row["milliseconds"]
         assert row["faster"] >= 1.0
-    entry = store.known(tmp_path / "tuning.json", tuned.machine_of("cpu"))
+    entry = store.read_tuning(tmp_path / "tuning.json", tuned.machine_of("cpu"))
     assert len(entry.choices) == 7
     tuned.forget()
-    problem = next(iter(cases.usual("cpu", torch.float32))).problem
+    problem = next(iter(cases.usual_cases("cpu", torch.float32))).problem
     chosen, why = next(iter(supported_backends(problem).items()))
     assert chosen == printed["measured"][0]["backend"]
     assert why.startswith(f"chosen: measured here on {entry.date}, ")
@@ -351,7 +351,7 @@ def test_tune_from_the_command_line(with_broken, monkeypatch, capsys, tmp_path):
     assert main(["tune", "--device", "cpu", "--minutes", "3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"crashing is never chosen here: {entry.date}: its process ended" in out
-    assert len(store.known(tmp_path / "tuning.json", tuned.machine_of("cpu")).choices) == 7
+    assert len(store.read_tuning(tmp_path / "tuning.json", tuned.machine_of("cpu")).choices) == 7
 
 
 def test_the_calls_that_are_timed_need_what_the_problem_says():

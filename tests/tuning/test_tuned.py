@@ -20,7 +20,7 @@ PROBLEM = Problem(batch=2, heads=2, kv_heads=2, queries=33, keys=33, head_dim=16
 
 @pytest.fixture(autouse=True)
 def _process():
-    with tuned.kept():
+    with tuned.restore_at_end():
         tuned.forget()
         yield
 
@@ -300,8 +300,8 @@ def test_two_that_tune_at_once_both_stay(file):
     assert sorted(path.name for path in file.parent.iterdir()) == ["tuning.json", "tuning.json.lock"]
 
 
-def test_a_damaged_file_is_written_anew(file):
+def test_a_damaged_file_is_replaced(file):
     file.write_text("{")
-    with pytest.warns(UserWarning, match="it is written anew"):
+    with pytest.warns(UserWarning, match="it is replaced"):
         store.save(file, a_tuning())
     assert len(tuned.entries_of(file)) == 1

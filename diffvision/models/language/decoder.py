@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew (see the class), also after `to_empty`."""
+        """Initialise all weights (see the class), also after `to_empty`."""
         std, std_back = initial_std(self.config)
         back = {id(part) for block in self.blocks for part in _back_to_the_stream(block)}
         for module in self.modules():

@@ -15,7 +15,7 @@ from torch import Tensor
 from diffvision.models.language.cache import KVCache
 from diffvision.models.language.decoder import LanguageModel
 
-# A compiled step is compiled anew for each capacity of the cache, so capacities are multiples of this many tokens.
+# A compiled step is compiled again for each capacity of the cache, so capacities are multiples of this many tokens.
 CAPACITY_STEP = 64
 
 

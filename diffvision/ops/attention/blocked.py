@@ -24,7 +24,7 @@ from diffvision.ops.attention.problem import Problem
 
 # Scores of one map in a block, query rows of a block, and scores up to which whole samples share a block: the fastest,
 # or nearly, from 17 to 4,096 keys when all were tried on two cores. Fewer rows would fit a smaller cache,
-# but pack each key anew for too few of them.
+# but pack each key again for too few of them.
 BLOCK_SCORES = 2**19
 BLOCK_ROWS = 256
 JOINED_SCORES = 2**18

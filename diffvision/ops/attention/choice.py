@@ -117,7 +117,7 @@ def fastest(problem: Problem) -> str:
     compiled = torch.compiler.is_compiling()
     # Without choices no size is looked at, so that a graph of any length stays one.
     if not problem.dropout and tuned.has_choices(problem.device, compiled):
-        name = tuned.measured(problem.device, *tuned.kind_of(problem, compiled=compiled))
+        name = tuned.measured_backend(problem.device, *tuned.kind_of(problem, compiled=compiled))
         if name in BACKENDS and BACKENDS[name].limit(problem) is None:
             return name
     return _not_excluded(problem, usual)

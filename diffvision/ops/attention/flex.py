@@ -23,7 +23,7 @@ from diffvision.ops.attention.problem import Problem
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128  # FlexAttention's default block of queries and of keys
 
-# FlexAttention compiles anew for each dtype, head count, size and kind of mask, and dynamo gives up after 8 of them
+# FlexAttention compiles again for each dtype, head count, size and kind of mask, and dynamo gives up after 8 of them
 # (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
 RECOMPILE_LIMIT = 64
 

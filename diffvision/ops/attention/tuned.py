@@ -277,7 +277,7 @@ def has_choices(device: str, compiled: bool) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def measured(device: str, *kind: Any) -> str:
+def measured_backend(device: str, *kind: Any) -> str:
     """Return the backend that was measured to be faster than the rule's for a `Kind` of call; "" where none was.
 
     The rule decides within a kind too, by the exact sizes.
@@ -305,7 +305,7 @@ def use(device: str, tuning: Tuning | None) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def restore_at_end() -> Iterator[None]:
     """Restore the measurements that the process used before, at the end of the context."""
     before = dict(_used)
     try:

@@ -117,7 +117,7 @@ def protect(
     warn_of_old_last(callbacks)
     callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
     with (
-        tuned.kept(),
+        tuned.restore_at_end(),
         watched_launcher(),
         peers.errors_reported(),
         forwarded(trainer),

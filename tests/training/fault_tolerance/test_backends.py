@@ -22,7 +22,7 @@ PROBLEM = Problem(batch=2, heads=2, kv_heads=2, queries=33, keys=33, head_dim=16
 
 @pytest.fixture(autouse=True)
 def _process():
-    with tuned.kept():
+    with tuned.restore_at_end():
         yield
 
 
