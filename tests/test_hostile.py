@@ -46,6 +46,7 @@ from hostile_files import (
     hugging_face_folder,
     stranger,
 )
+from tests.data.conftest import fetch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -595,7 +596,7 @@ def test_a_compressed_shard_that_unpacks_to_far_more_is_stopped(suffix, tmp_path
     bomb.write_bytes(PACKERS[suffix](bytes(30_000_000)))
     cache = ShardCache(tmp_path / "unpacked")
     with pytest.raises(OSError, match=r"unpacks to more than [\d,]+ bytes"):
-        cache.fetch(Shard(str(bomb)))
+        fetch(cache, Shard(str(bomb)))
     assert sum(path.stat().st_size for path in cache.directory.rglob("*") if path.is_file()) == 0
     refused(run_of(bomb), capsys, "0." + suffix, "unpacks to more than")
 

@@ -30,6 +30,12 @@ def tokenize(captions):
     return torch.tensor([[int(caption.split()[-1])] for caption in captions])
 
 
+def fetch(cache, shard):
+    """Return the copy of a shard in a cache, where no other shard is fetched meanwhile."""
+    with cache.hold(shard) as path:
+        return path
+
+
 class Corpus:
     """Makes and reads such shards."""
 

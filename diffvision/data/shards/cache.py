@@ -158,11 +158,6 @@ class ShardCache:
                     self._make(shard, path)
                 yield path
 
-    def fetch(self, shard: Shard) -> Path:
-        """Return the copy of a shard as `hold` does, where no other shard is fetched meanwhile."""
-        with self.hold(shard) as path:
-            return path
-
     def _path(self, shard: Shard) -> Path:
         return self.directory / f"{identity(shard)}-{_plain_name(shard.name)}"
 

@@ -20,6 +20,7 @@ from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_tar
 from diffvision.data.text.tokenize import cached_tokens
 from diffvision.data.text.tokenizers import train_tokenizer
+from tests.data.conftest import fetch
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def tars(cache):
 def test_a_remote_shard_is_fetched_once(corpus, whole, serve, cache):
     url, requests = serve(whole)
     shard = Shard(f"{url}/000002.tar")
-    first, second = cache.fetch(shard), cache.fetch(shard)
+    first, second = fetch(cache, shard), fetch(cache, shard)
     assert first == second
     assert first.read_bytes() == (whole / "000002.tar").read_bytes()
     assert len([path for path in requests if "000002.tar" in path]) == 1
@@ -51,8 +52,8 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_copy_is_fetched_again(damage, whole, serve, cache):
     shard = cache.pin(Shard(f"{serve(whole)[0]}/000002.tar"))
-    DAMAGE[damage](cache.fetch(shard))
-    assert cache.fetch(shard).read_bytes() == (whole / "000002.tar").read_bytes()
+    DAMAGE[damage](fetch(cache, shard))
+    assert fetch(cache, shard).read_bytes() == (whole / "000002.tar").read_bytes()
 
 
 def test_the_least_recently_used_shards_make_room(whole, serve, cache):
@@ -61,12 +62,12 @@ def test_the_least_recently_used_shards_make_room(whole, serve, cache):
     cache.max_bytes = 3 * size
     shards = [Shard(f"{url}/00000{n}.tar") for n in range(5)]
     for number in (0, 1, 2, 0, 3, 4):
-        kept = cache.fetch(shards[number])
+        kept = fetch(cache, shards[number])
     assert tars(cache) == ["000000.tar", "000003.tar", "000004.tar"]
     assert not list(cache.directory.glob("*.part"))
     cache.max_bytes = size - 1
     with pytest.raises(OSError, match=r"larger than the .* bytes that there"):
-        cache.fetch(shards[1])
+        fetch(cache, shards[1])
     assert kept.exists()
 
 
@@ -80,7 +81,7 @@ def test_the_least_recently_used_shards_make_room(whole, serve, cache):
 def test_what_is_not_as_the_manifest_says_is_refused(whole, serve, cache, shard, message):
     url, _ = serve(whole)
     with pytest.raises(OSError, match=message):
-        cache.fetch(Shard(f"{url}/000000.tar", **shard))
+        fetch(cache, Shard(f"{url}/000000.tar", **shard))
     assert not tars(cache)
     assert not list(cache.directory.glob("*.part"))
 
@@ -108,7 +109,7 @@ def test_a_server_that_recovers_is_asked_again(whole, cache):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        path = cache.fetch(Shard(f"http://127.0.0.1:{server.server_port}/000000.tar"))
+        path = fetch(cache, Shard(f"http://127.0.0.1:{server.server_port}/000000.tar"))
     finally:
         server.shutdown()
         server.server_close()
@@ -118,7 +119,7 @@ def test_a_server_that_recovers_is_asked_again(whole, cache):
 def test_a_missing_remote_shard_is_an_error_at_once(whole, serve, cache):
     url, requests = serve(whole)
     with pytest.raises(OSError, match="cannot fetch shard"):
-        cache.fetch(Shard(f"{url}/nothing.tar"))
+        fetch(cache, Shard(f"{url}/nothing.tar"))
     assert len(requests) <= 2
 
 
@@ -140,7 +141,7 @@ def test_a_decompression_bomb_stops_early(tmp_path, cache):
     bomb = tmp_path / "bomb.tar.gz"
     bomb.write_bytes(gzip.compress(bytes(50_000_000)))
     with pytest.raises(OSError, match="unpacks to more than 1,000,000"):
-        cache.fetch(Shard(str(bomb)))
+        fetch(cache, Shard(str(bomb)))
     assert not tars(cache)
     assert not list(cache.directory.glob("*.part"))
 
@@ -149,7 +150,7 @@ def test_a_cut_gzip_is_an_error_not_a_short_shard(whole, tmp_path, cache):
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes(gzip.compress((whole / "000000.tar").read_bytes())[:-200])
     with pytest.raises(OSError, match="cannot fetch shard"):
-        cache.fetch(Shard(str(cut)))
+        fetch(cache, Shard(str(cut)))
     assert not tars(cache)
 
 
@@ -333,9 +334,9 @@ def test_a_shard_that_is_held_makes_no_room(whole, serve, cache):
     cache.max_bytes = int(1.05 * (whole / "000000.tar").stat().st_size)
     shards = [Shard(f"{url}/00000{n}.tar") for n in range(3)]
     with cache.hold(shards[0]) as path:
-        cache.fetch(shards[1])
+        fetch(cache, shards[1])
         assert path.exists()
-    cache.fetch(shards[2])
+    fetch(cache, shards[2])
     assert tars(cache) == ["000002.tar"]
 
 
@@ -387,19 +388,19 @@ def test_what_a_killed_download_left_is_removed_and_what_is_coming_counts(whole,
     url = f"http://127.0.0.1:{server.server_port}"
     try:
         start = multiprocessing.get_context("fork")
-        process = start.Process(target=cache.fetch, args=(Shard(f"{url}/slow.tar"),))
+        process = start.Process(target=fetch, args=(cache, Shard(f"{url}/slow.tar")))
         process.start()
         while not any(path.stat().st_size for path in cache.directory.glob("*.part/*")):
             time.sleep(0.01)
         cache.max_bytes = int(2.4 * len(data))
-        cache.fetch(Shard(f"{url}/0.tar"))
+        fetch(cache, Shard(f"{url}/0.tar"))
         (part,) = cache.directory.glob("*.part")  # it lives
-        cache.fetch(Shard(f"{url}/1.tar"))
+        fetch(cache, Shard(f"{url}/1.tar"))
         assert tars(cache) == ["1.tar"]  # two and half of one would be more than there is room for
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert part.exists()
-        cache.fetch(Shard(f"{url}/2.tar"))
+        fetch(cache, Shard(f"{url}/2.tar"))
         assert tars(cache) == ["1.tar", "2.tar"]
         assert not list(cache.directory.glob("*.part*"))
     finally:

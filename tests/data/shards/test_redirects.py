@@ -11,6 +11,7 @@ from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.redirects import is_public
 from diffvision.data.shards.remote import Patience, read, stamp
 from diffvision.data.shards.sources import Shard
+from tests.data.conftest import fetch
 
 QUICK = Patience(connect=1.0, read=1.0, tries=3, pause=0.01, total=5.0)
 
@@ -88,7 +89,7 @@ def test_addresses_of_the_internet(address, public):
 def test_other_schemes_are_refused_at_the_first_request(target, tmp_path):
     with serving("127.0.0.1", target) as server:
         with pytest.raises(OSError, match=f"redirects to '{target}': only http and"):
-            ShardCache(tmp_path, patience=QUICK).fetch(Shard(server.url))
+            fetch(ShardCache(tmp_path, patience=QUICK), Shard(server.url))
         assert server.asked == ["/0.tar"]
 
 

@@ -11,6 +11,7 @@ from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.remote import Patience, read, stamp
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sources import Shard
+from tests.data.conftest import fetch
 
 QUICK = Patience(connect=1.0, read=0.2, tries=4, pause=0.05, total=5.0)
 
@@ -91,7 +92,7 @@ def cache(tmp_path):
 )
 def test_what_may_pass_is_asked_for_again_with_growing_pauses(serving, cache, whole, answers, caplog):
     server = serving(*answers)
-    assert cache.fetch(server.shard).read_bytes() == (whole / "000000.tar").read_bytes()
+    assert fetch(cache, server.shard).read_bytes() == (whole / "000000.tar").read_bytes()
     assert len(server.times) == len(answers)
     gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
     for number, gap in enumerate(gaps):
@@ -105,7 +106,7 @@ def test_what_may_pass_is_asked_for_again_with_growing_pauses(serving, cache, wh
 def test_what_cannot_pass_is_an_error_at_once(serving, cache, status, error):
     server = serving(status)
     with pytest.raises(OSError, match=f"cannot fetch shard http.*{error}"):
-        cache.fetch(server.shard)
+        fetch(cache, server.shard)
     assert len(server.times) == 1
 
 
@@ -117,7 +118,7 @@ def test_patience_ends(serving, cache, answer, error):
     server = serving(answer)
     start = time.monotonic()
     with pytest.raises(OSError, match=f"given up after .* s: .*{error}"):
-        cache.fetch(server.shard)
+        fetch(cache, server.shard)
     assert time.monotonic() - start < 3
     assert len(server.times) == QUICK.tries
     assert not list(cache.directory.glob("*.tar")) + list(cache.directory.glob("*.part"))
@@ -129,7 +130,7 @@ def test_a_body_that_comes_in_drops_is_ended_in_the_time_that_a_file_has(serving
     cache.progress = lambda: beats.append(time.monotonic())
     start = time.monotonic()
     with pytest.raises(OSError, match="given up after"):
-        cache.fetch(serving("drips").shard)
+        fetch(cache, serving("drips").shard)
     assert time.monotonic() - start < 2
     assert len(beats) > 5  # it did come: a loader that waits is not stalled
 
@@ -138,7 +139,7 @@ def test_half_a_shard_without_a_length_is_told_by_the_manifest(serving, cache, w
     data = (whole / "000000.tar").read_bytes()
     server = serving("cut without length", "good")
     shard = Shard(server.shard.location, samples=10, bytes=len(data))
-    assert cache.fetch(shard).read_bytes() == data
+    assert fetch(cache, shard).read_bytes() == data
     assert len(server.times) == 2
 
 
