@@ -1,4 +1,4 @@
-"""What models cost: parameters, FLOPs of a forward pass, and speed, measured in turns in one process."""
+"""What models cost: parameters, FLOPs of a forward pass, and speed, with the models interleaved in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Inputs = dict[str, Tensor]
 
 
 def costs(models: Sequence[Model], settings: InferenceSettings, window: int, rounds: int) -> list[Cost]:
-    """Count parameters and FLOPs of models, and time them in turns.
+    """Count parameters and FLOPs of models, and time them interleaved.
 
     Each round times every model once, so that a change of the machine's speed is in all of them; a model's ratio to
     the first one is taken within a round.
@@ -75,10 +75,10 @@ def forward(model: Any, inputs: Inputs) -> None:
 
 
 def count_flops(model: Model, inputs: Inputs) -> int:
-    """Return the FLOPs of a forward pass by torch's counter: products of matrices and convolutions, 2 a multiply-add.
+    """Return the FLOPs of a forward pass by torch's counter: matmuls and convolutions, 2 FLOPs per multiply-accumulate.
 
-    Differential attention is computed by its formula (backend eager), of which the counter sees every product; so are
-    the maps of plain attention, counted densely, causal or not. Softmax, norms and activations count nothing.
+    Differential attention is computed by its formula (backend eager), of which the counter sees every matmul. Maps
+    of plain attention are counted in full too, causal or not. Softmax, norms and activations are not counted.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operation of nn.MultiheadAttention that is not counted

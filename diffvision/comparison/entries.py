@@ -95,7 +95,7 @@ def group_seeds(entries: Sequence[Entry]) -> list[Group]:
         twin = next((group for group in groups if entry.given_label in (group.label,)), None)
         if twin is not None:
             reason = _difference(twin.entries[0], entry)
-            raise ValueError(f"two models have the label {twin.label!r}, and are no seeds of one run ({reason})")
+            raise ValueError(f"two models have the label {twin.label!r}, and are not seeds of one run ({reason})")
         groups.append(Group(entry.label, [entry]))
     _make_unique(groups)
     return groups

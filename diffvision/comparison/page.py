@@ -100,7 +100,7 @@ def _lambdas(comparison: Comparison) -> list[Section]:
     if not panels:
         return []
     figure = layer_panels([LayerPanel(f"λ, {tower} tower", runs) for tower, runs in panels.items()])
-    caption = "What the second map counts, by layer; dots are seeds."
+    caption = "The weight of the second map, by layer; dots are seeds."
     return [Section("Lambda", [Picture(figure, "Lambda by layer", caption)])]
 
 

@@ -1,4 +1,4 @@
-"""A model and a folder of images -> {metric: value}; serves training and the command line alike."""
+"""A model and a folder of images -> {metric: value}; used by training and the command line."""
 
 from typing import TYPE_CHECKING
 

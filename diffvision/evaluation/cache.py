@@ -61,7 +61,7 @@ class Cache:
             if path.exists() and not path.is_file():
                 raise ValueError("not a file")  # a pipe would be waited for
             with safetensors.safe_open(path, framework="pt") as file:
-                rows = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is no dictionary
+                rows = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  it is not a dictionary
                 about = file.metadata() or {}
             if about.get("sha256") != _checksum(rows, identity, name, about.get("note", "")):
                 raise ValueError("its checksum is not that of what was saved")

@@ -152,7 +152,7 @@ def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, 
 
 
 def _sources(planned: Any, split: str) -> list[str]:
-    """Return a line for each folder of images that are evaluated where they lie: which of them are read."""
+    """Return one line for each folder of images that is read in place: which images are evaluated."""
     from diffvision.data.images.folders import ImageEvaluationFolder
 
     read = [folder.images(split) for folder, _ in planned if isinstance(folder, ImageEvaluationFolder)]

@@ -42,7 +42,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         random_state: seed of weights that no checkpoint gives, so that they are the same in every process.
 
     Raises:
-        ValueError: from `fit` and `transform`, for what they were given; from no constructor, as scikit-learn has it.
+        ValueError: from `fit` and `transform` for wrong arguments; never from the constructor, as in scikit-learn.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
                 [N, h, w] or [N, h, w, 3]; arrays are uint8, or floating between 0 and 1. Of the text tower: N strings.
 
         Raises:
-            ValueError: no sample, or one that is no image (or string), which is named by its number.
+            ValueError: X is empty, or a sample is not an image (or string); the message has its number.
         """
         features = self._features()
         samples = _samples(X)
@@ -167,7 +167,7 @@ def _image(sample: Any, number: int) -> Image.Image:
             return decode_image(Path(sample).read_bytes())
         return to_rgb(Image.fromarray(_pixels(np.asarray(sample))))
     except (BadSample, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"X[{number}] is no image that can be used: {error}") from error
+        raise ValueError(f"X[{number}] is not a usable image: {error}") from error
 
 
 def _pixels(array: np.ndarray) -> np.ndarray:

@@ -166,7 +166,7 @@ class Features:
         )
 
         def encode_numbers(numbers: Sequence[int]) -> Iterator[tuple[Rows, Any]]:
-            shown = self.progress(numbers, f"{folder.name}/{split}")  # numbers, for their length is known
+            shown = self.progress(numbers, f"{folder.name}/{split}")  # the numbers, because their length is known
             for _, (batch, tally) in zip(shown, batches.tallied(numbers), strict=True):
                 yield {} if batch is None else encode(batch), dataclasses.asdict(tally)
 

@@ -43,9 +43,9 @@ def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> Metrics:
 
     auc, ap: area under the ROC curve, and average precision, of all 2Q questions, yes being the positive answer.
     paired_acc: the share of pairs whose present object scores higher; a tie is wrong, and paired_ties their share.
-    accuracy, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images are in two
-    halves by turns; the threshold of each is the one of the highest accuracy on the other. (That of the highest F1 is
-    yes to everything where scores are weak, the fault that POPE found.)
+    accuracy, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images alternate
+    between two halves; the threshold of each half is the one of the highest accuracy on the other. (That of the
+    highest F1 is yes to everything where scores are weak, the fault that POPE found.)
 
     Args:
         present, absent: float [Q].

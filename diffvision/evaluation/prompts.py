@@ -77,7 +77,7 @@ def imagenet(name: str = "imagenet") -> Prompts:
 
 
 def prompts_of(folder: EvaluationFolder, options: Options = Options()) -> Prompts:  # noqa: B008  frozen
-    """Return the class names and templates that a folder's classes are told apart by.
+    """Return the class names and templates of a folder's zero-shot classifier.
 
     Names and templates that are given come first, then the folder's. Classes named by ImageNet's wnids get OpenCLIP's
     names and, unless there are templates of one's own, its 80 templates; so does what is missing where the folder's
@@ -212,7 +212,7 @@ def local_labels(labels: Tensor, prompts: Prompts, dataset: str) -> Tensor:
     classes are (0..999): a label of 200 or more means the latter.
 
     Raises:
-        ValueError: a label that is no class.
+        ValueError: a label outside of the classes.
     """
     count, given = len(prompts.classnames), labels
     if prompts.indices is not None and labels.max() >= count:

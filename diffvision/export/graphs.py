@@ -75,7 +75,7 @@ def graphs(
     if hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes"):  # those of timm that give one tensor
         return _timm_graphs(model, about, dict(preprocess or {}))
     raise ValueError(
-        f"{type(model).__name__} is no model of timm, none of OpenCLIP with two towers and no LanguageModel: "
+        f"{type(model).__name__} is not a timm model, an OpenCLIP model with two towers or a LanguageModel: "
         "use torch.export on it yourself"
     )
 

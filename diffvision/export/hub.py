@@ -69,7 +69,7 @@ def files_of(folder: str | Path) -> list[str]:
             f"pickles, which could run code where they are loaded: keep {', '.join(SENT)}"
         )
     if "README.md" not in names:
-        raise ValueError(f"{folder} has no README.md, the model card: write one, or export the folder anew")
+        raise ValueError(f"{folder} has no README.md, the model card: write one, or export the folder again")
     return names
 
 

@@ -39,7 +39,7 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
     try:
         onnx.checker.check_model(str(file))
     except onnx.checker.ValidationError as error:
-        raise ValueError(f"onnx finds fault with {file}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"onnx rejects {file}: {str(error).splitlines()[0]}") from error
 
 
 def write_onnx(model: Model, destination: Path, options: Options) -> None:

@@ -81,8 +81,8 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
     """Read image files, each with its mask where there are any.
 
     Raises:
-        ValueError: a file that is no image, or one that is given twice; not as many masks as images, or one of another
-            size. FileNotFoundError.
+        ValueError: a file is not an image or is given twice; the number of masks or the size of one differs from the
+            images'. FileNotFoundError.
     """
     if masks and len(masks) != len(paths):
         raise ValueError(f"{len(masks)} masks for {len(paths)} images: give one for each, or none")

@@ -138,7 +138,7 @@ def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None)
     focus = _pad(focus, applied.shape[-1])
     numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
     if focus.noise is not None:
-        numbers["noise/chance"] = [focus.noise.mean().item()]  # attention to all alike
+        numbers["noise/chance"] = [focus.noise.mean().item()]  # uniform attention
     numbers |= _of_heads(layer, applied)
     read = {kind: maps[:, focus.readers, focus.keys].mean(dim=1) for kind, maps in kinds.items()}
     if grid is not None:

@@ -35,7 +35,7 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
 
 def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder, recwarn):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
-    with pytest.warns(UserWarning, match="tells 3 classes apart"):
+    with pytest.warns(UserWarning, match="model has 3 outputs"):
         evaluate(model, folder, ["classification"], transform=transform)
     model.pretrained_cfg = {"label_names": ["b", "c", "a"]}  # which say which of them they are
     evaluate(model, folder, ["classification"], transform=transform)

@@ -113,10 +113,10 @@ def test_what_cannot_be_used_is_named(digits, tmp_path):
     (tmp_path / "digit.png").write_bytes(b"no image")
     for samples, told in (
         ([], "X holds 0 samples"),
-        (digits[0].reshape(40, 64), r"X\[0\] is no image .*shape \(64,\).* not flattened"),
+        (digits[0].reshape(40, 64), r"X\[0\] is not a usable image.*shape \(64,\).* not flattened"),
         (digits[0] / 16, r"from 0.0 to 1\d\..*give uint8, or floats between 0 and 1"),
-        ([digits[0][0], tmp_path / "digit.png"], r"X\[1\] is no image that can be used: not a JPEG, PNG or WebP"),
-        (["none.png"], r"X\[0\] is no image .*No such file"),
+        ([digits[0][0], tmp_path / "digit.png"], r"X\[1\] is not a usable image: not a JPEG, PNG or WebP"),
+        (["none.png"], r"X\[0\] is not a usable image.*No such file"),
         ([np.full((4, 4), np.nan)], r"X\[0\].*from nan to nan"),
         (torch.zeros(1, 4, 4, requires_grad=True), r"X\[0\].*requires grad"),
         (tmp_path / "digit.png", "X is a PosixPath: give a list"),

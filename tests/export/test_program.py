@@ -116,7 +116,7 @@ def test_what_cannot_be_exported_is_one_clear_error():
         empty = timm.create_model("diff_vit_debug")
     with pytest.raises(ValueError, match="VisionTransformer is on the meta"):
         graphs(empty)
-    with pytest.raises(ValueError, match="Linear is no model of timm, none"):
+    with pytest.raises(ValueError, match="Linear is not a timm model, an"):
         graphs(torch.nn.Linear(2, 2))
 
     class Deciding(torch.nn.Module):
