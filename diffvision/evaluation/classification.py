@@ -40,10 +40,10 @@ def _logits(features: Features, folder: EvaluationFolder, options: Options) -> t
     if outputs is not None:
         labels = torch.tensor(outputs)[local_labels(labels, Prompts(folder.classnames, [], None), folder.name)]
     elif 0 < len(folder.classnames or ()) < head.out_features:
+        count = len(folder.classnames or ())
         warnings.warn(
-            f"the model tells {head.out_features} classes apart, and evaluation folder {folder.name!r} has "
-            f"{len(folder.classnames)}: they are taken for the first outputs, which is wrong unless the model was "
-            "trained on them as its first",
+            f"model has {head.out_features} outputs, evaluation folder {folder.name!r} has {count} classes: assuming "
+            f"classes 0-{count - 1}, which is wrong unless the model was trained so",
             stacklevel=2,
         )
     if labels.max() >= head.out_features:

@@ -36,7 +36,7 @@ def test_variants_with_a_part_of_the_classes(name, first, synset):
 
 
 def test_unknown_variant():
-    with pytest.raises(ValueError, match="'imagenet-z' is not a known variant"):
+    with pytest.raises(ValueError, match="'imagenet-z' is unknown"):
         imagenet("imagenet-z")
 
 

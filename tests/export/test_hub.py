@@ -96,7 +96,7 @@ def test_folders_that_do_not_load_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"has a configuration and no weights"):
         push(str(folder), "someone/digits")
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config.json of timm"):
+    with pytest.raises(ValueError, match=r"no config.json"):
         push(str(folder), "someone/digits")
     with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
         push(str(tmp_path / "nothing"), "someone/digits")
