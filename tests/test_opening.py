@@ -380,8 +380,8 @@ def test_names_with_weights(house, monkeypatch):
         ("transformer-debug", {"checkpoint": "text"}, ValueError, "is of the model 'diff-debug', not 'transformer-"),
         ("diff-debug", {"checkpoint": "none.ckpt"}, FileNotFoundError, "no checkpoint 'none.ckpt'"),
         ("text", {"preprocess": {"mean": [0, 0, 0]}}, ValueError, "preprocess is for images, and text is a language"),
-        ("clip", {"tokenizer": "text"}, ValueError, "that is for language models; clip has its own"),
-        ("text", {"tokenizer": "large"}, ValueError, "tokens and the model text 300: give"),
+        ("clip", {"tokenizer": "text"}, ValueError, "tokenizer is 'text', and clip has its own"),
+        ("text", {"tokenizer": "large"}, ValueError, "tokens, text has 300: give"),
     ],
 )
 def test_what_names_no_model_is_one_sentence(spec, settings, error, message, house, monkeypatch):

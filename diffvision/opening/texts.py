@@ -208,7 +208,7 @@ def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
     vocabulary = cast(Any, model.module).config.vocab_size
     if words is not None and words.vocab_size > vocabulary:
         raise ValueError(
-            f"the tokenizer has {words.vocab_size} tokens and the model {model.weights or model.name}: give the "
+            f"the tokenizer has {words.vocab_size} tokens, {model.weights or model.name} has {vocabulary}: give the "
             "model's own tokenizer"
         )
     return dataclasses.replace(model, tokenizer=words)

@@ -159,7 +159,7 @@ def test_what_is_refused(here):
     for models, settings, message in (
         (["runs/clip"], {}, "1 model to compare"),
         ("runs/clip", {}, "1 model to compare"),
-        (["runs/clip", "runs/vision"], {}, "start is an image-text model, .* is an image model: models of one kind"),
+        (["runs/clip", "runs/vision"], {}, "start is an image-text model, .* is an image model"),
         (["CLIP-debug", "DiffCLIP-debug"], {}, "no data to compare on: .* give --data FOLDERS"),
         (["runs/clip", "CLIP-debug"], {"output": "page.pdf"}, r"output is page.pdf: end it in .html, .json, .csv"),
         (["runs/clip", "CLIP-debug"], {"rounds": -1}, "rounds is -1"),

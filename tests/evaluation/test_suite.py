@@ -37,7 +37,7 @@ def test_groups_and_repetitions():
 
 
 def test_a_task_that_does_not_fit_the_folder(circle, to_tensor, captioned):
-    with pytest.raises(ValueError, match=r"no folder fits zero_shot: found memory \(retrieval\)"):
+    with pytest.raises(ValueError, match=r"no folder fits zero_shot.*memory"):
         evaluate(circle, captioned, ["zero_shot"], transform=to_tensor)
 
 
