@@ -35,10 +35,10 @@ from diffvision.models.convert.transformers import (
     check_settings,
     check_sizes,
     layers,
+    renamed,
     rope_settings,
     rotary_pairs,
     shared_from,
-    shared_to,
     sizes,
 )
 from diffvision.models.language.configuration import LanguageConfig
@@ -97,7 +97,7 @@ def to_motif(config: LanguageConfig, state: Mapping[str, Tensor]) -> tuple[dict[
         "rope_scaling": None,
         **_FIXED,
     }
-    out = shared_to(config, state)
+    out = {theirs: state[ours] for ours, theirs in renamed(config)}
     for ours, theirs in layers(config):
         out |= {theirs + other: state[ours + name] for name, other in _NAMES.items()}
         out |= {theirs + other: rotary_pairs(state[ours + name], config.head_dim) for name, other in _ROTATED.items()}

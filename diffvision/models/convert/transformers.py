@@ -13,7 +13,7 @@ Source: transformers models/diffllama/modeling_diffllama.py (5.x), models/llama/
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_theta},
         "attention_bias": False,
     }
-    out = shared_to(config, state)
+    out = {theirs: state[ours] for ours, theirs in renamed(config)}
     for ours, theirs in layers(config):
         for name, rows in _projections(config).items():
             out[f"{theirs}self_attn.{name}.weight"] = rows(state[f"{ours}attn.{name}.weight"])
@@ -249,18 +249,19 @@ def layers(config: LanguageConfig) -> list[tuple[str, str]]:
     return [(f"blocks.{index}.", f"model.layers.{index}.") for index in range(config.depth)]
 
 
-def shared_to(config: LanguageConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that are renamed alone, under their names: embedding, head, norms and feed-forward."""
-    out = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
+def renamed(config: LanguageConfig) -> Iterator[tuple[str, str]]:
+    """Yield our name and theirs of the weights that are only renamed: embedding, head, norms and feed-forward."""
+    yield "embed.weight", "model.embed_tokens.weight"
+    yield "norm.weight", "model.norm.weight"
     if not config.tied:
-        out["lm_head.weight"] = state["head.weight"]
+        yield "head.weight", "lm_head.weight"
     for ours, theirs in layers(config):
-        out |= {f"{theirs}{other}.weight": state[f"{ours}{name}.weight"] for name, other in _SHARED.items()}
-    return out
+        for name, other in _SHARED.items():
+            yield f"{ours}{name}.weight", f"{theirs}{other}.weight"
 
 
 def shared_from(config: LanguageConfig, state: State) -> dict[str, Tensor]:
-    """Return the weights that are renamed alone, under our names; ValueError if there are others than the config's."""
+    """Return the weights of `renamed` under our names; ValueError for another depth, or a head that is not tied."""
     embedding = state["model.embed_tokens.weight"]
     if (count := state.layers("model.layers")) != config.depth:
         raise ValueError(
@@ -273,12 +274,7 @@ def shared_from(config: LanguageConfig, state: State) -> dict[str, Tensor]:
             "the transformers model has tie_word_embeddings=True, but lm_head.weight differs from "
             "model.embed_tokens.weight: untie it"
         )
-    out = {"embed.weight": embedding, "norm.weight": state["model.norm.weight"]}
-    if not config.tied:
-        out["head.weight"] = state["lm_head.weight"]
-    for ours, theirs in layers(config):
-        out |= {f"{ours}{name}.weight": state[f"{theirs}{other}.weight"] for name, other in _SHARED.items()}
-    return out
+    return {ours: state[theirs] for ours, theirs in renamed(config)}
 
 
 def rotary_pairs(weight: Tensor, head_dim: int, back: bool = False) -> Tensor:
