@@ -91,6 +91,25 @@ MODULES = {
 """old module or package -> new"""
 
 NAMES: dict[str, str] = {
+    **{
+        f"diffvision.analysis.figures.language:{name}": f"diffvision.lab.language.figures:{name}"
+        for name in (
+            "attention_bars",
+            "error_curves",
+            "faithfulness_bars",
+            "lookback_bars",
+            "low_bit_panels",
+            "many_shot_panels",
+            "math_panels",
+            "outlier_bars",
+            "pruning_curves",
+            "quantization_curves",
+            "recall_bars",
+        )
+    },
+    "diffvision.analysis.statistics:gini": "diffvision.lab.language.cache_pruning:gini",
+    "diffvision.analysis.statistics:keys_for": "diffvision.lab.language.cache_pruning:keys_for",
+    "diffvision.evaluation.intervals:cohen_kappa": "diffvision.lab.faithfulness.task:cohen_kappa",
     "diffvision.models.vit:ContrastTransformer": "diffvision.models.vit:GridTransformer",
     "diffvision.data.made.needle_text:training_documents": (
         "diffvision.lab.datasets.needle_documents:training_documents"
