@@ -107,9 +107,19 @@ NAMES: dict[str, str] = {
             "recall_bars",
         )
     },
+    "diffvision.analysis.maps:opened": "diffvision.analysis.maps:open_call",
+    "diffvision.analysis.maps:opened_layers": "diffvision.analysis.maps:open_layers",
     "diffvision.analysis.statistics:gini": "diffvision.lab.language.cache_pruning:gini",
     "diffvision.analysis.statistics:keys_for": "diffvision.lab.language.cache_pruning:keys_for",
     "diffvision.evaluation.intervals:cohen_kappa": "diffvision.lab.faithfulness.task:cohen_kappa",
+    **{
+        f"diffvision.inspection.inputs:{old}": f"diffvision.inspection.inputs:{new}"
+        for old, new in (
+            ("captions", "read_captions"),
+            ("passages", "read_passages"),
+            ("transformed", "transform_picture"),
+        )
+    },
     "diffvision.models.vit:ContrastTransformer": "diffvision.models.vit:GridTransformer",
     "diffvision.data.made.needle_text:training_documents": (
         "diffvision.lab.datasets.needle_documents:training_documents"

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.models.modes import evaluating
+from diffvision.moved import get_renamed
 from diffvision.nn import AttentionLayer
 
 
@@ -173,3 +174,7 @@ def image_trunk(model: nn.Module) -> Any:
     raise ValueError(
         f"{type(model).__name__} has no timm vision transformer, so no patches to show: give a model that has one"
     )
+
+
+if not TYPE_CHECKING:
+    __getattr__ = get_renamed(__name__)
