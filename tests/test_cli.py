@@ -101,7 +101,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             1,
             "nope.jpg",
         ),
-        ("data make mmpv new", 1, "there are digits, "),
+        ("data make mmpv new", 1, "digits, "),
         ("data make mmpv new", 1, "; did you mean mmvp?"),
         ("data make digits new --seed -1", 1, "seed is -1: give 0 or more"),
         ("data make digits FILE/x", 1, "FILE/x/train: not a directory"),

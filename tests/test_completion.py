@@ -30,7 +30,7 @@ def script(tmp_path_factory):
     [
         ("ev", ["evaluate", "evaluate-language"]),
         ("data ch", ["check"]),
-        ("data make digit", ["digits", "digit-scenes"]),
+        pytest.param("data make digit", ["digits", "digit-scenes"], marks=pytest.mark.lab),
         ("data make digits out --cop", ["--copies"]),
         ("evaluate CLIP-d", ["CLIP-debug"]),
         ("evaluate CLIP-debug CLIP-d", ["CLIP-debug"]),

@@ -15,7 +15,10 @@ from diffvision.mistakes import Mistake
 from diffvision.training.settings import check
 
 # Without the lab, which nothing else needs, the names that moved there are gone.
-MODULES = {old: new for old, new in moved.MODULES.items() if find_spec("diffvision.lab") or ".lab." not in new}
+MODULES, NAMES = (
+    {old: new for old, new in rows.items() if find_spec("diffvision.lab") or ".lab." not in new}
+    for rows in (moved.MODULES, moved.NAMES)
+)
 
 
 @pytest.fixture
@@ -39,10 +42,10 @@ def test_an_old_module_is_the_new_one_and_warns_once(old):
     import_module(old)  # without a warning, which would be an error
 
 
-@pytest.mark.parametrize("old", moved.NAMES)
+@pytest.mark.parametrize("old", NAMES)
 def test_an_old_name_is_the_new_one_and_warns_once(old):
     module, _, name = old.partition(":")
-    new_module, _, new_name = moved.NAMES[old].partition(":")
+    new_module, _, new_name = NAMES[old].partition(":")
     vars(import_module(module)).pop(name, None)
     with pytest.warns(FutureWarning, match=f"{module}.{name} is now {new_module}.{new_name}:") as warned:
         value = getattr(import_module(module), name)
